@@ -1,0 +1,58 @@
+"""Fully sharded data parallel training behind the classic FSDP1 interface.
+
+    from fsdp import FullyShardedDataParallel as FSDP      # was: from torch.distributed.fsdp import ...
+
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+Each wrapped module is a *unit*. Its parameters are flattened into one vector per dtype, of which every rank keeps a
+shard; the optimizer works on the shards. While a unit computes, the vector is gathered into a full buffer, and the
+modules compute with *leaves*: parameters over that buffer. Their gradients are written into a second buffer and
+reduce-scattered as soon as the unit's last one is there. :mod:`fsdp.runtime.unit` tells that story,
+:mod:`fsdp.flat.layout` the arithmetic.
+"""
+
+from fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp.flat.flat_param import FlatParameter
+from fsdp.flat.layout import FlatLayout
+from fsdp.flat.metadata import BucketInfo, UnitInfo
+from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, shard_info
+
+__all__ = [
+    "BackwardPrefetch",
+    "BucketInfo",
+    "CPUOffload",
+    "FlatLayout",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "UnitInfo",
+    "shard_info",
+]

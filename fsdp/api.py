@@ -1,0 +1,297 @@
+"""What a user may ask for: sharding strategies, prefetching, precision, offload and kinds of state dict.
+
+Names, members, values, fields and defaults are those of ``torch.distributed.fsdp``: callers build members from integers
+(``ShardingStrategy(1)``) and from names (``ShardingStrategy["FULL_SHARD"]``).
+
+The ``as_*`` functions turn what a caller passed into these types. They also take torch's own enum members and
+dataclasses, recognised by class name and by member or field names, because a program may have imported those before it
+imported this package. What they cannot take, they refuse with an error that names the argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+
+class ShardingStrategy(enum.Enum):
+    """What each rank holds, and for how long.
+
+    * ``FULL_SHARD``: parameters, gradients and optimizer state are sharded; the gathered parameters are released after
+      forward and gathered again for backward.
+    * ``SHARD_GRAD_OP``: as ``FULL_SHARD``, but parameters stay gathered from forward until the end of backward.
+    * ``NO_SHARD``: everything is replicated; gradients are all-reduced.
+    * ``HYBRID_SHARD``: ``FULL_SHARD`` inside a shard group, replicated across the replica groups.
+    * ``_HYBRID_SHARD_ZERO2``: ``SHARD_GRAD_OP`` inside a shard group, replicated across the replica groups.
+    """
+
+    FULL_SHARD = 1
+    SHARD_GRAD_OP = 2
+    NO_SHARD = 3
+    HYBRID_SHARD = 4
+    _HYBRID_SHARD_ZERO2 = 5
+
+
+class BackwardPrefetch(enum.Enum):
+    """When backward gathers the next unit: before the current unit's gradients are computed (``BACKWARD_PRE``: most
+    overlap, most memory) or after (``BACKWARD_POST``)."""
+
+    BACKWARD_PRE = 1
+    BACKWARD_POST = 2
+
+
+@dataclasses.dataclass
+class MixedPrecision:
+    """The dtypes of compute, reduction and buffers. ``None`` leaves the respective dtype alone.
+
+    Attributes:
+        param_dtype: dtype of the gathered parameters, so of forward, backward and the all-gather. The sharded
+            parameters that the optimizer sees keep their own dtype.
+        reduce_dtype: dtype of the gradient reduction; ``None`` means ``param_dtype``, else the parameters' own.
+        buffer_dtype: dtype that floating point buffers are cast to, once.
+        keep_low_precision_grads: leave ``.grad`` in ``param_dtype`` instead of casting it to the parameter's dtype.
+        cast_forward_inputs: each unit casts its own floating point inputs to its ``param_dtype``.
+        cast_root_forward_inputs: the root casts its floating point inputs to its ``param_dtype``.
+        _module_classes_to_ignore: modules of these classes are kept in full precision when a policy wraps the model.
+
+    Two values are equal if their fields are. Creating one checks nothing; :meth:`validate` does.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Collection[type[nn.Module]] = (_BatchNorm,)
+
+    def validate(self) -> None:
+        """Returns if every field can be used.
+
+        Raises:
+            TypeError: a dtype is not a ``torch.dtype``, or ``_module_classes_to_ignore`` does not hold classes.
+            ValueError: a dtype is not a (real) floating point one.
+        """
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"MixedPrecision.{name} must be a torch.dtype or None, but got {_described(dtype)}")
+            if not dtype.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecision.{name} must be a floating point dtype such as torch.bfloat16, but got {dtype}"
+                )
+        classes = self._module_classes_to_ignore
+        if not isinstance(classes, Collection) or not all(isinstance(cls, type) for cls in classes):
+            raise TypeError(
+                "MixedPrecision._module_classes_to_ignore must hold module classes, such as (nn.LayerNorm,), "
+                f"but got {_described(classes)}"
+            )
+
+
+@dataclasses.dataclass
+class CPUOffload:
+    """``offload_params``: shards and their gradients live in CPU memory, so that the optimizer steps there."""
+
+    offload_params: bool = False
+
+
+class StateDictType(enum.Enum):
+    """What ``state_dict()`` returns: whole tensors under the original names (``FULL_STATE_DICT``), this rank's flat
+    shards (``LOCAL_STATE_DICT``), or sharded tensors under the original names (``SHARDED_STATE_DICT``)."""
+
+    FULL_STATE_DICT = 1
+    LOCAL_STATE_DICT = 2
+    SHARDED_STATE_DICT = 3
+
+
+@dataclasses.dataclass
+class StateDictConfig:
+    """Options that every kind of model state dict has. ``offload_to_cpu``: the tensors returned are in CPU memory."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclasses.dataclass
+class FullStateDictConfig(StateDictConfig):
+    """``rank0_only``: only rank 0 gets the parameters."""
+
+    rank0_only: bool = False
+
+
+@dataclasses.dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Options of a local state dict: the common ones."""
+
+
+@dataclasses.dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """``_use_dtensor``: values are ``DTensor`` instead of ``ShardedTensor``; set where a device mesh was given."""
+
+    _use_dtensor: bool = False
+
+
+@dataclasses.dataclass
+class OptimStateDictConfig:
+    """Options that every kind of optimizer state dict has. The default differs from the model's: state goes to CPU."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclasses.dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """``rank0_only``: only rank 0 gets the state."""
+
+    rank0_only: bool = False
+
+
+@dataclasses.dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a local optimizer state dict. It stays where it is unless asked otherwise."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclasses.dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """``_use_dtensor``: values are ``DTensor`` instead of ``ShardedTensor``; set where a device mesh was given."""
+
+    _use_dtensor: bool = False
+
+
+@dataclasses.dataclass
+class StateDictSettings:
+    """The kind of state dict in force, with its options for the model and for the optimizer."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig
+
+
+class OptimStateKeyType(enum.Enum):
+    """How an optimizer state dict names parameters: by fully qualified name, or by position as plain optimizers do."""
+
+    PARAM_NAME = 1
+    PARAM_ID = 2
+
+
+class TrainingState(enum.Enum):
+    """What a wrapped module is doing."""
+
+    IDLE = 1
+    FORWARD_BACKWARD = 2
+    SUMMON_FULL_PARAMS = 3
+
+
+class HandleTrainingState(enum.Enum):
+    """What a flat parameter is used for."""
+
+    IDLE = 1
+    FORWARD = 2
+    BACKWARD_PRE = 3
+    BACKWARD_POST = 4
+    SUMMON_FULL_PARAMS = 5
+
+
+class HandleShardingStrategy(enum.Enum):
+    """A flat parameter's strategy: the members of :class:`ShardingStrategy`, one for one."""
+
+    FULL_SHARD = 1
+    SHARD_GRAD_OP = 2
+    NO_SHARD = 3
+    HYBRID_SHARD = 4
+    _HYBRID_SHARD_ZERO2 = 5
+
+
+def as_sharding_strategy(value: Any) -> ShardingStrategy:
+    """The strategy that ``value`` names; ``FULL_SHARD`` for None. Errors: see the module's docstring."""
+    return ShardingStrategy.FULL_SHARD if value is None else _as_member(ShardingStrategy, value, "sharding_strategy")
+
+
+def as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
+    """The kind of prefetch that ``value`` names; None means none. Errors: see the module's docstring."""
+    return None if value is None else _as_member(BackwardPrefetch, value, "backward_prefetch")
+
+
+def as_mixed_precision(value: Any) -> MixedPrecision:
+    """``value`` as a validated :class:`MixedPrecision` (one of ours is returned itself); all defaults for None.
+
+    Raises TypeError or ValueError as :meth:`MixedPrecision.validate` does, and TypeError for another type.
+    """
+    precision = MixedPrecision() if value is None else _as_record(MixedPrecision, value, "mixed_precision")
+    precision.validate()
+    return precision
+
+
+def as_cpu_offload(value: Any) -> CPUOffload:
+    """``value`` as a :class:`CPUOffload` (one of ours is returned itself); no offload for None."""
+    return CPUOffload() if value is None else _as_record(CPUOffload, value, "cpu_offload")
+
+
+def as_training_state(value: Any) -> TrainingState:
+    """The :class:`TrainingState` that ``value``, a member of it or of torch's enum of that name, stands for."""
+    return _as_member(TrainingState, value, "state")
+
+
+_Member = TypeVar("_Member", bound=enum.Enum)
+_Record = TypeVar("_Record")
+
+
+def _as_member(cls: type[_Member], value: Any, argument: str) -> _Member:
+    """``value`` as a member of ``cls``; a member of another enum of the same class name counts by its own name."""
+    if isinstance(value, cls):
+        return value
+    expected = f"{argument} must be a {cls.__name__} ({', '.join(cls.__members__)})"
+    if not isinstance(value, enum.Enum) or type(value).__name__ != cls.__name__:
+        raise TypeError(f"{expected}, but got {_described(value)}")
+    if value.name not in cls.__members__:
+        raise ValueError(f"{expected}, but got {value}, which is not one of these")
+    return cls[value.name]
+
+
+def _as_record(cls: type[_Record], value: Any, argument: str) -> _Record:
+    """``value`` as an instance of the dataclass ``cls``; an instance of another dataclass of the same class name, or of
+    a subclass of one, is copied field by field (fields it lacks keep our default)."""
+    if isinstance(value, cls):
+        return value
+    names = [base.__name__ for base in type(value).__mro__]
+    if cls.__name__ not in names or not dataclasses.is_dataclass(value):
+        hint = f"; pass {cls.__name__}(...), not the class" if isinstance(value, type) else ""
+        raise TypeError(f"{argument} must be a {cls.__name__} or None, but got {_described(value)}{hint}")
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())  # type: ignore[attr-defined]
+    if unknown:
+        raise ValueError(
+            f"{argument} is a {type(value).__module__}.{type(value).__name__} with fields that fsdp's {cls.__name__} "
+            f"does not have: {', '.join(unknown)}"
+        )
+    return cls(**fields)
+
+
+def _described(value: Any) -> str:
+    return f"{value!r} of type {type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,99 @@
+"""Streams and events; do-nothing ones on CPU. The only file that knows the device kind.
+
+[Note: Memory across streams]
+A block of memory is allocated, reused and freed on the stream that owns it. Whoever else used it leaves an event, and
+the owner waits for that event *on the stream* before the block is used again. So nothing depends on the allocator's
+own stream recording, the same bytes are used at every step, and the host never blocks.
+
+Three streams take part: the compute stream (whatever is current when the user's code runs), one for gathers and one for
+reductions. On CPU there are none: a collective is an asynchronous ``Work``, launched before the compute that hides it
+and waited for at its first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from fsdp.comm.versions import current_device_index
+
+Event = Any  # torch.Event, or None on devices without streams
+
+_NOWHERE_ELSE: AbstractContextManager[None] = contextlib.nullcontext()
+
+
+class HostStreams:
+    """A device without streams: every operation is over when its call returns, and events mean nothing."""
+
+    asynchronous_work = True  # collectives overlap as Work handles
+
+    def on_gather_stream(self) -> AbstractContextManager[None]:
+        return _NOWHERE_ELSE
+
+    def on_reduce_stream(self) -> AbstractContextManager[None]:
+        return _NOWHERE_ELSE
+
+    def record(self) -> Event:
+        return None
+
+    def wait(self, event: Event) -> None:
+        return None
+
+
+class AcceleratorStreams:
+    """An accelerator's gather and reduce streams beside the compute stream, which is whatever stream is current."""
+
+    asynchronous_work = False  # collectives run on the stream that is current when they are called
+
+    def __init__(self, device: torch.device) -> None:
+        self._gather = torch.Stream(device)
+        self._reduce = torch.Stream(device)
+        self._device = device
+
+    def on_gather_stream(self) -> AbstractContextManager[None]:
+        return self._on(self._gather)
+
+    def on_reduce_stream(self) -> AbstractContextManager[None]:
+        return self._on(self._reduce)
+
+    def record(self) -> Event:
+        """An event on the stream that is current *now*; hooks may run on another stream than the forward did."""
+        return torch.accelerator.current_stream(self._device).record_event()
+
+    def wait(self, event: Event) -> None:
+        """The current stream, not the host, waits for ``event``."""
+        if event is not None:
+            torch.accelerator.current_stream(self._device).wait_event(event)
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.Stream) -> Iterator[None]:
+        before = torch.accelerator.current_stream(self._device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+Streams = HostStreams | AcceleratorStreams
+
+
+def streams_for(device: torch.device) -> Streams:
+    """New streams for work on ``device``."""
+    return HostStreams() if device.type == "cpu" else AcceleratorStreams(device)
+
+
+def resolve_device(device: int | str | torch.device) -> torch.device:
+    """``device`` as a ``torch.device`` with an index where its type has one (the current device when none was
+    given)."""
+    resolved: Any = torch.device(device)
+    if resolved.index is not None or resolved.type == "cpu" or not torch.accelerator.is_available():
+        return torch.device(resolved)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and resolved.type == accelerator.type:
+        return torch.device(resolved.type, current_device_index())
+    return torch.device(resolved)

@@ -1,0 +1,21 @@
+"""What torch renamed or added between the versions we support (2.6 and newer), settled once."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+# The flat collectives got new names, and the old ones warn where the new ones exist. They are looked up by name at each
+# call, so that a profiler or recorder that replaces the attribute of torch.distributed sees the call.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
+# Exchanging the memory of two storages costs nothing; without it a storage is resized, which asks the allocator each
+# time.
+STORAGES_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def current_device_index() -> int:
+    """The index of the current device of the machine's accelerator."""
+    name = "current_device_index" if hasattr(torch.accelerator, "current_device_index") else "current_device_idx"
+    return int(getattr(torch.accelerator, name)())

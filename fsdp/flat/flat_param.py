@@ -1,0 +1,338 @@
+"""One bucket of a unit: its shard, its full buffer and its leaves; gathering and releasing them.
+
+[Note: Permanent tensors, lent memory]
+A full buffer is a tensor whose identity and views are permanent while its memory comes from a pool and goes back. So
+nothing is split, viewed or allocated per step, and what autograd saved in forward is valid again once the buffer has
+been refilled in backward. The leaves, which the modules compute with, are parameters made empty and given their view
+of the buffer through ``.data``: they share no version counter with it, so a refill is not taken for an in-place
+change. The price is that autograd no longer notices a wrong fill; the handle's state machine and, with
+``FSDP_DEBUG=1``, poisoning take its place.
+
+This file alone resizes or exchanges storages, and (with ``ownership.py``, while a unit is built) assigns ``.data``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.comm.collectives import Communicator, Groups, Pending, Tag
+from fsdp.comm.streams import Event, Streams
+from fsdp.comm.versions import STORAGES_SWAP
+from fsdp.flat.layout import FlatLayout
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """One bucket's parameters as a 1-D ``nn.Parameter`` that holds this rank's shard.
+
+    Constructing one gives a plain ``nn.Parameter`` marked as flat, and ``isinstance`` goes by that mark, so that code
+    which looks for exact types (optimizers, serialisation) sees nothing special.
+    """
+
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> FlatParameter:
+        if cls is not FlatParameter:
+            raise TypeError("FlatParameter cannot be subclassed")
+        flat: Any = nn.Parameter(data, requires_grad=requires_grad)
+        flat._is_flat_param = True
+        flat._fsdp_flattened = True
+        return flat
+
+
+def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
+    """Each parameter of ``layout`` as a view of ``flat`` (``padded_numel`` elements), with its own shape and
+    strides."""
+    start = flat.storage_offset()
+    return [flat.as_strided(p.shape, p.stride, start + p.offset) for p in layout.params]
+
+
+def assign_full_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set ``param.grad`` to a gradient of the unsharded shape although ``param`` holds a shard."""
+    shard = param.data
+    param.data = grad  # autograd compares the sizes when the gradient is assigned, and only then
+    param.grad = grad
+    param.data = shard
+
+
+class LentTensor:
+    """A 1-D tensor whose identity and views are permanent while its memory is lent by a :class:`MemoryPool`."""
+
+    __slots__ = ("_block", "nbytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Takes ``tensor`` over and releases its memory; its contents are lost."""
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._block: torch.UntypedStorage | None = None
+        tensor.untyped_storage().resize_(0)
+
+    def attach(self, block: torch.UntypedStorage) -> None:
+        self._swap(block)
+        self._block = block
+
+    def detach(self) -> torch.UntypedStorage:
+        block, self._block = self._block, None
+        assert block is not None
+        self._swap(block)
+        return block
+
+    def _swap(self, block: torch.UntypedStorage) -> None:
+        storage: Any = self.tensor.untyped_storage()
+        storage._swap_data_ptr_(block)
+
+
+class MemoryPool:
+    """Lends memory to :class:`LentTensor` s and keeps a bounded number of returned blocks for the next one.
+
+    All calls happen on the stream that owns the pool, which waits for a returned block's last use before lending it
+    again (see [Note: Memory across streams]). Fresh memory costs page faults on CPU, several times the price of a
+    reused block.
+    """
+
+    KEPT_BLOCKS = 2
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._device = device
+        self._streams = streams
+        self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use
+        self._last_release: Event = None
+
+    def lend(self, buffer: LentTensor) -> None:
+        """Give ``buffer`` memory, with undefined contents."""
+        if buffer.nbytes == 0:
+            return
+        if not STORAGES_SWAP:
+            self._streams.wait(self._last_release)
+            buffer.tensor.untyped_storage().resize_(buffer.nbytes)
+            return
+        fitting = [i for i, (block, _) in enumerate(self._free) if block.nbytes() >= buffer.nbytes]
+        if fitting:
+            block, last_use = self._free.pop(min(fitting, key=lambda i: self._free[i][0].nbytes()))
+            self._streams.wait(last_use)
+        else:
+            if self._free:  # too small for this one: make room for it instead of growing
+                self._streams.wait(self._free.pop(0)[1])
+            block = torch.UntypedStorage(buffer.nbytes, device=self._device)
+        buffer.attach(block)
+
+    def take_back(self, buffer: LentTensor, last_use: Event) -> None:
+        """Take ``buffer``'s memory; other streams have used it until ``last_use``."""
+        if buffer.nbytes == 0:
+            return
+        if not STORAGES_SWAP:
+            self._last_release = last_use
+            buffer.tensor.untyped_storage().resize_(0)
+            return
+        self._free.append((buffer.detach(), last_use))
+        if len(self._free) > self.KEPT_BLOCKS:
+            smallest = min(range(len(self._free)), key=lambda i: self._free[i][0].nbytes())
+            self._streams.wait(self._free.pop(smallest)[1])
+
+    def trim(self) -> None:
+        """Give the kept blocks back to the allocator."""
+        for _, last_use in self._free:
+            self._streams.wait(last_use)
+        self._free.clear()
+
+
+class PoisoningPool(MemoryPool):
+    """For debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN, so that a use after
+    release shows as NaN at the place that did it instead of a crash or another unit's weights."""
+
+    def lend(self, buffer: LentTensor) -> None:
+        if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:
+            super().lend(buffer)
+
+    def take_back(self, buffer: LentTensor, last_use: Event) -> None:
+        self._streams.wait(last_use)
+        tensor = buffer.tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.fill_(-1 if tensor.dtype.is_signed else 1)
+
+
+def pool_for(device: torch.device, streams: Streams) -> MemoryPool:
+    """A pool for ``device``; a poisoning one under ``FSDP_DEBUG=1``."""
+    kind = PoisoningPool if os.environ.get("FSDP_DEBUG", "0") == "1" else MemoryPool
+    return kind(device, streams)
+
+
+class BufferState(Enum):
+    SHARDED = auto()  # the full buffer has no memory
+    GATHERING = auto()  # a gather into it is under way
+    UNSHARDED = auto()  # it holds every parameter
+    RESIDENT = auto()  # it is the shard: nothing to gather, nothing to release
+
+
+_TRANSITIONS = {
+    BufferState.SHARDED: (BufferState.GATHERING,),
+    BufferState.GATHERING: (BufferState.UNSHARDED,),
+    BufferState.UNSHARDED: (BufferState.SHARDED, BufferState.GATHERING),
+    BufferState.RESIDENT: (),
+}
+
+
+class FlatParamHandle:
+    """One bucket: the parameters of a unit that share a dtype and a ``requires_grad``.
+
+    Attributes:
+        layout: where each parameter lies; public, and all there is to know about shapes, offsets and ranges.
+        flat_param: the :class:`FlatParameter`; its data is this rank's shard (``layout.shard_numel`` elements).
+        groups: the ranks it is sharded and replicated over.
+        leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over the full buffer.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, params: Sequence[nn.Parameter], groups: Groups, device: torch.device
+    ) -> None:
+        """Copies ``params`` into the layout; they stay as they are."""
+        self.layout = layout
+        self.groups = groups
+        self.device = device
+        self._pending: Pending | None = None
+
+        values = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=device)  # zeros: padding is born zero
+        with torch.no_grad():
+            for view, param in zip(parameter_views(layout, values), params):
+                view.copy_(param)
+        start, end = layout.shard_range(groups.shard_rank)
+        shard = values[start:end].clone() if groups.sharded else values
+        requires_grad = any(param.requires_grad for param in params)
+        self._shard = shard
+        self.flat_param: Any = FlatParameter(shard, requires_grad=requires_grad)
+        self._make_full_buffer(values if groups.sharded and layout.compute_dtype == layout.dtype else None)
+        self.leaves = [
+            nn.Parameter(torch.empty(0, dtype=layout.compute_dtype, device=device), requires_grad=param.requires_grad)
+            for param in params
+        ]
+        for leaf, param in zip(self.leaves, params):
+            leaf.__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
+        self._point_leaves()
+
+    def _make_full_buffer(self, donated: torch.Tensor | None) -> None:
+        """``donated`` may become the buffer: the flattened values have just its size."""
+        layout = self.layout
+        self._state = BufferState.SHARDED
+        if not self.groups.sharded and layout.compute_dtype == layout.dtype:
+            self.full = self._shard
+            self._lent: LentTensor | None = None
+            self._state = BufferState.RESIDENT
+            return
+        if donated is None:
+            donated = torch.empty(layout.padded_numel, dtype=layout.compute_dtype, device=self.device)
+        self.full = donated
+        self._full_views = parameter_views(layout, donated)  # made while it has memory
+        self._lent = LentTensor(donated)
+
+    def _point_leaves(self) -> None:
+        views = parameter_views(self.layout, self.full) if self._lent is None else self._full_views
+        for leaf, view in zip(self.leaves, views):
+            leaf.data = view
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> BufferState:
+        return self._state
+
+    def _set_state(self, state: BufferState) -> None:
+        if state not in _TRANSITIONS[self._state]:
+            raise AssertionError(f"a full buffer went from {self._state.name} to {state.name}")
+        self._state = state
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """This rank's part of the flat vector, detached; ``layout.shard_numel`` elements in ``layout.dtype``."""
+        return self._shard
+
+    # -- gather and release --------------------------------------------------------------------------------------------
+
+    def gather(self, pool: MemoryPool, communicator: Communicator, tag: Tag) -> None:
+        """Start filling the full buffer, on the current stream; refills it where it is filled already."""
+        if self._state is BufferState.RESIDENT:
+            return
+        if self._state is BufferState.GATHERING:
+            self.wait()
+        assert self._lent is not None
+        if self._state is BufferState.SHARDED:
+            pool.lend(self._lent)
+        self._set_state(BufferState.GATHERING)
+        shard = self.shard
+        if shard.dtype != self.full.dtype:
+            shard = shard.to(self.full.dtype)
+        self._pending = communicator.gather(self.full, shard, tag)
+
+    def wait(self) -> None:
+        """The full buffer is filled when this returns (for the current stream)."""
+        if self._state is BufferState.GATHERING:
+            pending, self._pending = self._pending, None
+            assert pending is not None
+            self._set_state(BufferState.UNSHARDED)
+            pending.wait()
+
+    def release(self, pool: MemoryPool, last_use: Event) -> None:
+        """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""
+        self.wait()
+        if self._state is not BufferState.UNSHARDED:
+            return
+        self._set_state(BufferState.SHARDED)
+        assert self._lent is not None
+        pool.take_back(self._lent, last_use)
+
+    # -- the shard's views ---------------------------------------------------------------------------------------------
+
+    def sharded_views(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part in a vector of ``layout.shard_numel`` elements that lies like this rank's shard.
+
+        Sharded: 1-D, of size 0 where this rank owns nothing of the parameter. Not sharded: the parameter's own shape.
+        """
+        if not self.groups.sharded:
+            return parameter_views(self.layout, flat_shard)
+        pieces = self.layout.pieces(self.groups.shard_rank)
+        return [flat_shard[piece.shard_offset : piece.shard_offset + piece.numel] for piece in pieces]
+
+    def write_back_flat(self) -> None:
+        """Take over the values of a tensor that the user put in the place of the flat parameter's data.
+
+        Raises:
+            RuntimeError: it has another shape, dtype or device.
+        """
+        new = self.flat_param.data
+        if new.data_ptr() == self._shard.data_ptr():
+            return
+        if (new.shape, new.dtype, new.device) != (self._shard.shape, self._shard.dtype, self._shard.device):
+            raise RuntimeError(
+                f"Cannot writeback the flat parameter of {self.layout.params[0].name!r} and others: its data became "
+                f"{tuple(new.shape)}, {new.dtype} on {new.device}, and the shard is {tuple(self._shard.shape)}, "
+                f"{self._shard.dtype} on {self._shard.device}"
+            )
+        self._shard.copy_(new)
+        self.flat_param.data = self._shard
+
+    def point_at_shard(self, originals: Sequence[nn.Parameter]) -> None:
+        """Re-point each original parameter's data at its part of the shard."""
+        for original, view in zip(originals, self.sharded_views(self.shard)):
+            original.data = view
+
+
+class SlotBuffer:
+    """A flat gradient vector in the reduce dtype, and its slots: one view per parameter, with the parameter's
+    strides."""
+
+    __slots__ = ("flat", "lent", "slots")
+
+    def __init__(self, layout: FlatLayout, device: torch.device, *, lent: bool) -> None:
+        """With ``lent``, without memory until a pool lends it some."""
+        self.flat = torch.empty(layout.padded_numel, dtype=layout.reduce_dtype, device=device)
+        self.slots = parameter_views(layout, self.flat)
+        self.lent = LentTensor(self.flat) if lent else None

@@ -1,0 +1,232 @@
+"""The arithmetic of flattening: where each parameter lies in the flat vector, and which part of it each rank owns.
+
+No tensors and no process groups here. The flat vector holds the parameters one after the other, each in its memory
+order, each starting on an alignment boundary; behind the last one it is padded to ``world_size`` equal shards::
+
+    | p0 ........ |gap| p1 ..... | p2 ... |gap| p3 .......... | padding |
+    | shard 0         | shard 1           | shard 2                     |      (all of the same length)
+
+All positions and lengths are in elements unless a name says bytes. All ranges are half-open, and an empty range is a
+range like any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter before it has a place.
+
+    Attributes:
+        name: fully qualified name relative to the unit.
+        shape: sizes; ``()`` for a scalar, and sizes may be 0.
+        stride: None for row-major, else the strides of a dense tensor in another order (channels_last, transposed).
+        aliases: further names of the same parameter, if it is shared.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ParamRecord:
+    """A parameter with its place: ``flat[offset:end]`` holds its elements in memory order, and is this parameter when
+    viewed with ``shape`` and ``stride``."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter that one rank owns: its elements ``start`` to ``end``, counted in memory order, which
+    lie in the rank's shard from ``shard_offset`` on. Where the rank owns nothing of it, ``start == end``, and slicing
+    by these numbers still gives an empty slice."""
+
+    start: int
+    end: int
+    shard_offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One flat vector: its parameters, its dtypes, its shards. Made by :meth:`build`; equal on every rank.
+
+    Attributes:
+        params: in the order of the flat vector.
+        dtype, compute_dtype, reduce_dtype: of the shard, of the gathered vector, of the gradient reduction.
+        world_size: number of shards.
+        numel: end of the last parameter, gaps before it included.
+        shard_numel: length of every shard.
+    """
+
+    params: tuple[ParamRecord, ...]
+    dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    world_size: int
+    numel: int
+    shard_numel: int
+
+    @classmethod
+    def build(
+        cls,
+        specs: Iterable[ParamSpec],
+        *,
+        dtype: torch.dtype,
+        world_size: int,
+        compute_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        param_alignment: int = 1,
+        shard_alignment: int = 1,
+    ) -> FlatLayout:
+        """Lays out ``specs`` in the order given.
+
+        Args:
+            dtype: of the shard.
+            compute_dtype: of the gathered vector; None means ``dtype``.
+            reduce_dtype: of the gradient reduction; None means ``compute_dtype``.
+            param_alignment: bytes; every parameter's first element is at a multiple of it in the gathered vector.
+            shard_alignment: bytes; the shard's length is a multiple of it in each of the three dtypes. With 1, shards
+                are what ``torch.chunk`` gives, the last ones padded to the length of the first. With more, parameters
+                are aligned in each of the three dtypes as well, since then the vector travels in all of them.
+
+        Raises:
+            ValueError: two parameters or aliases have the same name, ``world_size`` is less than 1, a size is negative,
+                strides are not those of a dense tensor, or an alignment is not a power of two.
+        """
+        compute_dtype = compute_dtype or dtype
+        reduce_dtype = reduce_dtype or compute_dtype
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1, but got {world_size}")
+        smallest = min(dtype.itemsize, compute_dtype.itemsize, reduce_dtype.itemsize)
+        param_itemsize = smallest if shard_alignment > 1 else compute_dtype.itemsize
+        param_multiple = _elements(param_alignment, param_itemsize, "param_alignment")
+        shard_multiple = _elements(shard_alignment, smallest, "shard_alignment")
+
+        params: list[ParamRecord] = []
+        names: set[str] = set()
+        numel = 0
+        for spec in specs:
+            for name in (spec.name, *spec.aliases):
+                if name in names:
+                    raise ValueError(f"expected every parameter to have names of its own, but {name!r} comes twice")
+                names.add(name)
+            record = _placed(spec, offset=_round_up(numel, param_multiple))
+            params.append(record)
+            numel = record.end
+        return cls(
+            params=tuple(params),
+            dtype=dtype,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            world_size=world_size,
+            numel=numel,
+            shard_numel=_round_up(-(-numel // world_size), shard_multiple),
+        )
+
+    @property
+    def padded_numel(self) -> int:
+        """Length of the flat vector with all its padding: ``world_size * shard_numel``."""
+        return self.world_size * self.shard_numel
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The (start, end) ranges of the padded vector that belong to no parameter: ascending, none of them empty."""
+        starts = [0, *(param.end for param in self.params)]
+        ends = [*(param.offset for param in self.params), self.padded_numel]
+        return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """The (start, end) of this rank's shard in the padded vector. ValueError for a rank outside the world."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"expected a rank in [0, {self.world_size}), but got {rank}")
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def piece(self, index: int, rank: int) -> Piece:
+        """What ``rank`` owns of ``params[index]``. ValueError for a rank outside the world."""
+        param = self.params[index]
+        shard_start, shard_end = self.shard_range(rank)
+        start = _clamp(shard_start - param.offset, param.numel)
+        end = _clamp(shard_end - param.offset, param.numel)
+        return Piece(start, end, shard_offset=_clamp(param.offset - shard_start, self.shard_numel))
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What ``rank`` owns of each parameter, in the order of ``params``."""
+        return tuple(self.piece(index, rank) for index in range(len(self.params)))
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
+    stride = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _placed(spec: ParamSpec, offset: int) -> ParamRecord:
+    shape = tuple(spec.shape)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"expected sizes of at least 0, but {spec.name!r} has shape {shape}")
+    stride = contiguous_stride(shape) if spec.stride is None else tuple(spec.stride)
+    if not _is_dense(shape, stride):
+        raise ValueError(
+            f"expected the strides of a dense tensor, but {spec.name!r} with shape {shape} has stride {stride}; "
+            "make the parameter contiguous first"
+        )
+    return ParamRecord(spec.name, tuple(spec.aliases), shape, stride, numel=math.prod(shape), offset=offset)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the strides visit each of the ``numel`` elements from the first on exactly once."""
+    if len(shape) != len(stride):
+        return False
+    if 0 in shape:
+        return True
+    step = 1
+    for dim_stride, size in sorted(zip(stride, shape, strict=True)):
+        if size == 1:  # its stride is never used, and torch lets it be anything
+            continue
+        if dim_stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _elements(alignment: int, itemsize: int, argument: str) -> int:
+    """The number of elements that every multiple of ``alignment`` bytes is a multiple of, at least 1."""
+    # Powers of two only: then a multiple in a small dtype is also one in every larger dtype.
+    if alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"{argument} must be a power of two (bytes), but got {alignment}")
+    return -(-alignment // itemsize)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _clamp(number: int, most: int) -> int:
+    return max(0, min(number, most))

@@ -1,0 +1,236 @@
+"""What is registered on the modules: leaves while a unit is gathered, and in between what ``use_orig_params`` asks for.
+
+Two classes, one per mode, chosen once per bucket. They also say which parameters users and optimizers hold ("visible"
+ones), so that gradients are handed out the same way in both modes. This file alone writes ``module._parameters``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer
+from fsdp.flat.ownership import OwnedParam, Place
+
+
+@dataclass(frozen=True)
+class Visible:
+    """A parameter that users and optimizers hold, and the parameters of the layout (by index) that it stands for."""
+
+    name: str
+    param: nn.Parameter
+    members: Sequence[int]
+    absent: bool  # this rank's shard holds nothing of it
+
+
+class ShardedPlaceholder(torch.Tensor):
+    """Stands on a module for a parameter that is not gathered: has its shape, dtype and device, and no values."""
+
+    _explanation: str
+
+    @staticmethod
+    def __new__(cls, leaf: nn.Parameter, explanation: str) -> ShardedPlaceholder:
+        placeholder = torch.Tensor._make_wrapper_subclass(
+            cls, leaf.shape, leaf.stride(), 0, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
+        )
+        placeholder._explanation = explanation
+        return placeholder
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, cls):
+                raise RuntimeError(f"{func}: {value._explanation}")
+        raise AssertionError("dispatched without a placeholder")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ShardedPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+class _Slot:
+    """One registration: the dictionary that holds it, and what goes there."""
+
+    __slots__ = ("attribute", "leaf", "module", "owner", "plain", "sharded")
+
+    def __init__(self, owner: dict[str, Any], place: Place, leaf: nn.Parameter, sharded: Any) -> None:
+        self.owner, self.module, self.attribute = owner, place.module, place.attribute
+        self.leaf, self.sharded = leaf, sharded
+        # A class with a __setattr__ of its own (torch's RNNs) keeps books that a dictionary write would pass by.
+        self.plain = type(place.module).__setattr__ is nn.Module.__setattr__
+
+    def put(self, value: Any) -> None:
+        if not self.plain:
+            setattr(self.module, self.attribute, value)
+            for home in (self.module._parameters, self.module.__dict__):
+                home.pop(self.attribute, None)
+        self.owner[self.attribute] = value
+
+
+class _BucketViews:
+    """What both modes share: the slots, and switching between the two things that can be in them."""
+
+    visible: list[Visible]
+
+    def __init__(self, handle: FlatParamHandle, slots: list[_Slot]) -> None:
+        self.handle = handle
+        self._slots = slots
+        self._leaf_writes = [(slot.owner, slot.attribute, slot.leaf) for slot in slots if slot.plain]
+        self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in slots if slot.plain]
+        self._careful = [slot for slot in slots if not slot.plain]
+        for slot in slots:
+            if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
+                slot.module.__dict__["flatten_parameters"] = _keep_layout
+        self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
+
+    def use_leaves(self) -> None:
+        """The modules compute with the full parameters from here on."""
+        for owner, attribute, leaf in self._leaf_writes:
+            owner[attribute] = leaf
+        for slot in self._careful:
+            slot.put(slot.leaf)
+
+    def use_sharded(self) -> None:
+        """The modules show what stands for the parameters while they are sharded."""
+        for owner, attribute, sharded in self._sharded_writes:
+            owner[attribute] = sharded
+        for slot in self._careful:
+            slot.put(slot.sharded)
+
+
+class OriginalViews(_BucketViews):
+    """``use_orig_params=True``: the user's own parameters, each over its part of the shard, stay registered."""
+
+    def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam]) -> None:
+        self._owned = owned
+        self._originals = [item.param for item in owned]
+        handle.point_at_shard(self._originals)
+        self._pointers = [original.data_ptr() for original in self._originals]
+        pieces = handle.layout.pieces(handle.groups.shard_rank)
+        self.visible = [
+            Visible(item.name, item.param, (index,), piece.numel == 0 and handle.groups.sharded)
+            for index, (item, piece) in enumerate(zip(owned, pieces))
+        ]
+        super().__init__(
+            handle,
+            [
+                _Slot(place.module._parameters, place, leaf, item.param)
+                for item, leaf in zip(owned, handle.leaves)
+                for place in item.places
+            ],
+        )
+        handle.flat_param._params = self._originals
+
+    def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
+        """Each visible parameter's part of an unsharded gradient, in its true shape."""
+        return buffer.slots
+
+    def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
+        """Each visible parameter's part of a sharded gradient, in the shape that its data has now."""
+        return self.handle.sharded_views(flat_shard)
+
+    def refresh(self) -> bool:
+        """Follow what the user did to the parameters since the last forward; True if some ``requires_grad`` changed.
+
+        Raises:
+            RuntimeError: a parameter was replaced by one of another shape.
+            NotImplementedError: one registration of a shared parameter was replaced.
+        """
+        if self.check_writeback:
+            self._write_back()
+        changed = False
+        for original, leaf in zip(self._originals, self.handle.leaves):
+            if original.requires_grad is not leaf.requires_grad:
+                leaf.requires_grad_(original.requires_grad)
+                if not original.requires_grad:
+                    original.grad = None
+                changed = True
+        if changed:
+            self.handle.flat_param.requires_grad_(any(original.requires_grad for original in self._originals))
+        return changed
+
+    def _write_back(self) -> None:
+        for item, leaf in zip(self._owned, self.handle.leaves):
+            for place in item.places:
+                current = place.module._parameters.get(place.attribute)
+                if current is not item.param and current is not leaf and current is not None:
+                    if len(item.places) > 1:
+                        raise NotImplementedError(
+                            f"Cannot writeback {place.name!r}: it is one registration of a shared parameter "
+                            f"({', '.join(other.name for other in item.places)}); change the parameter in place instead"
+                        )
+                    self._copy_into_shard(item, current)
+                    place.module._parameters[place.attribute] = item.param
+        for item, pointer in zip(self._owned, self._pointers):
+            if item.param.data_ptr() != pointer:
+                self._copy_into_shard(item, item.param)
+
+    def _copy_into_shard(self, item: OwnedParam, new: torch.Tensor) -> None:
+        index = self._originals.index(item.param)
+        target = self.handle.sharded_views(self.handle.shard)[index]
+        if new.shape != target.shape:
+            raise RuntimeError(
+                f"Cannot writeback {item.name!r}: its shape became {tuple(new.shape)}, and this rank's part of it has "
+                f"{tuple(target.shape)}. Between steps a parameter may be given new values of the shape it has then"
+            )
+        with torch.no_grad():
+            target.copy_(new)
+        self.handle.point_at_shard(self._originals)
+
+
+class FlatViews(_BucketViews):
+    """``use_orig_params=False``: the flat parameter is registered; the originals' names lead to plain attributes."""
+
+    def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], module: nn.Module, unit_name: str) -> None:
+        slots = []
+        for item, leaf in zip(owned, handle.leaves):
+            explanation = (
+                f"parameter {item.name!r} of {unit_name} is sharded; its values are there only while the unit runs. "
+                "Call the wrapped module itself, or a module that contains it, instead of reading the parameter"
+            )
+            for place in item.places:
+                del place.module._parameters[place.attribute]
+                sharded = ShardedPlaceholder(leaf, explanation) if handle.groups.sharded else leaf
+                slots.append(_Slot(place.module.__dict__, place, leaf, sharded))
+        name = "_flat_param"
+        count = 0
+        while name in module._parameters:
+            count += 1
+            name = f"_flat_param_{count}"
+        module._parameters[name] = handle.flat_param
+        self.visible = [Visible(name, handle.flat_param, range(len(handle.leaves)), False)]
+        super().__init__(handle, slots)
+        self.use_sharded()
+
+    def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
+        layout = self.handle.layout
+        return [buffer.flat[: layout.numel] if self.handle.groups.sharded else buffer.flat]
+
+    def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
+        return [flat_shard]
+
+    def refresh(self) -> bool:
+        if self.check_writeback:
+            self.handle.write_back_flat()
+        wanted = self.handle.flat_param.requires_grad
+        changed = False
+        for leaf in self.handle.leaves:
+            if leaf.requires_grad is not wanted:
+                leaf.requires_grad_(wanted)
+                changed = True
+        if changed and not wanted:
+            self.handle.flat_param.grad = None
+        return changed
+
+
+BucketViews = OriginalViews | FlatViews
+
+
+def _keep_layout() -> None:
+    """Takes the place of ``flatten_parameters`` on RNNs."""

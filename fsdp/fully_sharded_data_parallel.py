@@ -1,0 +1,426 @@
+"""The wrapper: ``FullyShardedDataParallel``, thin methods over the rooms below."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed._composable_state import _State
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    TrainingState,
+    as_backward_prefetch,
+    as_cpu_offload,
+    as_mixed_precision,
+    as_sharding_strategy,
+)
+from fsdp.comm.collectives import Groups, default_group
+from fsdp.flat.metadata import BucketInfo, UnitInfo
+from fsdp.flat.ownership import WRAPPED_MODULE, build_handles, move_to, owned_params
+from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
+from fsdp.runtime.nested import to_device
+from fsdp.runtime.unit import Phase, RootContext, Unit, UnitPolicy, units_in
+from fsdp.wrap import auto_wrap
+
+FLAT_PARAM = "_flat_param"
+_CHECKPOINTED_MODULE = "_checkpoint_wrapped_module"
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FullyShardedDataParallel(nn.Module, _State):
+    """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
+
+    Afterwards ``module`` keeps its class and identity, but this rank holds only its shard of the parameters that the
+    unit owns: those of the subtree that no nested ``FullyShardedDataParallel`` has. They are gathered while the unit
+    computes, in forward and in backward, and gradients arrive averaged over the ranks, sharded, in ``.grad``.
+
+    Build the optimizer after wrapping (with ``use_orig_params=True`` before is fine as well), call the wrapped module
+    and not its parts, and run the same units in the same order on every rank.
+
+    Args:
+        module: the module to wrap, in place.
+        process_group: the ranks to shard over; the default group if None. Only its ``rank()`` and ``size()`` are used
+        here. sharding_strategy: ``FULL_SHARD`` (None means the same): parameters are freed after forward and gathered
+        again for
+            backward. ``SHARD_GRAD_OP``: they stay gathered between the two. ``NO_SHARD``: nothing is sharded,
+            gradients are averaged.
+        auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp.wrap`.
+        backward_prefetch: ``BACKWARD_PRE`` gathers the next unit of the backward before the current one's gradients are
+            computed, ``BACKWARD_POST`` after, None not ahead at all.
+        device_id: where the parameters are moved before they are flattened, and where the unit computes: anything that
+            ``torch.device()`` accepts. Without it they stay where they are.
+        forward_prefetch: gather the next unit of the forward before the current one computes. On CPU this always
+        happens. limit_all_gathers: accepted for compatibility: gathers always wait, on the stream, for a free buffer.
+        use_orig_params: True: ``parameters()`` keeps giving the user's own ``nn.Parameter`` objects, each holding
+        this
+            rank's 1-D part (possibly empty). False: it gives one flat parameter per bucket.
+
+    The other arguments belong to features that are not there yet and raise ``NotImplementedError``.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
+        RuntimeError: there is no process group, or parameters lie on several accelerator devices.
+        NotImplementedError: a feature that is not supported yet.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | str | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+        strategy = as_sharding_strategy(sharding_strategy)
+        self.backward_prefetch = as_backward_prefetch(backward_prefetch)
+        self.mixed_precision = as_mixed_precision(mixed_precision)
+        self.cpu_offload = as_cpu_offload(cpu_offload)
+        if process_group is not None and device_mesh is not None:
+            raise ValueError("Cannot pass both process_group and device_mesh; pass only one of them")
+        if ignored_modules is not None and ignored_states is not None:
+            raise ValueError("Cannot pass both ignored_modules and ignored_states; pass only one of them")
+        if param_init_fn is not None and not callable(param_init_fn):
+            raise ValueError(f"Expected param_init_fn to be callable but got {type(param_init_fn)}")
+        _check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
+        for present, feature in (
+            (strategy in _HYBRID, f"sharding_strategy={strategy}"),
+            (self.cpu_offload.offload_params, "cpu_offload"),
+            (_asks_for_anything(self.mixed_precision), "mixed_precision"),
+            (ignored_modules is not None, "ignored_modules"),
+            (ignored_states is not None, "ignored_states"),
+            (param_init_fn is not None, "param_init_fn"),
+            (sync_module_states, "sync_module_states"),
+            (device_mesh is not None, "device_mesh"),
+        ):
+            if present:
+                raise NotImplementedError(f"FullyShardedDataParallel: {feature} is not supported yet")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"FullyShardedDataParallel wraps a {type(module).__name__}, which has no forward: its parameters would "
+                "never be gathered. Wrap its elements, or the module that calls them",
+                stacklevel=2,
+            )
+        self.process_group = process_group if process_group is not None else default_group()
+        self.rank: int = self.process_group.rank()
+        self.world_size: int = self.process_group.size()
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params = use_orig_params
+
+        if auto_wrap_policy is not None:
+            auto_wrap(
+                module,
+                auto_wrap_policy,
+                set(),
+                set(),
+                FullyShardedDataParallel,
+                {
+                    "process_group": process_group,
+                    "sharding_strategy": strategy,
+                    "cpu_offload": cpu_offload,
+                    "backward_prefetch": backward_prefetch,
+                    "mixed_precision": mixed_precision,
+                    "param_init_fn": param_init_fn,
+                    "device_id": device_id,
+                    "sync_module_states": sync_module_states,
+                    "forward_prefetch": forward_prefetch,
+                    "limit_all_gathers": limit_all_gathers,
+                    "use_orig_params": use_orig_params,
+                },
+            )
+
+        groups = Groups.of(self.process_group, replicate=strategy is ShardingStrategy.NO_SHARD)
+        self.sharding_strategy = strategy
+        if self.world_size == 1 and strategy is not ShardingStrategy.NO_SHARD and not groups.forced:
+            warnings.warn(
+                f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} "
+                "works like NO_SHARD here",
+                stacklevel=2,
+            )
+            self.sharding_strategy = ShardingStrategy.NO_SHARD
+
+        with torch.inference_mode(False):
+            unit_name = f"the {type(module).__name__} unit"
+            owned = owned_params(module, set(), unit_name)
+            self.compute_device = move_to(module, owned, device_id)
+            buckets: list[tuple[Any, BucketViews]] = []
+            for handle, members in build_handles(owned, groups, self.compute_device, align_params=use_orig_params):
+                views = (
+                    OriginalViews(handle, members)
+                    if use_orig_params
+                    else FlatViews(handle, members, _inside_checkpoint(module), unit_name)
+                )
+                buckets.append((handle, views))
+            for item in owned:
+                item.param._fsdp_flattened = True  # type: ignore[attr-defined]
+                item.param._fsdp_owner = f"{item.name!r} of {unit_name}"  # type: ignore[attr-defined]
+                if not use_orig_params:
+                    item.param = None  # type: ignore[assignment]
+            policy = UnitPolicy(
+                reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
+                forward_prefetch=int(forward_prefetch),
+                backward_prefetch=int(self.backward_prefetch is not None),
+                prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+            )
+            self._fsdp_unit = Unit(module, unit_name, buckets, groups, self.compute_device, policy)
+        self._root_context: RootContext | None = None
+        self._is_root: bool | None = None
+        self._fsdp_wrapped_module = module
+        for submodule in module.modules():  # torch.compile and tools look for these two
+            submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
+            submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
+        for kind in ("state_dict", "load_state_dict"):
+            getattr(module, f"register_{kind}_pre_hook")(_refuse_state_dict)
+
+    # -- the module ----------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module; a checkpoint wrapper around it is looked through."""
+        return _inside_checkpoint(self._fsdp_wrapped_module)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED_MODULE:  # before the constructor has set it
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters gathered. The outermost unit moves tensor arguments to its
+        device."""
+        unit = self._fsdp_unit
+        context = self._join_context()
+        if unit is context.root:
+            args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
+        call = unit.pre_forward(context, (args, kwargs))
+        try:
+            output = self._fsdp_wrapped_module(*args, **kwargs)
+        except BaseException:
+            unit.abort_forward(context)
+            raise
+        unit.post_forward(context, call, output)
+        return output
+
+    # -- the tree ------------------------------------------------------------------------------------------------------
+
+    def _join_context(self) -> RootContext:
+        """The context of the tree that this unit is in; without one, it becomes the root of everything below it."""
+        context = self._fsdp_unit.context
+        if context is None or (self._root_context is None and self._is_root is None):
+            context = self._become_root()
+        return context
+
+    def _become_root(self) -> RootContext:
+        units = list(units_in(self))
+        wrappers = self.fsdp_modules(self)
+        for attribute in ("_use_orig_params", "limit_all_gathers"):
+            values = {getattr(wrapper, attribute) for wrapper in wrappers}
+            if len(values) > 1:
+                raise ValueError(
+                    f"{attribute.lstrip('_')} must be the same for all FullyShardedDataParallel instances under one "
+                    f"root, got {sorted(values)}"
+                )
+        for wrapper in wrappers:
+            wrapper._root_context, wrapper._is_root = None, False
+        self._root_context, self._is_root = RootContext(self._fsdp_unit, units), True
+        return self._root_context
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost instance of its tree; undecided, it becomes that."""
+        self._join_context()
+        return bool(self._is_root)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """All instances in ``module``, itself included, depth first; with ``root_only``, those that are roots."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        return [instance for instance in found if instance.check_is_root()] if root_only else found
+
+    @property
+    def training_state(self) -> TrainingState:
+        """``FORWARD_BACKWARD`` while this unit's forward or backward is under way, else ``IDLE``."""
+        return TrainingState.IDLE if self._fsdp_unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        names = [s.name for s in (state if isinstance(state, list) else [state])]
+        if self.training_state.name not in names:
+            raise ValueError(f"{self._fsdp_unit.name} is in {self.training_state}, expected to be in states {names}")
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The flat parameters, one per bucket."""
+        return [handle.flat_param for handle in self._fsdp_unit.handles]
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return self.params[0] if self._fsdp_unit.handles else None
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._fsdp_unit.handles)
+
+    @property
+    def _handle(self) -> Any:
+        return self._fsdp_unit.handles[0] if self._fsdp_unit.handles else None
+
+    @property
+    def _all_handles(self) -> list[Any]:
+        return [handle for _, unit, _ in units_in(self) for handle in unit.handles]
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate unsharded gradients without communication, visible as ``.grad``; the first
+        backward outside reduces them. Costs the memory of the full gradients. Read when the backward runs, not the
+        forward.
+
+        Raises:
+            RuntimeError: not called on the root.
+            ValueError: a forward or backward is under way.
+        """
+        if not self.check_is_root():
+            raise RuntimeError(
+                "no_sync() should only be called on the root FSDP instance, and this one is inside another: call it on "
+                "the outermost wrapped module"
+            )
+        self._assert_state(TrainingState.IDLE)
+        units = [unit for _, unit, _ in units_in(self)]
+        before = [unit.synchronize for unit in units]
+        for unit in units:
+            unit.synchronize = False
+        try:
+            yield
+        finally:
+            for unit, value in zip(units, before):
+                unit.synchronize = value
+
+    # -- not yet -------------------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        self._refuse("moving or casting a wrapped module (.to(), .half(), ...); do it before wrapping")
+
+    def apply(self, fn: Any) -> NoReturn:
+        self._refuse("apply(); apply the function before wrapping")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("state_dict()")
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("load_state_dict()")
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
+        self._refuse("clip_grad_norm_()")
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
+        self._refuse("register_comm_hook()")
+
+    @staticmethod
+    def _refuse(what: str) -> NoReturn:
+        raise NotImplementedError(f"FullyShardedDataParallel does not support this yet: {what}")
+
+
+def _not_yet(name: str) -> staticmethod[..., NoReturn]:
+    def method(*args: Any, **kwargs: Any) -> NoReturn:
+        FullyShardedDataParallel._refuse(f"{name}()")
+
+    method.__name__ = name
+    method.__doc__ = "Not supported yet; raises NotImplementedError."
+    return staticmethod(method)
+
+
+for _name in (
+    "summon_full_params",
+    "state_dict_type",
+    "set_state_dict_type",
+    "get_state_dict_type",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "full_optim_state_dict",
+    "sharded_optim_state_dict",
+    "shard_full_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "flatten_sharded_optim_state_dict",
+    "rekey_optim_state_dict",
+):
+    setattr(FullyShardedDataParallel, _name, _not_yet(_name))
+
+
+def shard_info(module: nn.Module) -> list[UnitInfo]:
+    """Every unit in ``module`` (depth first) with its buckets: names, shapes, offsets, and this rank's ranges."""
+    return [
+        UnitInfo(
+            name,
+            tuple(
+                BucketInfo(
+                    handle.layout, unit.groups.shard_rank, handle.flat_param, tuple(v.param for v in views.visible)
+                )
+                for handle, views in zip(unit.handles, unit.views)
+            ),
+        )
+        for name, unit, _ in units_in(module)
+    ]
+
+
+def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> FullyShardedDataParallel | None:
+    """``module`` itself if it is a wrapper, else None; generic tools ask this way."""
+    return module if isinstance(module, FullyShardedDataParallel) else None
+
+
+def _inside_checkpoint(module: nn.Module) -> nn.Module:
+    return getattr(module, _CHECKPOINTED_MODULE, module)
+
+
+def _asks_for_anything(precision: MixedPrecision) -> bool:
+    dtypes = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
+    return any(dtype is not None for dtype in dtypes) or precision.keep_low_precision_grads
+
+
+def _check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
+    if strategy not in _HYBRID:
+        return
+    if group is None and mesh is None and policy is None:
+        raise ValueError(
+            f"{strategy} without an auto_wrap_policy requires explicit specification of process group or device_mesh"
+        )
+    if mesh is not None and mesh.ndim != 2:
+        raise ValueError(f"{strategy} needs a device_mesh with ndim=2 (replicate, shard), got ndim={mesh.ndim}")
+    if group is not None and not (isinstance(group, tuple) and len(group) == 2):
+        raise ValueError(
+            f"{strategy}: Expected process_group to be passed in as a pair (shard group, replica group), "
+            f"got {type(group)}"
+        )
+
+
+def _refuse_state_dict(*args: Any, **kwargs: Any) -> NoReturn:
+    FullyShardedDataParallel._refuse("state dicts of a wrapped module, which would hold bare shards")

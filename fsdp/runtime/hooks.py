@@ -1,0 +1,79 @@
+"""The doors through which autograd enters the engine, and what the engine asks autograd. Hooks are registered here
+only.
+
+An error raised behind a door is logged here once, with the rank and the unit, and goes on to the caller of
+``backward()``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger("fsdp")
+
+NO_BACKWARD = -1  # what current_backward() says outside of one
+
+
+def current_backward() -> int:
+    """The number of the graph task that runs on this thread, or ``NO_BACKWARD``. Reentrant checkpointing nests
+    tasks."""
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the graph task that is running now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def accumulator_of(leaf: torch.Tensor) -> Any:
+    """The graph node that accumulates ``leaf``'s gradient. It stays the same as long as someone holds it and the leaf
+    keeps its dtype and device; one that was kept across such a change matches nothing."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def gradient_node(tensor: torch.Tensor) -> Any:
+    """The graph node behind which ``tensor``'s gradient is complete."""
+    return tensor.grad_fn if tensor.grad_fn is not None else accumulator_of(tensor)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the graph task that is running reaches ``node``."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        # A leaf whose gradient autograd.grad() returns instead of accumulating it: autograd knows, but will not say.
+        if "autograd.grad" in str(error):
+            return True
+        raise
+
+
+def on_gradient(tensor: torch.Tensor, door: Callable[[], None]) -> Any:
+    """Call ``door`` each time ``tensor``'s gradient is complete; returns the handle that undoes it."""
+
+    def hook(grad: torch.Tensor) -> None:
+        door()
+
+    return tensor.register_hook(hook)
+
+
+def on_accumulated(leaf: torch.Tensor, door: Callable[[torch.Tensor], None]) -> Any:
+    """Call ``door`` each time a gradient has been added to ``leaf.grad``."""
+    return leaf.register_post_accumulate_grad_hook(door)
+
+
+def report(error: BaseException, unit_name: str, event: str) -> None:
+    """Log ``error`` with the rank and the unit, the first time it comes by."""
+    if getattr(error, "_fsdp_reported", False):
+        return
+    try:
+        error._fsdp_reported = True  # type: ignore[attr-defined]
+    except AttributeError:
+        pass  # an exception type without a dictionary is reported at each door it passes
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    logger.error("rank %d, %s of %s: %s: %s", rank, event, unit_name, type(error).__name__, error)

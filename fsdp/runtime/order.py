@@ -1,0 +1,72 @@
+"""The order in which units run, recorded and replayed: whom to gather next.
+
+A forward runs the units in some order, a backward in another. Each is recorded as it happens; the next one of the same
+kind follows the record and finds there which unit will be needed next. A unit that comes at another place than recorded
+moves the cursor, and where the record says nothing, nothing is gathered ahead.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+
+class Indexed(Protocol):
+    """What runs in some order: anything with a number of its own in its tree."""
+
+    index: int
+
+
+T = TypeVar("T", bound=Indexed)
+
+
+class Sequence(Generic[T]):
+    """The order of one kind of pass: the last whole one, and the one under way."""
+
+    __slots__ = ("_current", "_cursor", "_recorded")
+
+    def __init__(self) -> None:
+        self._recorded: list[T] = []
+        self._current: list[T] = []
+        self._cursor = 0
+
+    def start(self) -> None:
+        """A pass begins; the one before it becomes the record."""
+        if self._current:
+            self._recorded = self._current
+        self._current = []
+        self._cursor = 0
+
+    def record(self, unit: T) -> None:
+        """``unit`` runs now."""
+        self._current.append(unit)
+        for position in range(self._cursor, len(self._recorded)):
+            if self._recorded[position] is unit:
+                self._cursor = position + 1
+                return
+
+    def upcoming(self, count: int) -> list[T]:
+        """The next ``count`` units, as far as the record tells."""
+        return self._recorded[self._cursor : self._cursor + count]
+
+
+class ExecutionOrder(Generic[T]):
+    """One sequence per kind of pass: forwards by the unit that was called, backwards by the first unit reached."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[tuple[bool, int], Sequence[T]] = {}
+        self._active: Sequence[T] | None = None
+
+    def start(self, first: T, *, backward: bool) -> None:
+        self._active = self._sequences.setdefault((backward, first.index), Sequence())
+        self._active.start()
+
+    def record(self, unit: T) -> None:
+        if self._active is not None:
+            self._active.record(unit)
+
+    def upcoming(self, count: int) -> list[T]:
+        return self._active.upcoming(count) if self._active is not None else []
+
+    def stop(self) -> None:
+        """The pass is over; what runs until the next one is not recorded."""
+        self._active = None

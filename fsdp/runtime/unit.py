@@ -1,0 +1,608 @@
+"""One unit's life: gathered before it computes, resharded when nothing will read it again; and what a tree shares.
+
+[Note: When a unit's backward is over]
+Two things end it, and they are not the same. When the *last leaf that this backward will reach* has delivered its
+gradient, the unit reduces. When, besides, the inputs of every open forward call have their gradients, it reshards: a
+frozen or detached weight that was used first in forward is read last in backward, after every leaf. Autograd knows
+which leaves it will reach. The expected ones are kept per graph task, because reentrant checkpointing runs tasks
+inside an open outer one; the unit is done when no task expects anything. So an unused parameter blocks nothing, a
+module used twice reduces once, and ranks that reach the same units start their collectives at the same places in the
+graph.
+
+[Note: Idle units]
+A unit may be gathered without being in use: gathered ahead, or left so by a recomputation whose backward is about to
+come. It stays while there is room (``RootContext.make_room``) and is resharded first when there is not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp.comm.collectives import Communicator, Groups, Tag
+from fsdp.comm.streams import Streams, streams_for
+from fsdp.flat.flat_param import BufferState, FlatParamHandle, pool_for
+from fsdp.flat.views import BucketViews
+from fsdp.runtime import hooks
+from fsdp.runtime.nested import tensors_in
+from fsdp.runtime.order import ExecutionOrder
+from fsdp.runtime.reduction import BucketGradients, ReductionQueue
+
+_WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+class Phase(Enum):
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """When a unit is resharded and which ones are gathered ahead while it computes.
+
+    Attributes:
+        reshard_after_forward: whether it is gathered again for backward.
+        forward_prefetch, backward_prefetch: how many of the next units to gather ahead.
+        prefetch_after_gradients: in backward, gather ahead only once the gradients under way are computed.
+    """
+
+    reshard_after_forward: bool = True
+    forward_prefetch: int = 0
+    backward_prefetch: int = 1
+    prefetch_after_gradients: bool = False
+
+
+class Idle(Enum):
+    """Why a unit is gathered that nothing uses."""
+
+    AHEAD = auto()  # it will be needed soon
+    RECOMPUTED = auto()  # its forward was recomputed, its backward follows
+
+
+class ForwardCall:
+    """One forward of a unit, as its backward needs to know it: which inputs' gradients end it.
+
+    Lives as long as the graph that the forward built, and keeps the tree's context alive with it.
+    """
+
+    __slots__ = ("__weakref__", "_handles", "context", "inputs", "waiting")
+
+    def __init__(self, context: RootContext) -> None:
+        self.context = context
+        self.inputs: list[Any] = []  # the graph nodes behind which the inputs' gradients are complete
+        self.waiting: set[int] = set()  # the inputs whose gradients this backward has still to compute
+        self._handles: list[Any] = []
+
+    def watch(self, tensor: torch.Tensor, unit: Unit) -> None:
+        """Have the unit told when ``tensor``'s gradient is complete."""
+        index, call_ref, unit_ref = len(self.inputs), weakref.ref(self), unit.ref
+
+        def door() -> None:
+            call, unit = call_ref(), unit_ref()
+            if call is not None and unit is not None:
+                unit.input_ready(call, index)
+
+        self.inputs.append(hooks.gradient_node(tensor))
+        self._handles.append(hooks.on_gradient(tensor, door))
+
+    def forget(self, node: Any) -> None:
+        """Stop waiting for an input that is an output as well: its gradient is there when the backward begins, and
+        keeping its node here would tie the graph into a circle that nobody frees."""
+        for index, kept in enumerate(self.inputs):
+            if kept is node:
+                self.inputs[index] = None
+
+    def __del__(self) -> None:
+        for handle in self._handles:  # a leaf input outlives the graph
+            handle.remove()
+
+
+class Unit:
+    """One wrapped module and the parameters it owns.
+
+    Attributes:
+        module: the wrapped module.
+        name: what errors call it; its path in the tree once a root is known.
+        handles, views, gradients: one of each per bucket.
+        groups: the ranks it is sharded and replicated over.
+        policy: when it is resharded and gathered ahead.
+        synchronize: whether a backward reduces its gradients; read when the backward runs.
+        index: its number in the tree, equal on every rank.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        buckets: list[tuple[FlatParamHandle, BucketViews]],
+        groups: Groups,
+        device: torch.device,
+        policy: UnitPolicy,
+    ) -> None:
+        self.module = module
+        self.name = name
+        self.handles = [handle for handle, _ in buckets]
+        self.views = [views for _, views in buckets]
+        self.groups = groups
+        self.device = device
+        self.policy = policy
+        self.synchronize = True
+        self.gradients = [BucketGradients(handle, views) for handle, views in buckets]
+        self.index = 0
+        self.ancestors: frozenset[Unit] = frozenset()
+        self.ref = weakref.ref(self)
+        self._context: Callable[[], RootContext | None] = lambda: None
+        self._communicator: Communicator | None = None
+        self._gathers = any(handle.state is not BufferState.RESIDENT for handle in self.handles)
+        self._phase = Phase.IDLE
+        self._depth = 0  # forwards of this unit under way
+        self._generation = -1  # of the context, when the full buffers were last filled
+        # graph task -> the leaves (bucket, index) it has still to deliver; see [Note: When a unit's backward is over].
+        # A task that delivered all stays, with nothing, so that it is not asked again.
+        self._expected: dict[int, set[tuple[int, int]]] = {}
+        self._open_calls: set[ForwardCall] = set()
+        self._accumulators: dict[tuple[int, int], Any] = {}  # of the leaves that require grad; held so that they stay
+        self._hooked_leaves = WeakIdKeyDictionary()  # leaves that were outputs, and so have a door already
+        self._watch_leaves()
+
+    def _watch_leaves(self) -> None:
+        """Hook the leaves that require grad and are not hooked yet."""
+        for bucket, handle in enumerate(self.handles):
+            for index, leaf in enumerate(handle.leaves):
+                key = (bucket, index)
+                if leaf.requires_grad and key not in self._accumulators:
+                    self._accumulators[key] = hooks.accumulator_of(leaf)
+                    hooks.on_accumulated(leaf, _leaf_door(self.ref, key))
+
+    # -- the tree ------------------------------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> RootContext | None:
+        return self._context()
+
+    def join(self, context: RootContext, index: int, name: str, ancestors: frozenset[Unit]) -> None:
+        """Become unit ``index`` of ``context``'s tree."""
+        before = self.context
+        if before is not None and before is not context:
+            before.release(self)
+        self._context = weakref.ref(context)
+        self._communicator = Communicator(self.groups, context.streams)
+        self.index, self.name, self.ancestors = index, name, ancestors
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the full buffers have memory (a gather may still be under way). Always true of what is not
+        sharded."""
+        return all(handle.state is not BufferState.SHARDED for handle in self.handles)
+
+    def _tag(self, bucket: int, what: str) -> Tag:
+        return Tag(f"{what} {self.name}", (self.index * 64 + bucket) * 2 + (what == "reduce"))
+
+    # -- gathering -----------------------------------------------------------------------------------------------------
+
+    def gather(self, context: RootContext) -> None:
+        """Start filling the full buffers."""
+        streams = context.streams
+        with streams.on_gather_stream():
+            for bucket, handle in enumerate(self.handles):
+                assert self._communicator is not None
+                handle.gather(context.gather_pool, self._communicator, self._tag(bucket, "gather"))
+        self._generation = context.generation
+        context.gathered[self] = None
+
+    def unshard(self, context: RootContext, *, refill: bool) -> None:
+        """The modules hold the full parameters when this returns, and the current stream may read them.
+
+        With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since.
+        """
+        if self._gathers:
+            stale = refill and self._generation != context.generation
+            if not self.is_gathered or stale or context.idle.get(self) is Idle.AHEAD:
+                context.order.record(self)
+            if not self.is_gathered:
+                context.make_room(self)
+                self.gather(context)
+            elif stale:
+                self.gather(context)
+            for handle in self.handles:
+                handle.wait()
+        for view in self.views:
+            view.use_leaves()
+        context.idle.pop(self, None)
+
+    def reshard(self, context: RootContext) -> None:
+        """The memory of the full buffers is given back, and the modules show shards; idempotent."""
+        for view in self.views:
+            view.use_sharded()
+        context.idle.pop(self, None)
+        if self in context.gathered:
+            del context.gathered[self]
+            last_use = context.streams.record()
+            with context.streams.on_gather_stream():
+                for handle in self.handles:
+                    handle.release(context.gather_pool, last_use)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, context: RootContext, inputs: Any) -> ForwardCall | None:
+        """Gather, gather ahead, and watch the inputs; returns the call to hand to ``post_forward``."""
+        context.enter_forward(self)
+        self._depth += 1
+        self._phase = Phase.FORWARD
+        try:
+            recomputing = hooks.current_backward() != hooks.NO_BACKWARD
+            self.unshard(context, refill=not recomputing)
+            if not recomputing:
+                context.gather_ahead(self)
+            if not torch.is_grad_enabled():
+                return None
+            call = ForwardCall(context)
+            if self._gathers:  # what holds no memory of its own need not know when to give it back
+                for tensor in tensors_in(inputs):
+                    if tensor.requires_grad:
+                        call.watch(tensor, self)
+            return call
+        except BaseException:
+            self.abort_forward(context)
+            raise
+
+    def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> None:
+        """Reshard unless the backward follows at once, and hook the outputs."""
+        differentiable = [t for t in tensors_in(output) if t.requires_grad] if call is not None else []
+        self._leave_forward(context)
+        if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
+            keeps = not self.policy.reshard_after_forward or self is context.root
+            if not (keeps and context.expects_backward):
+                self.reshard(context)
+                context.gather_ahead(self)
+        context.exit_forward(backward_follows=bool(differentiable))
+        for tensor in differentiable:
+            assert call is not None
+            call.forget(hooks.gradient_node(tensor))
+            if tensor.grad_fn is not None:
+                hooks.on_gradient(tensor, _output_door(self, call))
+            elif tensor not in self._hooked_leaves:  # a leaf outlives this graph: one door for all of them
+                self._hooked_leaves[tensor] = True
+                hooks.on_gradient(tensor, _leaf_output_door(self.ref))
+
+    def abort_forward(self, context: RootContext) -> None:
+        """The wrapped module raised. Checkpointing ends a recomputation early that way, which is no fault."""
+        self._leave_forward(context)
+        if hooks.current_backward() == hooks.NO_BACKWARD:
+            context.failed = True
+        context.exit_forward(backward_follows=True)
+
+    def _leave_forward(self, context: RootContext) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._phase = Phase.BACKWARD if self._in_backward else Phase.IDLE
+        if hooks.current_backward() != hooks.NO_BACKWARD and not self._in_backward:
+            context.idle[self] = Idle.RECOMPUTED
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    @property
+    def awaits_leaves(self) -> bool:
+        """Whether the backward under way has gradients of this unit still to compute."""
+        return any(self._expected.values())
+
+    @property
+    def _in_backward(self) -> bool:
+        return bool(self._open_calls) or self.awaits_leaves
+
+    def pre_backward(self, call: ForwardCall | None) -> None:
+        """The gradient of an output is there: gather, and note what this backward will bring."""
+        context = self.context or (call.context if call is not None else None)
+        assert context is not None
+        context.enter_backward(self)
+        self.unshard(context, refill=False)
+        self._phase = Phase.BACKWARD
+        if call is not None:
+            call.waiting = {i for i, node in enumerate(call.inputs) if node is not None and hooks.will_run(node)}
+            if call.waiting:
+                self._open_calls.add(call)
+        self._expect()
+        context.gather_ahead(self)
+
+    def _expect(self) -> set[tuple[int, int]]:
+        """The leaves that the running graph task has still to deliver; found out when it is first seen."""
+        task = hooks.current_backward()
+        if task not in self._expected:
+            self._expected[task] = {key for key, node in self._accumulators.items() if hooks.will_run(node)}
+        return self._expected[task]
+
+    def leaf_ready(self, key: tuple[int, int], leaf: torch.Tensor) -> None:
+        """A leaf's gradient of the running graph task is complete: move it to its slot."""
+        context = self.context
+        assert context is not None
+        context.enter_backward(self)
+        grad, leaf.grad = leaf.grad, None
+        if grad is None:
+            return  # the leaf's own hook took it
+        if grad.requires_grad:
+            bucket, index = key
+            raise RuntimeError(
+                f"the gradient of parameter {self.handles[bucket].layout.params[index].name!r} of {self.name} requires "
+                "grad itself: gradients of gradients (create_graph=True) of sharded parameters are not supported. "
+                "Compute such terms on the plain module"
+            )
+        expected = self._expect()
+        bucket, index = key
+        gradients = self.gradients[bucket]
+        if not gradients.is_open:
+            gradients.open(context.reductions, synchronize=self.synchronize)
+        gradients.add(index, grad)
+        expected.discard(key)
+        if not self.awaits_leaves:
+            self.finish_gradients(context, at_end=False)
+            self._maybe_reshard(context)
+
+    def input_ready(self, call: ForwardCall, index: int) -> None:
+        """The gradient of one of a forward call's inputs is complete."""
+        call.waiting.discard(index)
+        if not call.waiting and call in self._open_calls:
+            self._open_calls.discard(call)
+            self._maybe_reshard(self.context or call.context)
+
+    def _maybe_reshard(self, context: RootContext) -> None:
+        if not self._in_backward and self._depth == 0:
+            self._phase = Phase.IDLE
+            self.reshard(context)
+            context.gather_ahead(self)
+
+    def finish_gradients(self, context: RootContext, *, at_end: bool) -> None:
+        """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
+        if not any(gradients.is_open for gradients in self.gradients):
+            return
+        for bucket, gradients in enumerate(self.gradients):
+            if not gradients.trainable:
+                continue
+            if self.synchronize and self.groups.reduces:
+                if not gradients.is_open:  # unused beside a used one: zeros, on every rank alike
+                    gradients.open(context.reductions, synchronize=True)
+                assert self._communicator is not None
+                gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"))
+            elif at_end:
+                if not gradients.is_open:
+                    gradients.open(context.reductions, synchronize=False)
+                gradients.expose()
+
+    def end_backward(self, context: RootContext) -> None:
+        """The whole backward is over; nothing of it may stay."""
+        self.finish_gradients(context, at_end=True)
+        self._rest(context)
+
+    def reset(self, context: RootContext) -> None:
+        """Forget a forward or backward that failed."""
+        for handle in self.handles:
+            for leaf in handle.leaves:
+                leaf.grad = None
+        for gradients in self.gradients:
+            gradients.abandon(context.reductions)
+        self._depth = 0
+        self._rest(context)
+
+    def _rest(self, context: RootContext) -> None:
+        self._expected.clear()
+        self._open_calls.clear()
+        if self._depth == 0:  # a backward may run inside a forward, whose unit goes on computing
+            self._phase = Phase.IDLE
+            self.reshard(context)
+
+    def refresh(self) -> None:
+        """Follow what the user did to the visible parameters since the last forward."""
+        changed = [view.refresh() for view in self.views]
+        if any(changed):
+            self._watch_leaves()
+
+
+def _leaf_door(unit_ref: weakref.ref[Unit], key: tuple[int, int]) -> Callable[[torch.Tensor], None]:
+    def door(leaf: torch.Tensor) -> None:
+        unit = unit_ref()
+        if unit is None:
+            return
+        try:
+            unit.leaf_ready(key, leaf)
+        except BaseException as error:
+            hooks.report(error, unit.name, "gradient of a parameter")
+            raise
+
+    return door
+
+
+def _output_door(unit: Unit, call: ForwardCall | None) -> Callable[[], None]:
+    def door() -> None:
+        try:
+            unit.pre_backward(call)
+        except BaseException as error:
+            hooks.report(error, unit.name, "start of backward")
+            raise
+
+    return door
+
+
+def _leaf_output_door(unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
+    def door() -> None:
+        unit = unit_ref()
+        if unit is not None:
+            _output_door(unit, None)()
+
+    return door
+
+
+class RootContext:
+    """What the units of one tree share: streams, order, memory pools, reductions, and where in a step they are.
+
+    Owned by the root's wrapper; units refer to it weakly. The graph of a forward keeps it alive.
+    """
+
+    # Gathered units beside live ancestors, the root and those that their strategy keeps: the one that computes and the
+    # one that comes next.
+    MAX_GATHERED = 2
+
+    def __init__(self, root: Unit, units: Iterable[tuple[str, Unit, frozenset[Unit]]]) -> None:
+        """Takes the units over from the contexts they were in. ``units`` are (name, unit, the units around it)."""
+        self.streams: Streams = streams_for(root.device)
+        self.root = root
+        self.order: ExecutionOrder[Unit] = ExecutionOrder()
+        self.gather_pool = pool_for(root.device, self.streams)
+        self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams)
+        self.gathered: dict[Unit, None] = {}  # in the order in which they were gathered
+        self.idle: dict[Unit, Idle] = {}  # those of them that nothing uses now; see [Note: Idle units]
+        self.generation = 0  # counts outermost forwards: what was gathered before is not trusted by the next
+        self.expects_backward = False  # whether the outermost forward runs with gradients enabled
+        self.failed = False  # a forward raised
+        self.in_backward = False
+        self._depth = 0  # forwards under way
+        self.units: list[Unit] = []
+        for index, (name, unit, ancestors) in enumerate(units):
+            unit.join(self, index, f"unit {name!r}" if name else "the root unit", ancestors)
+            self.units.append(unit)
+
+    def release(self, unit: Unit) -> None:
+        """Let ``unit`` go to another context."""
+        unit.reshard(self)
+        self.units.remove(unit)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: Unit) -> None:
+        """``unit`` is about to run; the outermost one begins a new forward of the tree."""
+        if hooks.current_backward() != hooks.NO_BACKWARD:
+            self.enter_backward(unit)
+        elif self._depth == 0:
+            self._begin_forward(unit)
+        self._depth += 1
+
+    def _begin_forward(self, unit: Unit) -> None:
+        if self.failed or self.in_backward:  # the last pass ended in an error
+            self.reset()
+        for other in self.units:
+            other.refresh()
+        self.generation += 1
+        self.expects_backward = torch.is_grad_enabled()
+        self.order.start(unit, backward=False)
+        updated = self.streams.record()  # gathers read what the optimizer wrote on this stream
+        with self.streams.on_gather_stream():
+            self.streams.wait(updated)
+
+    def exit_forward(self, *, backward_follows: bool) -> None:
+        self._depth -= 1
+        if self._depth > 0 or hooks.current_backward() != hooks.NO_BACKWARD:
+            return
+        self.order.stop()
+        for unit in list(self.gathered if not backward_follows else self.idle):
+            unit.reshard(self)
+        if not backward_follows:
+            self._trim()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: Unit) -> None:
+        """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
+        nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
+        if self.in_backward:
+            return
+        self.in_backward = True
+        self.order.start(unit, backward=True)
+        hooks.at_end_of_backward(self._finish_backward)
+
+    def _finish_backward(self) -> None:
+        try:
+            with torch.no_grad():
+                for unit in self.units:
+                    unit.end_backward(self)
+                self.reductions.drain(attach=True)
+        except BaseException as error:
+            hooks.report(error, self.root.name, "end of backward")
+            raise
+        self.order.stop()
+        self.in_backward = False
+        self._trim()
+
+    def reset(self) -> None:
+        """Bring every unit back to rest after a forward or backward that failed; its gradients are dropped."""
+        for unit in self.units:
+            unit.reset(self)
+        self.reductions.drain(attach=False)
+        self.order.stop()
+        self._depth = 0
+        self.failed = self.in_backward = False
+        self._trim()
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _has_room(self, unit: Unit) -> bool:
+        """Whether ``unit`` may be gathered without more full buffers than the bound allows."""
+        counted = (
+            other
+            for other in self.gathered
+            if other is not self.root and other.policy.reshard_after_forward and other not in unit.ancestors
+        )
+        return sum(1 for _ in counted) < self.MAX_GATHERED
+
+    def make_room(self, unit: Unit) -> None:
+        """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
+        for other in list(self.idle):
+            if self._has_room(unit):
+                return
+            other.reshard(self)
+
+    def gather_ahead(self, unit: Unit) -> None:
+        """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
+        policy = unit.policy
+        if not self.in_backward:
+            # On a device without streams the host does not run ahead of the compute: asking early is the only overlap.
+            count = max(policy.forward_prefetch, 1 if self.streams.asynchronous_work else 0)
+        elif policy.prefetch_after_gradients and any(other.awaits_leaves for other in self.gathered):
+            return
+        else:
+            count = policy.backward_prefetch
+        for candidate in self.order.upcoming(count):
+            if candidate.is_gathered:
+                continue
+            if not self._has_room(candidate):
+                return
+            candidate.gather(self)
+            self.idle[candidate] = Idle.AHEAD
+
+    def _trim(self) -> None:
+        """Give the pools' spare memory back."""
+        with self.streams.on_gather_stream():
+            self.gather_pool.trim()
+
+
+def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[Unit]]]:
+    """Every unit in ``module``, depth first, children in registration order, each once, as (name, unit, units around
+    it).
+
+    Names are paths from ``module`` without the parts that wrappers add, as in the names of its state dict.
+    """
+    seen: set[Unit] = set()
+
+    def walk(current: nn.Module, path: tuple[str, ...], around: frozenset[Unit]) -> Iterator[Any]:
+        unit = current.__dict__.get("_fsdp_unit")
+        if unit is not None:
+            if unit in seen:
+                return
+            seen.add(unit)
+            yield ".".join(part for part in path if part not in _WRAPPER_PARTS), unit, around
+            around = around | {unit}
+        for name, child in current._modules.items():
+            if child is not None:
+                yield from walk(child, (*path, name), around)
+
+    yield from walk(module, (), frozenset())

@@ -1,0 +1,405 @@
+"""Auto-wrap policies: which submodules become units, and the walk that wraps them.
+
+There are two kinds of policy. A *policy object* (:class:`ModuleWrapPolicy`, :class:`CustomPolicy`) maps modules to the
+keyword arguments they are wrapped with. A *callable policy* is asked module by module, by keyword::
+
+    policy(module=module, recurse=True, nonwrapped_numel=n)   # n elements in the subtree: look inside it?
+    policy(module=module, recurse=False, nonwrapped_numel=n)  # n elements not in a unit below: make this one a unit?
+
+Wrapping has two steps for both kinds: first choose, on the untouched tree, then replace, children before parents. So a
+policy never sees a half-wrapped tree, and one that raises leaves the model as it was. A module that is reachable from
+several parents is wrapped once, and that wrapper takes its place at every one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+# The modules that become units, each with the keyword arguments of its wrapper.
+_Targets = dict[nn.Module, dict[str, Any]]
+
+
+# Policy objects
+
+
+class _Policy(ABC):
+    """A policy that says for a whole tree at once which modules are wrapped, and with what."""
+
+    @abstractmethod
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        """The modules of ``root_module``'s tree to wrap, ``ignored_modules`` never among them, each with a new dict of
+        the wrapper's keyword arguments. The root may be among them; it is not for the policy to leave it out."""
+
+
+class ModuleWrapPolicy(_Policy):
+    """Wraps every module that is an instance of one of ``module_classes``. Also usable as a callable policy.
+
+    Raises TypeError unless ``module_classes`` is an iterable of classes.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        classes = list(module_classes) if isinstance(module_classes, Iterable) else None
+        if classes is None or not all(isinstance(cls, type) for cls in classes):
+            raise TypeError(
+                "module_classes must be an iterable of module classes, such as {nn.Linear}, "
+                f"but got {module_classes!r}"
+            )
+        self._module_classes = set(classes)
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        classes = tuple(self._module_classes)
+        return {
+            module: dict(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and isinstance(module, classes)
+        }
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return _module_wrap_policy(module, recurse, -1, self._module_classes)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._module_classes})"
+
+
+class CustomPolicy(_Policy):
+    """Wraps what ``lambda_fn(module)`` says: False or an empty dict, not; True, with the root's keyword arguments; a
+    dict, with the root's keyword arguments overridden by it.
+
+    Also usable as a callable policy. It can only answer yes or no then, so the contents of a dict do not count.
+
+    Raises ValueError, when it is run, if ``lambda_fn`` returns anything else.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        targets: _Targets = {}
+        for module in root_module.modules():
+            overrides = None if module in ignored_modules else self._overrides(module)
+            if overrides is not None:
+                targets[module] = {**root_kwargs, **overrides}
+        return targets
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return recurse or self._overrides(module) is not None
+
+    def _overrides(self, module: nn.Module) -> dict[str, Any] | None:
+        """The overrides to wrap ``module`` with, None if it is not to be wrapped."""
+        result = self._lambda_fn(module)
+        if not isinstance(result, (bool, dict)):
+            raise ValueError(
+                f"expected the function of a CustomPolicy to return a bool or a dict, but it returned {result!r} "
+                f"for a {type(module).__name__}"
+            )
+        if not result:
+            return None
+        return result if isinstance(result, dict) else {}
+
+
+# Callable policies
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Wraps every module."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Wraps the modules for which ``lambda_fn(module)`` is true. To be used through ``functools.partial``."""
+    return True if recurse else lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
+) -> bool:
+    """Wraps the instances of ``transformer_layer_cls``. To be used through ``functools.partial``."""
+    return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Wraps modules with at least ``min_num_params`` elements that are not in a unit below.
+
+    ``force_leaf_modules`` are not looked into, ``exclude_wrap_modules`` not wrapped themselves; their defaults are this
+    function's attributes ``FORCE_LEAF_MODULES`` and ``EXCLUDE_WRAP_MODULES``.
+    """
+    if nonwrapped_numel < min_num_params:
+        return False
+    defaults: Any = size_based_auto_wrap_policy
+    if recurse:
+        leaves = defaults.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        return not isinstance(module, tuple(leaves))
+    excluded = defaults.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return not isinstance(module, tuple(excluded))
+
+
+# A multi-head attention reads the weights of its projections itself instead of calling them; a list or dict of modules
+# has no forward that would gather it.
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
+
+
+def _module_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
+) -> bool:
+    return recurse or isinstance(module, tuple(module_classes))
+
+
+def _wrap_module_cls_individually(
+    module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
+) -> bool:
+    return recurse or isinstance(module, tuple(module_classes))
+
+
+def _or_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
+) -> bool:
+    """Whether any of the callable ``policies`` says yes."""
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+
+
+# Wrapping by hand
+
+
+class _ConfigAutoWrap:
+    """The wrapper and keyword arguments that :func:`wrap` applies, for the whole process: see :func:`enable_wrap`."""
+
+    in_autowrap_context: ClassVar[bool] = False
+    wrapper_cls: ClassVar[Callable[..., nn.Module] | None] = None
+    kwargs: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._entering = kwargs
+
+    @staticmethod
+    def enable_autowrap_context(kwargs: dict[str, Any]) -> None:
+        if _ConfigAutoWrap.in_autowrap_context:
+            raise NotImplementedError("enable_wrap contexts cannot be nested: leave the outer one first")
+        if "wrapper_cls" not in kwargs:
+            raise ValueError("expected a wrapper_cls, the class that wrap() applies")
+        _ConfigAutoWrap.in_autowrap_context = True
+        _ConfigAutoWrap.wrapper_cls = kwargs["wrapper_cls"]
+        _ConfigAutoWrap.kwargs = {name: value for name, value in kwargs.items() if name != "wrapper_cls"}
+
+    @staticmethod
+    def disable_autowrap_context() -> None:
+        _ConfigAutoWrap.in_autowrap_context = False
+        _ConfigAutoWrap.wrapper_cls = None
+        _ConfigAutoWrap.kwargs = {}
+
+    def __enter__(self) -> None:
+        self.enable_autowrap_context(self._entering)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.disable_autowrap_context()
+
+
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
+    """Inside, ``wrap(module, **overrides)`` returns ``wrapper_cls(module, **{**wrapper_kwargs, **overrides})``.
+
+    The context is one for the whole process. NotImplementedError if one is entered inside another.
+    """
+    with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
+        yield
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """``module`` wrapped as the surrounding :func:`enable_wrap` says; ``module`` itself where there is none.
+
+    A dict attribute ``_wrap_overrides`` of the module wins over ``wrap_overrides``, which win over the context's.
+    """
+    if _ConfigAutoWrap.wrapper_cls is None:
+        return module
+    kwargs = {**_ConfigAutoWrap.kwargs, **wrap_overrides}
+    return _ConfigAutoWrap.wrapper_cls(module, **_with_own_overrides(module, kwargs))
+
+
+def _with_own_overrides(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, **getattr(module, "_wrap_overrides", {})}
+
+
+# Wrapping by policy
+
+
+def auto_wrap(
+    root_module: nn.Module,
+    policy: Any,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    wrapper_cls: type[nn.Module],
+    root_kwargs: dict[str, Any],
+) -> int:
+    """Wraps submodules of ``root_module`` as ``policy`` says, and returns how many. The root itself is never wrapped.
+
+    Afterwards each chosen module is replaced, at every place it had, by one ``wrapper_cls(module, **kwargs)``. The
+    arguments are ``root_kwargs`` as the policy changed them, and ``auto_wrap_policy=None`` besides for a policy object.
+    ``ignored_modules`` (name every descendant) are not wrapped, ``ignored_params`` not counted. Warns if the policy
+    chose nothing, since the whole model is then one unit.
+
+    Raises:
+        ValueError: the tree holds a ``wrapper_cls`` already, or ``policy`` is not a policy. Nothing was changed.
+    """
+    _check_not_wrapped(root_module, wrapper_cls)
+    if callable(getattr(policy, "_run_policy", None)):  # torch's own policy objects too
+        targets = policy._run_policy(root_module, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
+    elif callable(policy):
+        choice = _Choice(policy, ignored_modules, ignored_params)
+        choice.visit(root_module, only_children=True)
+        targets = {module: _with_own_overrides(module, root_kwargs) for module in choice.modules}
+        del choice  # its references would keep the memory of the original parameters while they are being replaced
+    else:
+        raise ValueError(
+            "expected auto_wrap_policy to be callable or a policy object such as ModuleWrapPolicy({Block}), "
+            f"but got {policy!r}"
+        )
+    if not targets and any(True for _ in root_module.children()):
+        warnings.warn(
+            f"auto_wrap_policy {policy!r} matched no submodule of {type(root_module).__name__}: the whole module "
+            "becomes one unit, gathered at once. Check the policy's classes or sizes, or pass auto_wrap_policy=None.",
+            stacklevel=3,
+        )
+    # Whatever else decides how submodules are wrapped has its place here: the choice is made, the tree is untouched.
+    targets = {module: targets[module] for module in root_module.modules() if module in targets}
+    targets.pop(root_module, None)
+    _post_order_apply(root_module, _construct_wrap_fn(root_module, targets, wrapper_cls))
+    return len(targets)
+
+
+def _recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Callable[..., bool],
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wraps ``module`` (unless ``only_wrap_children``) and its submodules as a callable policy says.
+
+    ``wrapper_cls`` may be any function of a module and ``kwargs``. Returns what stands in ``module``'s place now, and
+    the number of elements inside wrappers. ValueError if ``wrapper_cls`` is a class with instances in the tree.
+    """
+    if isinstance(wrapper_cls, type):
+        _check_not_wrapped(module, wrapper_cls)
+    choice = _Choice(auto_wrap_policy, ignored_modules, ignored_params)
+    numel = _numel(choice.visit(module, only_wrap_children))
+    targets = {target: _with_own_overrides(target, kwargs) for target in choice.modules}
+    del choice  # its references would keep the memory of the original parameters while they are being replaced
+    _post_order_apply(module, _construct_wrap_fn(module, targets, wrapper_cls))
+    return (wrapper_cls(module, **targets[module]) if module in targets else module), numel
+
+
+class _Choice:
+    """What a callable policy chooses in a tree: ``modules``, children before parents."""
+
+    def __init__(
+        self, policy: Callable[..., bool], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+    ) -> None:
+        self.modules: list[nn.Module] = []
+        self._policy = policy
+        self._ignored_params = ignored_params
+        # Of each module that needs no visit (any more): the parameters in its subtree that are in chosen modules.
+        self._covered: dict[nn.Module, set[nn.Parameter]] = {module: set() for module in ignored_modules}
+
+    def visit(self, module: nn.Module, only_children: bool = False) -> set[nn.Parameter]:
+        """Asks the policy about ``module`` (unless ``only_children``) and what is below it. Returns the parameters in
+        the subtree that are in chosen modules."""
+        covered = self._covered[module] = set()
+        params = [param for param in module.parameters() if param not in self._ignored_params]
+        if not self._policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
+            return covered
+        for child in module.children():
+            covered |= self._covered[child] if child in self._covered else self.visit(child)
+        if only_children:
+            return covered
+        remainder = _numel(param for param in params if param not in covered)
+        if self._policy(module=module, recurse=False, nonwrapped_numel=remainder):
+            self.modules.append(module)
+            covered.update(params)
+        return covered
+
+
+def _numel(params: Iterable[nn.Parameter]) -> int:
+    return sum(param.numel() for param in params)
+
+
+def _check_not_wrapped(root_module: nn.Module, wrapper_cls: type) -> None:
+    for path, module in root_module.named_modules():
+        if isinstance(module, wrapper_cls):
+            place = f"{path!r} in {type(root_module).__name__}" if path else "the module to wrap itself"
+            raise ValueError(
+                f"an auto-wrap policy needs a module that holds no {wrapper_cls.__name__} yet, but {place} is one; "
+                "wrap the tree either by the policy or by hand"
+            )
+
+
+def _construct_wrap_fn(
+    root_module: nn.Module, target_module_to_kwargs: _Targets, fsdp_fn: Callable[..., nn.Module]
+) -> Callable[[nn.Module], nn.Module | None]:
+    """The function for :func:`_post_order_apply` that wraps the targets, except the root, by ``fsdp_fn``."""
+
+    def wrapped(module: nn.Module) -> nn.Module | None:
+        if module is root_module or module not in target_module_to_kwargs:
+            return None
+        return fsdp_fn(module, **target_module_to_kwargs[module])
+
+    return wrapped
+
+
+def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Calls ``fn`` once on each module of the tree, children first, and puts what it returns, unless None, at every
+    place the module had in the tree. ValueError if it returns something for the root, which has no place."""
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root_module: []}
+    for parent in root_module.modules():
+        for name, child in parent._modules.items():  # not named_children(): it gives a child's first name only
+            if child is not None:
+                places.setdefault(child, []).append((parent, name))
+    for module in list(_post_order(root_module, set())):
+        replacement = fn(module)
+        if replacement is None:
+            continue
+        if module is root_module:
+            raise ValueError("the root cannot be replaced in its own tree, but the function returned a module for it")
+        for parent, name in places[module]:
+            setattr(parent, name, replacement)
+
+
+def _post_order(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+    visited.add(module)
+    for child in module.children():
+        if child not in visited:
+            yield from _post_order(child, visited)
+    yield module
