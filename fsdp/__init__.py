@@ -31,7 +31,7 @@ from fsdp.api import (
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.metadata import BucketInfo, UnitInfo
-from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, shard_info
+from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, full_params, shard_info
 
 __all__ = [
     "BackwardPrefetch",
@@ -54,5 +54,6 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnitInfo",
+    "full_params",
     "shard_info",
 ]

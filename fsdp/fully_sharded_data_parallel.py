@@ -25,10 +25,19 @@ from fsdp.api import (
 )
 from fsdp.comm.collectives import Groups, default_group
 from fsdp.flat.metadata import BucketInfo, UnitInfo
-from fsdp.flat.ownership import WRAPPED_MODULE, build_handles, move_to, owned_params
+from fsdp.flat.ownership import (
+    WRAPPED_MODULE,
+    Ignored,
+    build_handles,
+    materialize,
+    move_to,
+    owned_params,
+    synchronize,
+)
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
+from fsdp.runtime.full_params import SummonOptions, summon
 from fsdp.runtime.nested import to_device
-from fsdp.runtime.unit import Phase, RootContext, Unit, UnitPolicy, units_in
+from fsdp.runtime.unit import WRAPPER_PARTS, Phase, RootContext, Unit, UnitPolicy, units_in
 from fsdp.wrap import auto_wrap
 
 FLAT_PARAM = "_flat_param"
@@ -101,7 +110,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         if process_group is not None and device_mesh is not None:
             raise ValueError("Cannot pass both process_group and device_mesh; pass only one of them")
         if ignored_modules is not None and ignored_states is not None:
-            raise ValueError("Cannot pass both ignored_modules and ignored_states; pass only one of them")
+            raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time; pass only one")
         if param_init_fn is not None and not callable(param_init_fn):
             raise ValueError(f"Expected param_init_fn to be callable but got {type(param_init_fn)}")
         _check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
@@ -109,10 +118,6 @@ class FullyShardedDataParallel(nn.Module, _State):
             (strategy in _HYBRID, f"sharding_strategy={strategy}"),
             (self.cpu_offload.offload_params, "cpu_offload"),
             (_asks_for_anything(self.mixed_precision), "mixed_precision"),
-            (ignored_modules is not None, "ignored_modules"),
-            (ignored_states is not None, "ignored_states"),
-            (param_init_fn is not None, "param_init_fn"),
-            (sync_module_states, "sync_module_states"),
             (device_mesh is not None, "device_mesh"),
         ):
             if present:
@@ -130,12 +135,13 @@ class FullyShardedDataParallel(nn.Module, _State):
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
 
+        ignored = Ignored.of(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
             auto_wrap(
                 module,
                 auto_wrap_policy,
-                set(),
-                set(),
+                set(ignored.modules),
+                set(ignored.params),
                 FullyShardedDataParallel,
                 {
                     "process_group": process_group,
@@ -149,6 +155,7 @@ class FullyShardedDataParallel(nn.Module, _State):
                     "forward_prefetch": forward_prefetch,
                     "limit_all_gathers": limit_all_gathers,
                     "use_orig_params": use_orig_params,
+                    "ignored_states": ignored.params,
                 },
             )
 
@@ -164,8 +171,11 @@ class FullyShardedDataParallel(nn.Module, _State):
 
         with torch.inference_mode(False):
             unit_name = f"the {type(module).__name__} unit"
-            owned = owned_params(module, set(), unit_name)
-            self.compute_device = move_to(module, owned, device_id)
+            materialize(module, ignored, param_init_fn, device_id, unit_name)
+            owned = owned_params(module, ignored, unit_name)
+            self.compute_device = move_to(module, owned, ignored, device_id)
+            if sync_module_states:
+                synchronize(module, owned, self.process_group)
             buckets: list[tuple[Any, BucketViews]] = []
             for handle, members in build_handles(owned, groups, self.compute_device, align_params=use_orig_params):
                 views = (
@@ -266,8 +276,12 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     @property
     def training_state(self) -> TrainingState:
-        """``FORWARD_BACKWARD`` while this unit's forward or backward is under way, else ``IDLE``."""
-        return TrainingState.IDLE if self._fsdp_unit.phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
+        """``FORWARD_BACKWARD`` while this unit's forward or backward is under way, ``SUMMON_FULL_PARAMS`` inside that
+        context, else ``IDLE``."""
+        phase = self._fsdp_unit.phase
+        if phase is Phase.SUMMONED:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.IDLE if phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         names = [s.name for s in (state if isinstance(state, list) else [state])]
@@ -296,6 +310,64 @@ class FullyShardedDataParallel(nn.Module, _State):
     @property
     def _all_handles(self) -> list[Any]:
         return [handle for _, unit, _ in units_in(self) for handle in unit.handles]
+
+    @staticmethod
+    @contextlib.contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """Inside, the parameters of the instances in ``module`` have their full shapes and values on every rank.
+
+        All ranks have to enter with the same arguments. A forward inside computes with what is shown. Costs the memory
+        of the full parameters; :func:`fsdp.full_params` goes unit by unit.
+
+        Args:
+            recurse: all instances below; else only ``module`` itself, if it is one.
+            writeback: on exit each rank keeps what its own part was changed to. Without it changes are lost, except
+                under ``NO_SHARD``, where the live tensors are shown.
+            rank0_only: show them on rank 0 of each shard group only; the others see shards.
+            offload_to_cpu: show copies on CPU.
+            with_grads: show the full gradients in ``.grad`` as well (``use_orig_params=True`` only).
+
+        Raises:
+            NotImplementedError: options that do not go together.
+            AssertionError: in a forward or backward of an instance, or inside another such context.
+        """
+        options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
+        if recurse:
+            wrappers = FullyShardedDataParallel.fsdp_modules(module)
+        else:
+            wrappers = [module] if isinstance(module, FullyShardedDataParallel) else []
+        for wrapper in wrappers:
+            options.check(wrapper._fsdp_unit, wrapper._use_orig_params)
+        if offload_to_cpu and not rank0_only:
+            warnings.warn(
+                "summon_full_params(offload_to_cpu=True) without rank0_only=True makes a CPU copy of the full "
+                "parameters on every rank",
+                stacklevel=3,
+            )
+        with torch.inference_mode(False):
+            units = [(wrapper._fsdp_unit, wrapper._join_context()) for wrapper in wrappers]
+        with summon(units, options):
+            yield
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield self._clean(name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``nn.Module.named_buffers``; inside ``summon_full_params`` without the parts that wrapping added."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield self._clean(name), buffer
+
+    def _clean(self, name: str) -> str:
+        return name.replace(f"{WRAPPED_MODULE}.", "") if self._fsdp_unit.phase is Phase.SUMMONED else name
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -360,7 +432,6 @@ def _not_yet(name: str) -> staticmethod[..., NoReturn]:
 
 
 for _name in (
-    "summon_full_params",
     "state_dict_type",
     "set_state_dict_type",
     "get_state_dict_type",
@@ -374,6 +445,24 @@ for _name in (
     "rekey_optim_state_dict",
 ):
     setattr(FullyShardedDataParallel, _name, _not_yet(_name))
+
+
+def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of the units in ``module``, whole, as (clean name, parameter), one unit gathered at a time.
+
+    A parameter is good until the next one is asked for; with ``writeback``, so are changes made to it. All ranks have
+    to run the loop alike and to its end.
+    """
+    for path, wrapper in [(n, m) for n, m in module.named_modules() if isinstance(m, FullyShardedDataParallel)]:
+        prefix = _clean_path(path)
+        with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False, writeback=writeback):
+            for views in wrapper._fsdp_unit.views:
+                for name, param in views.shown():
+                    yield f"{prefix}.{name}" if prefix else name, param
+
+
+def _clean_path(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part and part not in WRAPPER_PARTS)
 
 
 def shard_info(module: nn.Module) -> list[UnitInfo]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.streams import Event, Streams
+from fsdp.comm.streams import Event, Streams, default_device
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
@@ -165,6 +165,12 @@ class Communicator:
         complete()
         return Pending((), None, self.streams.record(), self.streams, tag.label)
 
+    def maximum(self, values: torch.Tensor, label: str) -> None:
+        """Replace ``values`` (int64, on CPU) by the largest of all ranks, element by element. The host waits."""
+        for group in (self.groups.shard, self.groups.replica):
+            if group is not None and group.size() > 1:
+                agree(values, group, label)
+
     # -- how -----------------------------------------------------------------------------------------------------------
 
     def _averaging(self, dtype: torch.dtype) -> tuple[Any, float, float]:
@@ -245,6 +251,43 @@ class Communicator:
         return works, sum_in_rank_order
 
 
+def agree(values: torch.Tensor, group: Any, label: str) -> None:
+    """Replace ``values`` (int64, on CPU) by the largest of ``group``'s ranks, element by element. The host waits."""
+    global current_label
+    on_device = values.to(control_device(group))
+    current_label = label
+    try:
+        dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
+    finally:
+        current_label = None
+    values.copy_(on_device)
+
+
+def control_device(group: Any) -> torch.device:
+    """Where ``group`` takes small control messages: on CPU if its backend can, else on the accelerator."""
+    return default_device() if _backend(group) in ("nccl", "xccl", "hccl") else torch.device("cpu")
+
+
+def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
+    """Overwrite ``tensors`` with what rank 0 of ``group`` has in them, in messages of up to 250 MB. The host waits."""
+    if group.size() == 1:
+        return
+    limit = 250 << 20
+    source = dist.get_global_rank(group, 0)
+    batches: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        several = batches.setdefault((tensor.dtype, tensor.device), [[]])
+        if sum(other.nbytes for other in several[-1]) + tensor.nbytes > limit and several[-1]:
+            several.append([])
+        several[-1].append(tensor)
+    with torch.no_grad():
+        for batch in (batch for several in batches.values() for batch in several):
+            message = torch.cat([tensor.reshape(-1) for tensor in batch])
+            dist.broadcast(_wire(message), src=source, group=group)
+            for tensor, part in zip(batch, message.split([tensor.numel() for tensor in batch])):
+                tensor.copy_(part.view(tensor.shape))
+
+
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as the backends know it: complex numbers travel as pairs."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
@@ -259,7 +302,7 @@ def _backend(group: Any) -> str:
 
 
 def _debug_detail() -> bool:
-    """torch's debug level DETAIL, which can be set at run time: each collective is checked, so they have to be native."""
+    """Whether torch's debug level is DETAIL, now (it can change): then torch checks each collective it knows."""
     level: Any = dist.get_debug_level()
     return bool(level == dist.DebugLevel.DETAIL)
 

@@ -87,6 +87,12 @@ def streams_for(device: torch.device) -> Streams:
     return HostStreams() if device.type == "cpu" else AcceleratorStreams(device)
 
 
+def default_device() -> torch.device:
+    """Where modules go when nobody says: the current device of the accelerator, or the CPU where there is none."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device(accelerator.type, current_device_index()) if accelerator is not None else torch.device("cpu")
+
+
 def resolve_device(device: int | str | torch.device) -> torch.device:
     """``device`` as a ``torch.device`` with an index where its type has one (the current device when none was
     given)."""

@@ -55,6 +55,28 @@ def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor
     return [flat.as_strided(p.shape, p.stride, start + p.offset) for p in layout.params]
 
 
+def point_at(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    """Let each parameter hold ``values``; it stays the same object."""
+    for param, value in zip(params, values):
+        param.data = value
+
+
+def collect(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
+    """Copy back into ``values``, which ``params`` were pointed at, what users put in their place.
+
+    Raises:
+        RuntimeError: something of another shape.
+    """
+    for param, value in zip(params, values):
+        if param.data_ptr() != value.data_ptr():
+            if param.shape != value.shape:
+                raise RuntimeError(
+                    f"Cannot writeback a parameter of shape {tuple(value.shape)}: its data was replaced by one of "
+                    f"shape {tuple(param.shape)}"
+                )
+            value.copy_(param.detach())
+
+
 def assign_full_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     """Set ``param.grad`` to a gradient of the unsharded shape although ``param`` holds a shard."""
     shard = param.data
@@ -321,18 +343,23 @@ class FlatParamHandle:
 
     def point_at_shard(self, originals: Sequence[nn.Parameter]) -> None:
         """Re-point each original parameter's data at its part of the shard."""
-        for original, view in zip(originals, self.sharded_views(self.shard)):
-            original.data = view
+        point_at(originals, self.sharded_views(self.shard))
 
 
 class SlotBuffer:
-    """A flat gradient vector in the reduce dtype, and its slots: one view per parameter, with the parameter's
-    strides."""
+    """A flat gradient vector in the reduce dtype, and its slots: one view per parameter, with its strides."""
 
     __slots__ = ("flat", "lent", "slots")
 
-    def __init__(self, layout: FlatLayout, device: torch.device, *, lent: bool) -> None:
-        """With ``lent``, without memory until a pool lends it some."""
-        self.flat = torch.empty(layout.padded_numel, dtype=layout.reduce_dtype, device=device)
-        self.slots = parameter_views(layout, self.flat)
-        self.lent = LentTensor(self.flat) if lent else None
+    def __init__(self, layout: FlatLayout, flat: torch.Tensor) -> None:
+        """Over ``flat``, of ``layout.padded_numel`` elements."""
+        self.flat = flat
+        self.slots = parameter_views(layout, flat)
+        self.lent: LentTensor | None = None
+
+    @staticmethod
+    def lendable(layout: FlatLayout, device: torch.device) -> SlotBuffer:
+        """One without memory until a pool lends it some."""
+        buffer = SlotBuffer(layout, torch.empty(layout.padded_numel, dtype=layout.reduce_dtype, device=device))
+        buffer.lent = LentTensor(buffer.flat)
+        return buffer

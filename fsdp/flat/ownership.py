@@ -1,16 +1,24 @@
-"""What a unit owns: the parameters of its subtree that no nested unit has, grouped into buckets."""
+"""What a unit owns: the parameters of its subtree that no nested unit has and nobody asked to ignore, in buckets.
+
+And what happens to them before they are flattened: materialised from the meta device, moved, synchronised from rank 0.
+All of it unit by unit, innermost first, so that the peak is the sharded model plus one unit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 
-from fsdp.comm.collectives import Groups
-from fsdp.comm.streams import resolve_device
+from fsdp.comm.collectives import Groups, broadcast
+from fsdp.comm.streams import default_device, resolve_device
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import FlatLayout, ParamSpec
 
@@ -47,7 +55,7 @@ def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
             yield from own_modules(child, f"{prefix}.{name}" if prefix else name)
 
 
-def owned_params(module: nn.Module, ignored: Set[nn.Parameter], unit_name: str) -> list[OwnedParam]:
+def owned_params(module: nn.Module, ignored: Ignored, unit_name: str) -> list[OwnedParam]:
     """The parameters that ``module``'s unit owns, in registration order, depth first; shared ones once.
 
     Raises:
@@ -56,7 +64,7 @@ def owned_params(module: nn.Module, ignored: Set[nn.Parameter], unit_name: str) 
     found: dict[nn.Parameter, OwnedParam] = {}
     for prefix, owner in own_modules(module):
         for attribute, param in owner._parameters.items():
-            if param is None or param in ignored:
+            if param is None or param in ignored.params:
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             if param not in found:
@@ -84,11 +92,6 @@ def _check(param: nn.Parameter, name: str, unit_name: str) -> None:
             f"parameter {name!r} of {unit_name} is not initialised yet (a lazy module): run one forward of the plain "
             "model before wrapping it"
         )
-    if param.device.type == "meta":
-        raise NotImplementedError(
-            f"parameter {name!r} of {unit_name} is on the meta device; materialising it is not supported yet: "
-            "materialise the module before wrapping it"
-        )
     if param.layout != torch.strided:
         raise ValueError(
             f"parameter {name!r} of {unit_name} has layout {param.layout}; only strided parameters can be sharded"
@@ -107,13 +110,13 @@ def build_handles(
 ) -> list[tuple[FlatParamHandle, list[OwnedParam]]]:
     """One handle per bucket of (dtype, ``requires_grad``), in order of first appearance, trainable ones first.
 
-    The layout follows the accelerators' alignment rules there; on CPU shards are what ``torch.chunk`` gives, and
-    ``align_params`` alone decides whether parameters start on 16-byte boundaries.
+    On accelerators shards and parameters are aligned to 16 bytes. On CPU shards are what ``torch.chunk`` gives, and
+    ``align_params`` decides about the parameters. ``FSDP_SHARD_ALIGNMENT`` (bytes) overrides it, on every rank.
     """
     buckets: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
     for item in owned:
         buckets.setdefault((item.param.dtype, item.param.requires_grad), []).append(item)
-    on_host = device.type == "cpu"
+    shard_alignment = int(os.environ.get("FSDP_SHARD_ALIGNMENT", 1 if device.type == "cpu" else ALIGNMENT))
     handles = []
     for (dtype, _), members in sorted(buckets.items(), key=lambda entry: not entry[0][1]):
         specs = [
@@ -129,14 +132,141 @@ def build_handles(
             specs,
             dtype=dtype,
             world_size=groups.shard_size,
-            param_alignment=ALIGNMENT if align_params or not on_host else 1,
-            shard_alignment=1 if on_host else ALIGNMENT,
+            param_alignment=ALIGNMENT if align_params or shard_alignment > 1 else 1,
+            shard_alignment=shard_alignment,
         )
         handles.append((FlatParamHandle(layout, [item.param for item in members], groups, device), members))
     return handles
 
 
-def move_to(module: nn.Module, owned: list[OwnedParam], device_id: int | str | torch.device | None) -> torch.device:
+# -- what is left alone ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """The modules and parameters that no unit owns. A module brings all that is below it, nested units apart."""
+
+    modules: frozenset[nn.Module] = frozenset()
+    params: frozenset[nn.Parameter] = frozenset()
+
+    @staticmethod
+    def of(
+        module: nn.Module,
+        ignored_modules: Iterable[nn.Module] | None,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+    ) -> Ignored:
+        """What the two arguments of the constructor name, and subtrees under torch's composable ``replicate``.
+
+        Raises:
+            TypeError: ``ignored_modules`` is not iterable.
+            ValueError: an element is of the wrong kind or a wrapped module, or ``ignored_states`` mixes kinds.
+        """
+        params: set[nn.Parameter] = set()
+        if ignored_states is not None:
+            states = list(ignored_states)  # may be a generator
+            types = sorted({type(state) for state in states}, key=lambda kind: kind.__name__)
+            if all(isinstance(state, nn.Parameter) for state in states):
+                params.update(states)  # type: ignore[arg-type]
+            elif all(isinstance(state, nn.Module) for state in states):
+                ignored_modules = states  # type: ignore[assignment]
+            else:
+                raise ValueError(
+                    f"ignored_states expects all nn.Parameter or all nn.Module elements but got types {types}"
+                )
+        try:
+            named = list(ignored_modules or ())
+        except TypeError as error:
+            raise TypeError(
+                f"ignored_modules should be an iterable of nn.Modules but got {type(ignored_modules)}"
+            ) from error
+        modules: set[nn.Module] = set()
+        for ignored in named:
+            if not isinstance(ignored, nn.Module):
+                raise ValueError(f"ignored_modules expects nn.Module elements but got types [{type(ignored)}]")
+            if WRAPPED_MODULE in ignored._modules:
+                raise ValueError(
+                    "`ignored_modules` should not include FSDP modules: a wrapped module cannot be ignored"
+                )
+            if ignored is module:
+                warnings.warn(
+                    "the module being wrapped is in ignored_modules: all of it is left alone, and nothing is sharded",
+                    stacklevel=4,
+                )
+            modules.update(below for _, below in own_modules(ignored))
+        for _, below in own_modules(module):
+            if "replicate" in (_get_registry(below) or ()):
+                modules.update(inner for _, inner in own_modules(below))
+        for ignored in modules:
+            params.update(param for param in ignored._parameters.values() if param is not None)
+        return Ignored(frozenset(modules), frozenset(params))
+
+
+# -- before flattening -------------------------------------------------------------------------------------------------
+
+
+def materialize(
+    module: nn.Module,
+    ignored: Ignored,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device_id: int | str | torch.device | None,
+    unit_name: str,
+) -> None:
+    """Give the unit's meta parameters and buffers memory and values, module by module.
+
+    ``param_init_fn`` is called on each module of the unit; it should initialise that module's own parameters and
+    buffers.
+    Without it each module that has some is emptied on the device and its ``reset_parameters()`` called.
+
+    Raises:
+        AttributeError: modules have no ``reset_parameters()``; all are listed, and nothing has been changed.
+        ValueError: ``param_init_fn`` left a parameter on the meta device.
+    """
+    modules = [(name, owner) for name, owner in _breadth_first(module) if owner not in ignored.modules]
+    if not any(_is_meta(owner, ignored) for _, owner in modules):
+        return
+    if param_init_fn is not None:
+        for _, owner in modules:
+            param_init_fn(owner)
+    else:
+        own = [(name, owner) for name, owner in modules if _is_meta(owner, ignored)]
+        lacking = [f"{name or 'itself'} ({type(owner).__name__})" for name, owner in own if not _resets(owner)]
+        if lacking:
+            raise AttributeError(
+                f"{unit_name} is on the meta device, and these of its modules have no reset_parameters() to initialise "
+                f"them: {', '.join(lacking)}. Give them one, or pass param_init_fn="
+            )
+        device = resolve_device(device_id) if device_id is not None else default_device()
+        with torch.no_grad():
+            for _, owner in own:
+                owner.to_empty(device=device, recurse=False)
+                owner.reset_parameters()  # type: ignore[operator]
+    for name, owner in modules:
+        if _is_meta(owner, ignored):
+            raise ValueError(
+                f"param_init_fn left parameters or buffers of {name or unit_name!r} ({type(owner).__name__}) on the "
+                "meta device; it has to give every module's own ones memory, for instance by "
+                "module.to_empty(device=..., recurse=False)"
+            )
+
+
+def _breadth_first(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    found = dict.fromkeys(owner for _, owner in own_modules(module))
+    names = {owner: name for name, owner in reversed(list(own_modules(module)))}
+    return sorted(((names[owner], owner) for owner in found), key=lambda item: item[0].count(".") + bool(item[0]))
+
+
+def _is_meta(owner: nn.Module, ignored: Ignored) -> bool:
+    params = (param for param in owner._parameters.values() if param not in ignored.params)
+    return any(tensor is not None and tensor.is_meta for tensor in (*params, *owner._buffers.values()))
+
+
+def _resets(owner: nn.Module) -> bool:
+    return callable(getattr(owner, "reset_parameters", None))
+
+
+def move_to(
+    module: nn.Module, owned: list[OwnedParam], ignored: Ignored, device_id: int | str | torch.device | None
+) -> torch.device:
     """Move the unit's parameters and its modules' buffers to ``device_id`` if given; returns where the unit computes.
 
     Parameters stay the same objects.
@@ -156,6 +286,8 @@ def move_to(module: nn.Module, owned: list[OwnedParam], device_id: int | str | t
             )
         return away[0] if away else torch.device("cpu")
     target = resolve_device(device_id)
+    if target.index is not None and torch.device(device_id).index is None:
+        warnings.warn(f"device_id={device_id!r} has no index; the current device, {target}, is used", stacklevel=3)
     if away and away[0] != target:
         raise ValueError(
             f"device_id is {target}, but parameters lie on {away[0]}: move them there first or drop device_id"
@@ -163,10 +295,20 @@ def move_to(module: nn.Module, owned: list[OwnedParam], device_id: int | str | t
     with torch.no_grad():
         for item in owned:
             item.param.data = item.param.data.to(target)
-            if item.param.grad is not None:
-                item.param.grad = item.param.grad.to(target)
         for _, owner in own_modules(module):
             for name, buffer in owner._buffers.items():
-                if buffer is not None and buffer.device.type == "cpu":
+                if buffer is not None and buffer.device.type == "cpu" and owner not in ignored.modules:
                     owner._buffers[name] = buffer.to(target)
     return target
+
+
+def synchronize(module: nn.Module, owned: list[OwnedParam], group: Any) -> None:
+    """Give the unit's parameters and buffers the values that rank 0 of ``group`` has."""
+    tensors = [item.param.detach() for item in owned]
+    seen: set[torch.Tensor] = set()
+    for _, owner in own_modules(module):
+        for buffer in owner._buffers.values():
+            if buffer is not None and buffer not in seen:
+                seen.add(buffer)
+                tensors.append(buffer.detach())
+    broadcast(tensors, group)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer
+from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer, collect, point_at
 from fsdp.flat.ownership import OwnedParam, Place
 
 
@@ -87,6 +87,7 @@ class _BucketViews:
         for slot in slots:
             if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
                 slot.module.__dict__["flatten_parameters"] = _keep_layout
+        self._shown: list[nn.Parameter] | None = None
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
     def use_leaves(self) -> None:
@@ -95,6 +96,20 @@ class _BucketViews:
             owner[attribute] = leaf
         for slot in self._careful:
             slot.put(slot.leaf)
+
+    def shown(self) -> list[tuple[str, nn.Parameter]]:
+        """While summoned: (name in the unit, full parameter)."""
+        return [(record.name, param) for record, param in zip(self.handle.layout.params, self._shown or ())]
+
+    def use_resting(self) -> None:
+        """The modules show what they do while the unit does not run: shards, or all of it if that was summoned."""
+        if self._shown is None:
+            self.use_sharded()
+        else:
+            self._register_shown(self._shown)
+
+    def _register_shown(self, shown: list[nn.Parameter]) -> None:
+        raise AssertionError("each mode has its own")
 
     def use_sharded(self) -> None:
         """The modules show what stands for the parameters while they are sharded."""
@@ -126,6 +141,9 @@ class OriginalViews(_BucketViews):
             ],
         )
         handle.flat_param._params = self._originals
+        self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
+        self._shown_values: list[torch.Tensor] = []
+        self._shown_grads: list[torch.Tensor | None] | None = None
 
     def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
         """Each visible parameter's part of an unsharded gradient, in its true shape."""
@@ -134,6 +152,49 @@ class OriginalViews(_BucketViews):
     def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
         """Each visible parameter's part of a sharded gradient, in the shape that its data has now."""
         return self.handle.sharded_views(flat_shard)
+
+    def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
+        """The originals hold ``values`` (in their true shapes), and ``grads`` or no gradient, until ``hide_full``."""
+        self._hidden_grads = [original.grad for original in self._originals]
+        self._shown_values, self._shown_grads = values, grads
+        point_at(self._originals, values)
+        for position, original in enumerate(self._originals):
+            original.grad = grads[position] if grads is not None else None
+        self._shown = self._originals
+        self._register_shown(self._originals)
+
+    def hide_full(self, *, write_grads: bool) -> None:
+        """Collect what was changed in the shown values, and hold the shards again."""
+        collect(self._originals, self._shown_values)
+        self._shown = None
+        shown_grads = [original.grad for original in self._originals]
+        for original in self._originals:
+            original.grad = None
+        self.handle.point_at_shard(self._originals)
+        for index, (original, hidden, shown) in enumerate(zip(self._originals, self._hidden_grads, shown_grads)):
+            original.grad = hidden
+            if self._shown_grads is None or not write_grads or self.visible[index].absent:
+                continue
+            if shown is None:
+                original.grad = None
+            elif self.handle.groups.sharded:
+                piece = self.handle.layout.pieces(self.handle.groups.shard_rank)[index]
+                record = self.handle.layout.params[index]
+                in_memory_order = torch.empty_strided(
+                    record.shape, record.stride, dtype=shown.dtype, device=shown.device
+                )
+                part = in_memory_order.copy_(shown).as_strided((record.numel,), (1,))[piece.start : piece.end]
+                if hidden is None:
+                    original.grad = part.clone()
+                else:
+                    hidden.copy_(part)
+            else:
+                original.grad = shown
+        self._hidden_grads, self._shown_values, self._shown_grads = [], [], None
+        self.use_sharded()
+
+    def _register_shown(self, shown: list[nn.Parameter]) -> None:
+        self.use_sharded()  # the same objects
 
     def refresh(self) -> bool:
         """Follow what the user did to the parameters since the last forward; True if some ``requires_grad`` changed.
@@ -203,10 +264,43 @@ class FlatViews(_BucketViews):
         while name in module._parameters:
             count += 1
             name = f"_flat_param_{count}"
+        self._home, self._name = module, name
+        self._shown_values: list[torch.Tensor] = []
         module._parameters[name] = handle.flat_param
         self.visible = [Visible(name, handle.flat_param, range(len(handle.leaves)), False)]
         super().__init__(handle, slots)
         self.use_sharded()
+
+    def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
+        """New parameters with ``values`` (in their true shapes) are registered under the original names."""
+        self._shown_values = values
+        self._shown = [
+            nn.Parameter(value, requires_grad=leaf.requires_grad) for value, leaf in zip(values, self.handle.leaves)
+        ]
+        self._register_shown(self._shown)
+
+    def hide_full(self, *, write_grads: bool) -> None:
+        """Collect what was changed in the shown values; the flat parameter is registered again."""
+        assert self._shown is not None
+        collect(self._shown, self._shown_values)
+        self._shown, self._shown_values = None, []
+        for slot in self._slots:
+            slot.module._parameters.pop(slot.attribute, None)
+        self._home._parameters[self._name] = self.handle.flat_param
+        self.use_sharded()
+
+    def _register_shown(self, shown: list[nn.Parameter]) -> None:
+        by_leaf = {id(leaf): param for leaf, param in zip(self.handle.leaves, shown)}
+        self._home._parameters.pop(self._name, None)
+        for slot in self._slots:
+            slot.owner.pop(slot.attribute, None)
+            slot.module._parameters[slot.attribute] = by_leaf[id(slot.leaf)]
+
+    def use_leaves(self) -> None:
+        if self._shown is not None:  # a forward inside: the plain attributes come before registered parameters
+            for slot in self._slots:
+                slot.module._parameters.pop(slot.attribute, None)
+        super().use_leaves()
 
     def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
         layout = self.handle.layout

@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
+
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of lists, tuples (named ones too), sets, mappings, dataclasses and packed sequences."""
+    """Every tensor in a nest of lists, tuples (named ones too), sets, mappings, dataclasses and other objects.
+
+    A tensor that is missed here would have its backward run on released parameters, so unknown objects are searched.
+    """
+    if isinstance(value, torch.Tensor):  # most values are one, or a tuple of a few
+        yield value
+    elif not isinstance(value, _LEAVES):
+        yield from _tensors_in(value, set())
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        return
+    if isinstance(value, _LEAVES) or id(value) in seen:
+        return
+    if isinstance(value, Mapping):
+        inside: Iterable[Any] = value.values()
     elif isinstance(value, (list, tuple, set, frozenset)):  # a PackedSequence is a named tuple
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+        inside = value
+    elif isinstance(value, nn.Module) or callable(value):  # holds tensors of its own, which are no outputs
+        return
+    else:
+        slots = (getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
+        inside = (*getattr(value, "__dict__", {}).values(), *slots)
+    seen.add(id(value))
+    for item in inside:
+        yield from _tensors_in(item, seen)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

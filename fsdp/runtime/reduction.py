@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.streams import Streams
@@ -25,18 +26,18 @@ from fsdp.flat.views import BucketViews
 
 @dataclass
 class _InFlight:
-    """A reduction under way, and the memory it reads."""
+    """A reduction under way, and the memory it reads until it is complete."""
 
     pending: Pending
-    source: SlotBuffer
+    source: SlotBuffer | None
+    bounded: bool  # whether completing it frees memory
     finish: Callable[[], None]  # attaches the result
-    returned: bool = False
 
 
 class ReductionQueue:
     """The reductions under way in one tree, oldest first, and the memory of their buffers.
 
-    At most ``MAX_BUFFERS`` lent buffers wait for their reduction; taking another one waits for the oldest.
+    At most ``MAX_BUFFERS`` full vectors wait for their reduction; another one waits for the oldest.
     """
 
     MAX_BUFFERS = 2
@@ -48,28 +49,30 @@ class ReductionQueue:
 
     def lend(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory; called on the compute stream, which owns it."""
-        if buffer.lent is None:
-            return
-        waiting = [item for item in self._in_flight if item.source.lent is not None and not item.returned]
-        for item in waiting[: max(0, len(waiting) - self.MAX_BUFFERS + 1)]:
-            self._complete(item)
-        if any(item.source is buffer and not item.returned for item in waiting):
-            for item in waiting:  # the same bucket again while its last reduction still reads the slots
-                self._complete(item)
+        if any(item.source is buffer for item in self._in_flight):  # its last reduction still reads the slots
+            self._complete_all_but(0)
+        self._complete_all_but(self.MAX_BUFFERS - 1)
+        assert buffer.lent is not None
         self.pool.lend(buffer.lent)
 
     def give_back(self, buffer: SlotBuffer) -> None:
         if buffer.lent is not None:
             self.pool.take_back(buffer.lent, None)
 
-    def add(self, pending: Pending, source: SlotBuffer, finish: Callable[[], None]) -> None:
-        self._in_flight.append(_InFlight(pending, source, finish))
+    def add(self, pending: Pending, source: SlotBuffer, *, bounded: bool, finish: Callable[[], None]) -> None:
+        self._in_flight.append(_InFlight(pending, source, bounded, finish))
+        self._complete_all_but(self.MAX_BUFFERS)
+
+    def _complete_all_but(self, count: int) -> None:
+        waiting = [item for item in self._in_flight if item.bounded and item.source is not None]
+        for item in waiting[: max(0, len(waiting) - count)]:
+            self._complete(item)
 
     def _complete(self, item: _InFlight) -> None:
-        if not item.returned:
+        source, item.source = item.source, None
+        if source is not None:
             item.pending.wait()
-            self.give_back(item.source)
-            item.returned = True
+            self.give_back(source)
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results (or, after an error, drop them)."""
@@ -90,9 +93,10 @@ class BucketGradients:
         count = len(handle.leaves)
         self._scratch: SlotBuffer | None = None  # the reduce buffer; its memory is lent for each backward
         self._target: SlotBuffer | None = None  # where this backward writes
+        self._continues = False  # whether that is the accumulator of earlier backwards
         self._written = [False] * count
-        self._accumulator: SlotBuffer | None = None  # unsharded gradients of earlier backwards, visible as .grad
-        self._exposed: list[torch.Tensor] = []  # the views of it that are .grad now, one per visible parameter
+        # The views of the accumulator that are .grad now, one per visible parameter. Users alone own them.
+        self._exposed: list[TensorWeakRef] = []
         self._exposed_version = 0
         self._parked: list[torch.Tensor | None] = []  # sharded gradients that the accumulator hides
 
@@ -109,18 +113,20 @@ class BucketGradients:
 
     def open(self, queue: ReductionQueue, *, synchronize: bool) -> None:
         """Take a buffer for this backward; what users left of the accumulator is continued."""
-        self._adopt()
-        if self._accumulator is not None:
-            self._target = self._accumulator
-            return
+        layout, device = self.handle.layout, self.handle.device
         self._written = [False] * len(self._written)
-        if self.handle.groups.sharded and synchronize:
+        accumulator = self._adopt()
+        self._continues = accumulator is not None
+        if accumulator is not None:
+            self._target = SlotBuffer(layout, accumulator)
+        elif self.handle.groups.sharded and synchronize:
             if self._scratch is None:
-                self._scratch = SlotBuffer(self.handle.layout, self.handle.device, lent=True)
+                self._scratch = SlotBuffer.lendable(layout, device)
             queue.lend(self._scratch)
             self._target = self._scratch
         else:  # users will hold this memory as .grad: it cannot be taken back
-            self._target = SlotBuffer(self.handle.layout, self.handle.device, lent=False)
+            empty = torch.empty(layout.padded_numel, dtype=layout.reduce_dtype, device=device)
+            self._target = SlotBuffer(layout, empty)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Put the gradient of leaf ``index`` into its slot."""
@@ -137,42 +143,42 @@ class BucketGradients:
     def reduce(self, communicator: Communicator, queue: ReductionQueue, tag: Tag) -> None:
         """Start the reduction of what the slots hold; the result is attached when the queue is drained."""
         source = self._seal()
-        if source is self._accumulator:
+        if self._continues:
             self._conceal()
-        groups = self.handle.groups
+        sharded = self.handle.groups.sharded
         shard = source.flat
-        if groups.sharded:
+        if sharded:
             shard = torch.empty(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
         streams = queue.streams
         written = streams.record()
         with streams.on_reduce_stream():
             streams.wait(written)
             pending = communicator.reduce(shard, source.flat, tag)
-        queue.add(pending, source, lambda: self._attach(shard))
+        queue.add(pending, source, bounded=sharded, finish=lambda: self._attach(shard))
 
     def expose(self) -> None:
         """End a backward without synchronisation: the unsharded gradient becomes ``.grad``, accumulated so far."""
         accumulator = self._seal()
-        first_time = self._accumulator is None
-        self._accumulator = accumulator
-        if first_time:
-            self._exposed = self.views.full_grads(accumulator)
-            self._parked = [None] * len(self._exposed)
-        for position, (visible, grad) in enumerate(zip(self.views.visible, self._exposed)):
-            before = visible.param.grad
-            if before is grad or not visible.param.requires_grad:
-                continue
-            if before is not None:
-                if self.handle.groups.reduces:
-                    self._parked[position] = before
-                else:  # one rank: sharded and unsharded gradients are the same thing
-                    grad.add_(before)
-            assign_full_grad(visible.param, grad)
+        grads = self.views.full_grads(accumulator)
+        before = self._exposed_grads() if self._continues else [None] * len(grads)
+        if not self._continues:
+            self._parked = [None] * len(grads)
+        for position, visible in enumerate(self.views.visible):
+            current = visible.param.grad
+            if current is not None and current is before[position]:
+                grads[position] = current
+            elif visible.param.requires_grad:
+                if current is not None and self.handle.groups.reduces:
+                    self._parked[position] = current
+                elif current is not None:  # one rank: sharded and unsharded gradients are the same thing
+                    grads[position].add_(current)
+                assign_full_grad(visible.param, grads[position])
+        self._exposed = [TensorWeakRef(grad) for grad in grads]
         self._exposed_version = accumulator.flat._version
 
     def abandon(self, queue: ReductionQueue) -> None:
         """Forget what this backward wrote (it failed); an accumulator stays as far as it got."""
-        if self._target is not None and self._target is not self._accumulator:
+        if self._target is not None:
             queue.give_back(self._target)
         self._target = None
 
@@ -189,38 +195,48 @@ class BucketGradients:
         self._written = [True] * len(self._written)  # zeros count as written if the buffer lives on
         return target
 
-    def _adopt(self) -> None:
-        """Find out what became of the accumulator while it was visible."""
-        if self._accumulator is None:
-            return
-        touched = self._accumulator.flat._version != self._exposed_version
+    def _exposed_grads(self) -> list[torch.Tensor | None]:
+        return [reference() for reference in self._exposed]
+
+    def _adopt(self) -> torch.Tensor | None:
+        """What became of the accumulator while it was visible: the flat vector, or None if nothing is left of it.
+
+        Notes in ``_written`` what is still in it.
+        """
+        exposed = self._exposed_grads()
+        alive = [grad for grad in exposed if grad is not None]
+        if not alive:
+            self._exposed, self._parked = [], []
+            return None
+        accumulator = alive[0] if alive[0]._base is None else alive[0]._base
+        touched = accumulator._version != self._exposed_version
         kept = False
-        for position, (visible, exposed) in enumerate(zip(self.views.visible, self._exposed)):
-            grad = visible.param.grad
-            if grad is exposed:
+        for position, visible in enumerate(self.views.visible):
+            grad, shown = visible.param.grad, exposed[position]
+            if grad is not None and grad is shown:
                 kept = True
                 parked = self._parked[position]
                 if touched and parked is not None:  # zeroed in place: then the hidden part goes as well
-                    parked.masked_fill_(exposed.any().logical_not(), 0)
-                continue
-            if grad is not None and grad.shape == exposed.shape:
-                exposed.copy_(grad)
-                visible.param.grad = None
-                assign_full_grad(visible.param, exposed)
+                    parked.masked_fill_(shown.any().logical_not(), 0)
+            elif grad is not None and shown is not None and grad.shape == shown.shape:  # replaced
                 kept = True
+                shown.copy_(grad)
+                assign_full_grad(visible.param, shown)
+            else:
+                self._parked[position] = None
                 continue
-            self._parked[position] = grad
             for member in visible.members:
-                self._written[member] = False
-        if not kept:
-            self._conceal()
+                self._written[member] = True
+        if kept:
+            return accumulator
+        self._exposed, self._parked = [], []
+        return None
 
     def _conceal(self) -> None:
         """Take the accumulator out of sight, and bring back what it hid."""
-        for visible, exposed, parked in zip(self.views.visible, self._exposed, self._parked):
-            if visible.param.grad is exposed:
+        for visible, exposed, parked in zip(self.views.visible, self._exposed_grads(), self._parked):
+            if exposed is not None and visible.param.grad is exposed:
                 visible.param.grad = parked
-        self._accumulator = None
         self._exposed, self._parked = [], []
 
     def _attach(self, shard: torch.Tensor) -> None:

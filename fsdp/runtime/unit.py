@@ -35,13 +35,14 @@ from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
 
-_WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 class Phase(Enum):
     IDLE = auto()
     FORWARD = auto()
     BACKWARD = auto()
+    SUMMONED = auto()  # its parameters are shown whole; forwards inside leave it so
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class Unit:
         self._communicator: Communicator | None = None
         self._gathers = any(handle.state is not BufferState.RESIDENT for handle in self.handles)
         self._phase = Phase.IDLE
+        self._shown = False  # summoned: the full buffers are what users see
+        self._refuses_forward = False  # summoned into other memory, or on other ranks
         self._depth = 0  # forwards of this unit under way
         self._generation = -1  # of the context, when the full buffers were last filled
         # graph task -> the leaves (bucket, index) it has still to deliver; see [Note: When a unit's backward is over].
@@ -207,7 +210,7 @@ class Unit:
 
         With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since.
         """
-        if self._gathers:
+        if self._gathers and not self._shown:
             stale = refill and self._generation != context.generation
             if not self.is_gathered or stale or context.idle.get(self) is Idle.AHEAD:
                 context.order.record(self)
@@ -223,9 +226,11 @@ class Unit:
         context.idle.pop(self, None)
 
     def reshard(self, context: RootContext) -> None:
-        """The memory of the full buffers is given back, and the modules show shards; idempotent."""
+        """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
         for view in self.views:
-            view.use_sharded()
+            view.use_resting()
+        if self._shown:
+            return
         context.idle.pop(self, None)
         if self in context.gathered:
             del context.gathered[self]
@@ -234,10 +239,51 @@ class Unit:
                 for handle in self.handles:
                     handle.release(context.gather_pool, last_use)
 
+    # -- shown whole ---------------------------------------------------------------------------------------------------
+
+    def show_full(self, context: RootContext) -> None:
+        """Gather, fresh, and stay gathered until ``end_show``; forwards inside compute with what is there."""
+        if self._gathers:
+            context.idle.pop(self, None)
+            self.gather(context)
+            for handle in self.handles:
+                handle.wait()
+        self._shown = True
+        self._phase = Phase.SUMMONED
+
+    def refuse_forwards(self) -> None:
+        """Until ``end_show``: not every rank's device has the full parameters."""
+        self._refuses_forward = True
+
+    def release_shown(self, context: RootContext) -> None:
+        """The values are shown in other memory, or on other ranks: give the buffers back."""
+        self._shown = False
+        self.reshard(context)
+
+    def end_show(self, context: RootContext) -> None:
+        self._shown = self._refuses_forward = False
+        self._phase = Phase.IDLE
+        self.reshard(context)
+
+    def gather_now(self, bucket: int, full: torch.Tensor, shard: torch.Tensor) -> None:
+        """Fill ``full`` with every rank's ``shard``, outside of the step's schedule."""
+        assert self._communicator is not None
+        self._communicator.gather(full, shard, self._tag(bucket, "gather")).wait()
+
+    def agree_on_maximum(self, values: torch.Tensor) -> None:
+        """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""
+        assert self._communicator is not None
+        self._communicator.maximum(values, f"agreement of {self.name}")
+
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pre_forward(self, context: RootContext, inputs: Any) -> ForwardCall | None:
         """Gather, gather ahead, and watch the inputs; returns the call to hand to ``post_forward``."""
+        if self._refuses_forward:
+            raise RuntimeError(
+                f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
+                "parameters are not on every rank's device. Run it outside, or summon without these options"
+            )
         context.enter_forward(self)
         self._depth += 1
         self._phase = Phase.FORWARD
@@ -288,7 +334,7 @@ class Unit:
         self._depth -= 1
         if self._depth > 0:
             return
-        self._phase = Phase.BACKWARD if self._in_backward else Phase.IDLE
+        self._phase = Phase.BACKWARD if self._in_backward else self._resting_phase
         if hooks.current_backward() != hooks.NO_BACKWARD and not self._in_backward:
             context.idle[self] = Idle.RECOMPUTED
 
@@ -359,7 +405,7 @@ class Unit:
 
     def _maybe_reshard(self, context: RootContext) -> None:
         if not self._in_backward and self._depth == 0:
-            self._phase = Phase.IDLE
+            self._phase = self._resting_phase
             self.reshard(context)
             context.gather_ahead(self)
 
@@ -399,11 +445,17 @@ class Unit:
         self._expected.clear()
         self._open_calls.clear()
         if self._depth == 0:  # a backward may run inside a forward, whose unit goes on computing
-            self._phase = Phase.IDLE
+            self._phase = self._resting_phase
             self.reshard(context)
+
+    @property
+    def _resting_phase(self) -> Phase:
+        return Phase.SUMMONED if self._shown else Phase.IDLE
 
     def refresh(self) -> None:
         """Follow what the user did to the visible parameters since the last forward."""
+        if self._shown:
+            return  # what is shown is written back when it is hidden
         changed = [view.refresh() for view in self.views]
         if any(changed):
             self._watch_leaves()
@@ -591,18 +643,19 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[Unit]]]:
 
     Names are paths from ``module`` without the parts that wrappers add, as in the names of its state dict.
     """
-    seen: set[Unit] = set()
+    return _walk(module, (), frozenset(), set())
 
-    def walk(current: nn.Module, path: tuple[str, ...], around: frozenset[Unit]) -> Iterator[Any]:
-        unit = current.__dict__.get("_fsdp_unit")
-        if unit is not None:
-            if unit in seen:
-                return
-            seen.add(unit)
-            yield ".".join(part for part in path if part not in _WRAPPER_PARTS), unit, around
-            around = around | {unit}
-        for name, child in current._modules.items():
-            if child is not None:
-                yield from walk(child, (*path, name), around)
 
-    yield from walk(module, (), frozenset())
+def _walk(
+    module: nn.Module, path: tuple[str, ...], around: frozenset[Unit], seen: set[Unit]
+) -> Iterator[tuple[str, Unit, frozenset[Unit]]]:
+    unit = module.__dict__.get("_fsdp_unit")
+    if unit is not None:
+        if unit in seen:
+            return
+        seen.add(unit)
+        yield ".".join(part for part in path if part not in WRAPPER_PARTS), unit, around
+        around = around | {unit}
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, (*path, name), around, seen)

@@ -1,0 +1,105 @@
+"""``summon_full_params``: show every parameter whole for a while, and write back what was changed.
+
+The full buffer of each unit is gathered and stays; the parameters shown are views of it, so a forward inside computes
+with what is shown. On exit each rank copies its own part back into its shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fsdp.flat.flat_param import parameter_views
+from fsdp.runtime.unit import Phase, RootContext, Unit
+
+
+@dataclass(frozen=True)
+class SummonOptions:
+    """See ``FullyShardedDataParallel.summon_full_params``."""
+
+    writeback: bool = True
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+    with_grads: bool = False
+
+    def check(self, unit: Unit, use_orig_params: bool) -> None:
+        """Raises NotImplementedError for what does not go together."""
+        sharded = unit.groups.sharded
+        for conflict, words in (
+            (self.with_grads and not use_orig_params, "with_grads=True with use_orig_params=False"),
+            (self.with_grads and self.offload_to_cpu, "with_grads=True with offload_to_cpu=True"),
+            (self.offload_to_cpu and not sharded, "offload_to_cpu=True with NO_SHARD"),
+            (self.writeback and self.rank0_only, "writeback=True with rank0_only=True"),
+        ):
+            if conflict:
+                raise NotImplementedError(f"summon_full_params: {words} is not supported")
+
+
+@contextlib.contextmanager
+def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) -> Iterator[None]:
+    """Show the full parameters of ``units`` inside; all ranks of their groups have to come here alike.
+
+    Raises:
+        AssertionError: a unit is in its forward or backward, or shown already.
+    """
+    for unit, _ in units:
+        if unit.phase is not Phase.IDLE:
+            raise AssertionError(
+                f"{unit.name} is in {unit.phase.name}: Cannot manually unshard parameters during forward/backward, nor "
+                "while they are shown already"
+            )
+    with contextlib.ExitStack() as stack:
+        for unit, context in units:
+            stack.enter_context(_summon_one(unit, context, options))
+        yield
+
+
+@contextlib.contextmanager
+def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Iterator[None]:
+    with torch.no_grad():
+        full_grads = _gather_grads(unit) if options.with_grads else None
+        unit.show_full(context)
+    offloaded = options.offload_to_cpu and unit.device.type != "cpu"
+    shown = not options.rank0_only or unit.groups.shard_rank == 0 or not unit.groups.sharded
+    values = [handle.full.cpu() if offloaded else handle.full for handle in unit.handles] if shown else []
+    if offloaded or options.rank0_only:
+        unit.refuse_forwards()
+    if offloaded or not shown:
+        unit.release_shown(context)
+    try:
+        for position, (handle, views, value) in enumerate(zip(unit.handles, unit.views, values)):
+            grads = None if full_grads is None else full_grads[position]
+            views.show_full(parameter_views(handle.layout, value), grads)
+        yield
+    finally:
+        with torch.no_grad():
+            for handle, views, value in zip(unit.handles, unit.views, values):
+                views.hide_full(write_grads=options.writeback or not handle.groups.sharded)
+                if options.writeback and handle.groups.sharded:
+                    start, end = handle.layout.shard_range(handle.groups.shard_rank)
+                    handle.shard.copy_(value[start:end])
+            unit.end_show(context)
+
+
+def _gather_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
+    """Each bucket's gradients in full shape; None where no rank has one, zeros from ranks that have none."""
+    result = []
+    for bucket, handle in enumerate(unit.handles):
+        originals = [visible.param for visible in unit.views[bucket].visible]
+        present = torch.tensor([original.grad is not None for original in originals], dtype=torch.int64)
+        unit.agree_on_maximum(present)
+        if not handle.groups.sharded:
+            result.append([original.grad for original in originals])
+            continue
+        local = torch.zeros_like(handle.shard)
+        for original, part in zip(originals, handle.sharded_views(local)):
+            if original.grad is not None:
+                part.copy_(original.grad)
+        full = torch.empty(handle.layout.padded_numel, dtype=local.dtype, device=local.device)
+        unit.gather_now(bucket, full, local)
+        views = parameter_views(handle.layout, full)
+        result.append([view if there else None for view, there in zip(views, present.tolist())])
+    return result
