@@ -277,6 +277,12 @@ class FlatParamHandle:
         """This rank's part of the flat vector, detached; ``layout.shard_numel`` elements in ``layout.dtype``."""
         return self._shard
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in the full buffer, and so loses its values when that is released."""
+        if self._lent is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return False
+        return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
+
     # -- gather and release --------------------------------------------------------------------------------------------
 
     def gather(self, pool: MemoryPool, communicator: Communicator, tag: Tag) -> None:

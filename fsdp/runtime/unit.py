@@ -145,6 +145,7 @@ class Unit:
         self._gathers = any(handle.state is not BufferState.RESIDENT for handle in self.handles)
         self._phase = Phase.IDLE
         self._shown = False  # summoned: the full buffers are what users see
+        self._in_output = False  # the last forward returned (a view of) a parameter, which must stay readable
         self._refuses_forward = False  # summoned into other memory, or on other ranks
         self._depth = 0  # forwards of this unit under way
         self._generation = -1  # of the context, when the full buffers were last filled
@@ -229,7 +230,7 @@ class Unit:
         """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
         for view in self.views:
             view.use_resting()
-        if self._shown:
+        if self._shown or self._in_output:
             return
         context.idle.pop(self, None)
         if self in context.gathered:
@@ -306,7 +307,10 @@ class Unit:
 
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> None:
         """Reshard unless the backward follows at once, and hook the outputs."""
-        differentiable = [t for t in tensors_in(output) if t.requires_grad] if call is not None else []
+        outputs = list(tensors_in(output))
+        differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
+        if self._gathers and any(self._holds(tensor) for tensor in outputs):
+            self._in_output = True
         self._leave_forward(context)
         if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
             keeps = not self.policy.reshard_after_forward or self is context.root
@@ -322,6 +326,15 @@ class Unit:
             elif tensor not in self._hooked_leaves:  # a leaf outlives this graph: one door for all of them
                 self._hooked_leaves[tensor] = True
                 hooks.on_gradient(tensor, _leaf_output_door(self.ref))
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        return any(handle.holds(tensor) for handle in self.handles)
+
+    def forget_output(self, context: RootContext) -> None:
+        """What an earlier forward returned may lose its values now."""
+        if self._in_output:
+            self._in_output = False
+            self.reshard(context)
 
     def abort_forward(self, context: RootContext) -> None:
         """The wrapped module raised. Checkpointing ends a recomputation early that way, which is no fault."""
@@ -353,6 +366,11 @@ class Unit:
         """The gradient of an output is there: gather, and note what this backward will bring."""
         context = self.context or (call.context if call is not None else None)
         assert context is not None
+        if self._gathers and torch.is_grad_enabled():  # in a hook: whether the backward was started with create_graph
+            raise RuntimeError(
+                f"a backward with create_graph=True reached {self.name}: gradients of gradients of sharded parameters "
+                "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
+            )
         context.enter_backward(self)
         self.unshard(context, refill=False)
         self._phase = Phase.BACKWARD
@@ -374,8 +392,8 @@ class Unit:
         """A leaf's gradient of the running graph task is complete: move it to its slot."""
         context = self.context
         assert context is not None
-        context.enter_backward(self)
         grad, leaf.grad = leaf.grad, None
+        context.enter_backward(self)
         if grad is None:
             return  # the leaf's own hook took it
         if grad.requires_grad:
@@ -495,6 +513,16 @@ def _leaf_output_door(unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
     return door
 
 
+class _EndOfBackward:
+    """The callback at the end of a backward; lives as long as the graph task that it is queued on."""
+
+    def __init__(self, context: RootContext) -> None:
+        self._context = context
+
+    def __call__(self) -> None:
+        self._context.finish_backward()
+
+
 class RootContext:
     """What the units of one tree share: streams, order, memory pools, reductions, and where in a step they are.
 
@@ -518,6 +546,7 @@ class RootContext:
         self.expects_backward = False  # whether the outermost forward runs with gradients enabled
         self.failed = False  # a forward raised
         self.in_backward = False
+        self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._depth = 0  # forwards under way
         self.units: list[Unit] = []
         for index, (name, unit, ancestors) in enumerate(units):
@@ -526,6 +555,7 @@ class RootContext:
 
     def release(self, unit: Unit) -> None:
         """Let ``unit`` go to another context."""
+        unit.forget_output(self)
         unit.reshard(self)
         self.units.remove(unit)
 
@@ -543,6 +573,7 @@ class RootContext:
         if self.failed or self.in_backward:  # the last pass ended in an error
             self.reset()
         for other in self.units:
+            other.forget_output(self)
             other.refresh()
         self.generation += 1
         self.expects_backward = torch.is_grad_enabled()
@@ -567,12 +598,16 @@ class RootContext:
         """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
         nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
         if self.in_backward:
-            return
+            if self._end_of_backward() is not None:
+                return
+            self.reset()  # the last backward raised: its graph task is gone, and took the callback along
         self.in_backward = True
         self.order.start(unit, backward=True)
-        hooks.at_end_of_backward(self._finish_backward)
+        end = _EndOfBackward(self)
+        self._end_of_backward = weakref.ref(end)
+        hooks.at_end_of_backward(end)
 
-    def _finish_backward(self) -> None:
+    def finish_backward(self) -> None:
         try:
             with torch.no_grad():
                 for unit in self.units:

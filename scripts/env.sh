@@ -1,0 +1,57 @@
+# Sourced by the other scripts: `ensure_env demo` or `ensure_env test` makes .venv at the repository root, with what that
+# kind needs, and sets `python` to its interpreter. It installs only when something is missing, so later runs need no
+# network. PYTHON=/path/to/python3 chooses the interpreter that .venv is made from.
+# shellcheck shell=bash
+
+_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+_torch="torch==2.13.0" # what the package is tested with; setup.py says what it allows
+
+_suitable() {
+  "$1" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 </dev/null
+}
+
+_find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python3.14 python; do
+    if command -v "$candidate" >/dev/null 2>&1 && _suitable "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+    if [ -n "${PYTHON:-}" ]; then
+      break
+    fi
+  done
+  local found
+  found=$("${PYTHON:-python3}" --version 2>&1) || found="no ${PYTHON:-python3}"
+  echo "error: Python 3.10 or later with its venv module is needed (found: $found)." >&2
+  echo "       Install it (on Debian and Ubuntu: apt install python3 python3-venv), or set PYTHON to its path." >&2
+  return 1
+}
+
+ensure_env() {
+  local kind=$1 extras venv="$_root/.venv" stamp wanted base
+  case "$kind" in
+    demo) extras="examples" ;;
+    test) extras="test,examples,dev" ;;
+    *) echo "error: ensure_env takes demo or test, got '$kind'" >&2; return 1 ;;
+  esac
+  python="$venv/bin/python"
+  stamp="$venv/.installed-$kind"
+  # The path is part of it since an environment that was moved or copied does not work.
+  wanted="$_torch [$extras] $venv $(cksum <"$_root/setup.py")"
+  if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
+    return
+  fi
+  if ! { [ -x "$python" ] && _suitable "$python"; }; then
+    base=$(_find_python) || return 1
+    echo "Making .venv with $("$base" --version)" >&2
+    "$base" -m venv --clear "$venv"
+  fi
+  echo "Installing $_torch and the packages that '$kind' needs into .venv (once)" >&2
+  # The build runs in .venv (--no-build-isolation): an isolated one would download setuptools again at every change.
+  local pip=("$python" -m pip --disable-pip-version-check --no-input install --quiet)
+  "${pip[@]}" "setuptools>=77" </dev/null
+  "${pip[@]}" --no-build-isolation "$_torch" -e "$_root[$extras]" </dev/null
+  echo "$wanted" >"$stamp.part"
+  mv "$stamp.part" "$stamp"
+}

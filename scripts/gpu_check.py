@@ -1,0 +1,361 @@
+"""Checks on an accelerator what a CPU cannot show: that streams are ordered right, and that the host never waits.
+
+    python scripts/gpu_check.py
+
+runs in two settings: one process that communicates with itself through NCCL (``FSDP_FORCE_SHARDED=1`` has the engine
+gather, reduce and keep separate buffers in a group of one), and two gloo processes that share the device. In each, for
+every sharding strategy, both values of ``use_orig_params``, with and without accumulation under ``no_sync``:
+
+* parity: a model trains beside a plain one on the whole batch, in float64, and losses and parameters agree at every
+  step: once as it is, once with every block's compute delayed on the device, once with every collective delayed, so
+  that a missing wait between streams reads what is not there yet or overwrites what is still needed.
+* memory: the allocator's peak is the same at every step from the second.
+* host (NCCL only): a step neither trips the synchronisation debug mode nor waits for work that was queued before it.
+
+Prints one line per check. Exits with 1 if one failed, with 0 if none did or if there is no accelerator, which it says.
+``--device cpu`` runs the parity checks, without delays, where there is none.
+"""
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+
+WIDTH, HIDDEN, BLOCKS = 257, 515, 4  # a block is 3 MB; no size divides by two
+ROWS = 32  # per rank and pass
+MEMORY_STEPS = 8
+BOUND = 1e-9  # float64: only the order of additions may differ
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+COLLECTIVES = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+)
+PASSES = {"one pass": (True,), "no_sync": (False, False, True)}  # which passes of a step are synchronised
+BRIEF_SLEEP, LONG_SLEEP = 2_000_000, 2_000_000_000  # device cycles: about a millisecond, about a second
+
+compute_delay = 0  # device cycles by which each block delays its forward and its backward
+
+
+class Delay(torch.autograd.Function):
+    """Hands its input through, and keeps the device busy for ``compute_delay`` cycles in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        sleep(compute_delay)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        sleep(compute_delay)
+        return grad
+
+
+def sleep(cycles: int) -> None:
+    if cycles:
+        torch.cuda._sleep(cycles)
+
+
+class Block(nn.Module):
+    """A frozen layer that is used first, and so read last in backward, with a low-rank adapter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.base = nn.Linear(WIDTH, HIDDEN).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 7), nn.Linear(7, HIDDEN)
+        self.out = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(Delay.apply(x))
+        return x + self.out(F.gelu(self.base(y) + self.up(self.down(y))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(11, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+class Recorder:
+    """While ``on``, keeps a copy of every parameter at the moment its module computes with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.on = False
+        self.seen: dict[str, Tensor] = {}
+        for path, module in model.named_modules():
+            names = [name for name, _ in module.named_parameters(recurse=False)]
+            if names:
+                module.register_forward_pre_hook(lambda m, _, path=path, names=names: self._record(m, path, names))
+
+    def _record(self, module: nn.Module, path: str, names: list[str]) -> None:
+        if self.on:
+            self.seen |= {f"{path}.{name}": getattr(module, name).detach().clone() for name in names}
+
+
+class Training:
+    """One model and its optimizer on this rank's rows, or with ``plain`` on all ranks' rows without sharding."""
+
+    def __init__(self, device: torch.device, passes: tuple[bool, ...], *, plain: bool = False, **options: Any) -> None:
+        torch.manual_seed(1)
+        self.device, self.passes, self.plain = device, passes, plain
+        self.model: nn.Module = Model().to(device, torch.float64)
+        self.recorder = Recorder(self.model)
+        if not plain:
+            self.model = FSDP(self.model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.steps = 0
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """This step's inputs and targets on the device, a pair per pass; each rank cuts its rows from the same ones."""
+        generator = torch.Generator().manual_seed(1000 + self.steps)
+        self.steps += 1
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rows = slice(None) if self.plain else slice(rank * ROWS, (rank + 1) * ROWS)
+        pairs = []
+        for _ in self.passes:
+            x, y = (torch.randn(world_size * ROWS, n, generator=generator, dtype=torch.float64) for n in (11, 3))
+            pairs.append((x[rows].to(self.device), y[rows].to(self.device)))
+        return pairs
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """Train on ``batches``; the loss, on the device."""
+        self.optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for (x, y), synchronised in zip(batches, self.passes, strict=True):
+            with nullcontext() if synchronised or self.plain else self.model.no_sync():
+                loss = F.mse_loss(self.model(x), y) / len(batches)
+                loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        return total
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+@contextmanager
+def delayed(what: str) -> Iterator[None]:
+    """Delay, on the device, every block (``compute``), every collective (``collectives``), or nothing."""
+    global compute_delay
+    names = COLLECTIVES if what == "collectives" else ()
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+
+    def slow(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            sleep(BRIEF_SLEEP)
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    compute_delay = BRIEF_SLEEP if what == "compute" else 0
+    for name, call in originals.items():
+        setattr(dist, name, slow(call))
+    try:
+        yield
+    finally:
+        compute_delay = 0
+        for name, call in originals.items():
+            setattr(dist, name, call)
+
+
+# -- the checks: each returns what to print, or raises -----------------------------------------------------------------
+
+
+def check_parity(device: torch.device, passes: tuple[bool, ...], steps: int, options: dict[str, Any]) -> str:
+    largest = 0.0
+    for what in ("nothing", "compute", "collectives") if device.type == "cuda" else ("nothing",):
+        sharded, plain = Training(device, passes, **options), Training(device, passes, plain=True)
+        for step in range(steps + 1):
+            batches, whole = sharded.batches(), plain.batches()
+            before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
+            sharded.recorder.on = True
+            with delayed(what):
+                if step < steps:
+                    loss = sharded.step(batches)
+                else:  # one forward more shows what the last step left
+                    with torch.no_grad():
+                        loss = F.mse_loss(sharded.model(batches[0][0]), batches[0][1])
+            seen = sharded.recorder.seen
+            expect(seen.keys() == before.keys(), f"forward used {sorted(seen)}, expected {sorted(before)}")
+            differences = {name: (seen[name] - before[name]).abs().max().item() for name in before}
+            worst = max(differences, key=lambda name: differences[name])
+            where = f"at step {step} with {what} delayed"
+            expect(differences[worst] <= BOUND, f"{worst} differs by {differences[worst]:.1e} {where}")
+            largest = max(largest, differences[worst])
+            if step < steps:
+                dist.all_reduce(loss)
+                difference = (loss / dist.get_world_size() - plain.step(whole)).abs().item()
+                expect(difference <= BOUND, f"the loss differs by {difference:.1e} {where}")
+    return f"{steps} steps, parameters differ by at most {largest:.0e}"
+
+
+def check_memory(device: torch.device, passes: tuple[bool, ...], options: dict[str, Any]) -> str:
+    gc.collect()  # of earlier checks, which would else happen at some step
+    training = Training(device, passes, **options)
+    peaks = []
+    for _ in range(MEMORY_STEPS):
+        batches = training.batches()
+        torch.accelerator.reset_peak_memory_stats()
+        training.step(batches)
+        peaks.append(torch.accelerator.max_memory_allocated())
+        del batches
+    expect(len(set(peaks[1:])) == 1, f"peak bytes from step to step: {peaks}")
+    return f"peak of {peaks[1]:,} bytes at every step from the second"
+
+
+def check_host(device: torch.device, passes: tuple[bool, ...], options: dict[str, Any]) -> str:
+    training = Training(device, passes, **options)
+    for _ in range(3):
+        training.step(training.batches())
+    batches = [training.batches() for _ in range(2)]
+    torch.accelerator.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        training.step(batches[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    sleep(LONG_SLEEP)
+    slept = torch.cuda.Event()
+    slept.record()
+    training.step(batches[1])
+    expect(not slept.query(), "the host came back from a step only after the device had done what was queued before it")
+    return "the host waits for nothing in a step"
+
+
+def check_instruments(device: torch.device) -> str:
+    """That the checks of the host notice a wait."""
+    value = torch.ones((), device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        value.item()
+    except RuntimeError:
+        pass
+    else:
+        raise AssertionError("reading a value on the host is not reported by the synchronisation debug mode")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    sleep(LONG_SLEEP)
+    slept = torch.cuda.Event()
+    slept.record()
+    expect(not slept.query(), "the device does not sleep")
+    torch.accelerator.synchronize()
+    expect(slept.query(), "an event is not over after the device was waited for")
+    return "a host that waits is noticed"
+
+
+# -- running them ------------------------------------------------------------------------------------------------------
+
+
+def check(name: str, call: Callable[..., str], *args: Any) -> bool:
+    """Run one check on every rank and print its line on rank 0; whether all ranks passed."""
+    problem, remark = None, ""
+    try:
+        remark = call(*args)
+    except Exception as error:  # reported below, and in the exit status
+        problem = f"{type(error).__name__}: {error}"
+        if not isinstance(error, AssertionError):
+            traceback.print_exc()
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    first = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
+    if dist.get_rank() == 0:
+        print(f"{'ok    ' if first is None else 'FAILED'}  {name}: {first or remark}", flush=True)
+    return first is None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """``world_size`` processes on ``device`` that communicate through ``backend``."""
+
+    backend: str
+    world_size: int
+    device: torch.device
+
+
+def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -> None:
+    """One process of a setting. They meet at the file ``place``; rank 0 puts into ``passed`` whether all checks did."""
+    backend, device = setting.backend, setting.device
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{place}",
+        rank=rank,
+        world_size=setting.world_size,
+        timeout=timedelta(seconds=60),
+        device_id=None if backend == "gloo" else device,
+    )
+    title = f"{backend} x {setting.world_size}"
+    results = []
+    if backend == "nccl":
+        results.append(check(f"{title}, instruments", check_instruments, device))
+    for strategy, use_orig_params, accumulation in itertools.product(STRATEGIES, (False, True), PASSES):
+        passes = PASSES[accumulation]
+        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+        case = f"{title}, {strategy.name}, use_orig_params={use_orig_params}, {accumulation}"
+        results.append(check(f"{case}, parity", check_parity, device, passes, steps, options))
+        if device.type != "cpu":
+            results.append(check(f"{case}, memory", check_memory, device, passes, options))
+        if backend == "nccl":
+            results.append(check(f"{case}, host", check_host, device, passes, options))
+    if rank == 0:
+        passed.put(all(results))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", help="device to check on (default: the accelerator)")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each parity check (default: 12)")
+    options = parser.parse_args()
+    if options.device is None and not torch.accelerator.is_available():
+        print("gpu_check.py: there is no accelerator here, nothing is checked")
+        return
+    device = torch.device(options.device or torch.accelerator.current_accelerator())
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, 0)
+    os.environ["FSDP_FORCE_SHARDED"] = "1"
+    passed = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    failures = 0
+    for setting in (Setting(dist.get_default_backend_for_device(device), 1, device), Setting("gloo", 2, device)):
+        with tempfile.TemporaryDirectory() as directory:
+            args = (setting, options.steps, f"{directory}/rendezvous", passed)
+            torch.multiprocessing.spawn(run_rank, args, nprocs=setting.world_size)
+        failures += not passed.get()
+    print("gpu_check.py: some checks failed" if failures else "gpu_check.py: all checks passed")
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Linter, formatter and type checker over the whole repository, as pyproject.toml configures them. Fails at a violation.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+source scripts/env.sh
+ensure_env test
+"$python" -m ruff check .
+"$python" -m ruff format --check --quiet .
+"$python" -m mypy

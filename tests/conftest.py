@@ -1,0 +1,22 @@
+"""Configuration of the whole run: how ranks treat warnings, and the end of the rank processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness import pool
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    pool.set_warning_filters(config.getini("filterwarnings"))
+    torch.set_num_threads(1)  # the ranks need the other cores, and results must not depend on their number
+
+
+def pytest_sessionfinish() -> None:
+    pool.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,9 @@
+"""Instruments of the test suite.
+
+pool            rank processes kept for the whole run: `run_ranks(world_size, fn, ...)`
+models          the model zoo: small models whose sizes never divide
+oracle          the same training steps without sharding, and comparisons that name what differs
+process_groups  record, delay and poison collectives
+meter           live bytes as the allocator sees them
+poison          fresh memory filled with NaN
+"""

@@ -1,0 +1,241 @@
+"""One program, run by a sharded model and by a plain replica of every rank, compared after every backward.
+
+A `Program` is a generator function of (model, `Data`): it calls the model and `backward()` as it likes and yields
+
+* a dictionary after each synchronised backward pass: this rank's tensors to compare (outputs, gradients of inputs);
+* `STEP` where the optimizer steps and gradients are set to None.
+
+`Reference` runs it on one plain replica per rank. At each yield of a dictionary the replicas' gradients are averaged in
+rank order and added to what there was, so on equal shapes a sharded model that reduces at the end of each backward
+agrees bit for bit (on 2 ranks; on more where the sum has that order). `Reference.check` runs it on a wrapped model.
+
+Comparisons are local: each rank compares what it holds with its part of the reference, without communication.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp.runtime.unit import units_in
+from tests.harness.oracle import MakeOptimizer, assert_bit_equal, assert_close_ulp, named_parameters, sgd
+from tests.harness.sharded import _in_memory_order
+
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What one rank computes with."""
+
+    rank: int
+    world_size: int
+
+    def tensor(self, index: int, *shape: int) -> Tensor:
+        """Normal values that depend on `index` and the rank alone; a leaf that requires grad."""
+        generator = torch.Generator().manual_seed(1000 * index + self.rank)
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+
+Values = dict[str, Tensor | None]
+Program = Callable[[nn.Module, Data], Iterator[Any]]
+
+
+@dataclass
+class _Event:
+    """What the reference had at one yield: mean gradients so far, this rank's values; after a step, the parameters."""
+
+    grads: Values
+    values: list[Values]
+    params: Values
+
+
+class Reference:
+    """What plain replicas do under `program`. Gradients in full shapes, by the plain model's parameter names."""
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        program: Program,
+        make_optimizer: MakeOptimizer = sgd,
+        *,
+        world_size: int | None = None,
+        zero_unused: bool = False,
+    ) -> None:
+        """With `zero_unused`, gradients that are None at a step are zeros for it: needed where unused members of used
+        units are moved by momentum or weight decay."""
+        self.build, self.program, self.make_optimizer = build, program, make_optimizer
+        self.world_size = world_size or dist.get_world_size()
+        replicas = [build() for _ in range(self.world_size)]
+        optimizer = make_optimizer(replicas[0].parameters())
+        self.events: list[_Event] = []
+        totals: Values = dict.fromkeys(named_parameters(replicas[0]))
+        programs = [program(replica, Data(rank, self.world_size)) for rank, replica in enumerate(replicas)]
+        for yielded in zip(*programs, strict=True):
+            if yielded[0] is STEP:
+                for name, param in named_parameters(replicas[0]).items():
+                    grad = totals[name]
+                    if grad is None and zero_unused and param.requires_grad:
+                        grad = torch.zeros_like(param)
+                    param.grad = grad
+                optimizer.step()
+                optimizer.zero_grad()
+                totals = dict.fromkeys(totals)
+                with torch.no_grad():
+                    for replica in replicas[1:]:
+                        for ours, theirs in zip(replica.parameters(), replicas[0].parameters()):
+                            ours.copy_(theirs)
+                params = {name: p.detach().clone() for name, p in named_parameters(replicas[0]).items()}
+                self.events.append(_Event({}, [], params))
+                continue
+            for name, mean in mean_gradients(replicas).items():
+                before = totals[name]
+                if mean is not None:
+                    totals[name] = mean if before is None else before + mean
+            self.events.append(_Event(dict(totals), [_copies(values) for values in yielded], {}))
+
+    def check(self, model: nn.Module, what: str, *, ulps: float = 0, ulps_after_step: float = 16) -> None:
+        """Run the program on the wrapped `model` and compare; bit for bit with `ulps=0`, until the first step.
+
+        After a step the bound is `ulps_after_step`: optimizers work on shards, whose elements a vectorised kernel may
+        round otherwise (a fused multiply-add in its body and none in its tail) than those of the whole parameter.
+        """
+        __tracebackhide__ = True
+        rank = dist.get_rank()
+        optimizer = self.make_optimizer(model.parameters())
+        program = self.program(model, Data(rank, self.world_size))
+        for index, (event, yielded) in enumerate(zip(self.events, program, strict=True)):
+            where = f"{what}, event {index}"
+            if yielded is STEP:
+                optimizer.step()
+                optimizer.zero_grad()
+                ulps = ulps_after_step
+                assert_local_parameters(model, event.params, ulps, where)
+                continue
+            assert_same(yielded, event.values[rank], ulps, f"{where}, values")
+            assert_local_gradients(model, event.grads, ulps, where)
+            assert_at_rest(model, where)
+
+
+def mean_gradients(replicas: list[nn.Module]) -> Values:
+    """Gradients summed in the order of the replicas and divided by their number; the replicas' own are None after."""
+    per_replica = [named_parameters(replica) for replica in replicas]
+    means: Values = {}
+    for name, param in per_replica[0].items():
+        grads = [params[name].grad for params in per_replica]
+        for params in per_replica:
+            params[name].grad = None
+        means[name] = None
+        if any(grad is not None for grad in grads):
+            total = torch.zeros_like(param)
+            for position, grad in enumerate(grads):
+                dense = torch.zeros_like(param) if grad is None else grad.to_dense() if grad.is_sparse else grad
+                total = dense.clone() if position == 0 else total + dense
+            means[name] = total.detach() / len(replicas)
+    return means
+
+
+def _copies(values: Mapping[str, Tensor | None]) -> Values:
+    return {name: None if value is None else value.detach().clone() for name, value in values.items()}
+
+
+def assert_same(actual: Mapping[str, Tensor | None], expected: Values, ulps: float, what: str) -> None:
+    """Bit for bit with `ulps=0`, else within so many units in the last place of each tensor's largest element."""
+    __tracebackhide__ = True
+    if ulps == 0:
+        assert_bit_equal(actual, expected, what)
+    else:
+        assert_close_ulp(actual, expected, ulps, what)
+
+
+# -- what a rank holds -------------------------------------------------------------------------------------------
+
+
+def assert_local_gradients(model: nn.Module, full: Mapping[str, Tensor | None], ulps: float, what: str) -> None:
+    """Every `.grad` that users see is this rank's part of `full`, None where it should be, and padding is zero.
+
+    What is None in `full` is zeros if another parameter of its unit has a gradient, and None if it does not require
+    grad.
+    """
+    __tracebackhide__ = True
+    actual, expected = local_gradients(model, full)
+    assert_same(actual, expected, ulps, f"{what}, gradients")
+
+
+def local_gradients(model: nn.Module, full: Mapping[str, Tensor | None]) -> tuple[Values, Values]:
+    """(what this rank has, what it should have) by name; with flat parameters one tensor per bucket."""
+    actual: Values = {}
+    expected: Values = {}
+    for unit in fsdp.shard_info(model):
+        used = any(full[unit.full_name(r)] is not None for b in unit.buckets for r in b.layout.params)
+        for bucket in unit.buckets:
+            layout, sharded = bucket.layout, bucket.layout.world_size > 1
+            if bucket.params[0] is bucket.flat_param:
+                name = f"{unit.name}:{layout.params[0].name}..."
+                actual[name] = bucket.flat_param.grad
+                expected[name] = None
+                if used and bucket.flat_param.requires_grad:
+                    flat = torch.zeros(layout.padded_numel, dtype=layout.dtype)
+                    for record in layout.params:
+                        grad = full[unit.full_name(record)]
+                        if grad is not None:
+                            flat[record.offset : record.end] = _in_memory_order(grad, record)
+                    start, end = layout.shard_range(bucket.rank)
+                    expected[name] = flat[start:end]
+                continue
+            for param, record, piece in zip(bucket.params, layout.params, bucket.pieces):
+                name = unit.full_name(record)
+                actual[name] = param.grad
+                grad = full[name] if full[name] is not None else torch.zeros(record.shape, dtype=layout.dtype)
+                if not used or not param.requires_grad or (sharded and piece.numel == 0):
+                    expected[name] = None
+                elif sharded:
+                    expected[name] = _in_memory_order(grad, record)[piece.start : piece.end]
+                else:
+                    expected[name] = grad
+    return actual, expected
+
+
+def assert_local_parameters(model: nn.Module, full: Values, ulps: float, what: str) -> None:
+    """This rank's shards hold its part of `full`, and padding is zero."""
+    __tracebackhide__ = True
+    actual: Values = {}
+    expected: Values = {}
+    for unit in fsdp.shard_info(model):
+        for bucket in unit.buckets:
+            flat = torch.zeros(bucket.layout.padded_numel, dtype=bucket.layout.dtype)
+            for record in bucket.layout.params:
+                value = full[unit.full_name(record)]
+                assert value is not None
+                flat[record.offset : record.end] = _in_memory_order(value, record)
+            start, end = bucket.layout.shard_range(bucket.rank)
+            name = f"{unit.name}:{bucket.layout.params[0].name}..."
+            actual[name], expected[name] = bucket.flat_param.detach(), flat[start:end]
+    assert_same(actual, expected, ulps, f"{what}, parameters")
+
+
+def assert_at_rest(model: nn.Module, what: str) -> None:
+    """Nothing is gathered or under way: full buffers have no memory (or are poisoned), leaves no gradient."""
+    __tracebackhide__ = True
+    wrong = []
+    for name, unit, _ in units_in(model):
+        for handle in unit.handles:
+            if handle.groups.sharded and handle.full.untyped_storage().nbytes() and not handle.full.isnan().all():
+                wrong.append(f"unit {name!r} holds {handle.full.untyped_storage().nbytes()} bytes")
+            wrong += [f"a leaf of {name!r} has a gradient" for leaf in handle.leaves if leaf.grad is not None]
+        if unit.phase.name != "IDLE":
+            wrong.append(f"unit {name!r} is in {unit.phase}")
+        leaves = {id(leaf) for handle in unit.handles if handle.groups.sharded for leaf in handle.leaves}
+        for module in unit.module.modules():
+            wrong += [f"{key} of {name!r} is a leaf" for key, p in module._parameters.items() if id(p) in leaves]
+        context = unit.context
+        if context is not None and (context.gathered or context.idle or context.in_backward):
+            wrong.append(f"the context of {name!r} is not at rest")
+    if wrong:
+        raise AssertionError(f"{what}, not at rest: " + "; ".join(wrong[:6]))

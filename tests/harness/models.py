@@ -1,0 +1,360 @@
+"""The model zoo: one small model per structure that sharding must survive, with sizes that 2, 3 and 4 do not divide.
+
+A `Case` is picklable and names everything a training step needs; `ZOO` holds all of them by name. Losses are means over
+equal batches, so the mean over ranks of the gradients is the gradient of the concatenated batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY, LENGTH, WIDTH = 37, 7, 11
+
+
+class Batch(NamedTuple):
+    """Arguments of the model's forward and what the loss compares with; the first dimension is the sample."""
+
+    inputs: tuple[Tensor, ...]
+    target: Tensor
+
+    def slice(self, start: int, end: int) -> Batch:
+        return Batch(tuple(x[start:end] for x in self.inputs), self.target[start:end])
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        """Floating-point tensors cast to `dtype`; token ids stay."""
+        return Batch(tuple(_cast(x, dtype) for x in self.inputs), _cast(self.target, dtype))
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, its data, its loss, and the classes of the submodules to wrap."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    samples: Callable[[torch.Generator, int], Batch]
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    blocks: frozenset[type[nn.Module]]
+    unused: tuple[str, ...] = ()  # prefixes of the parameters that no forward uses
+    local_statistics: bool = False  # the model sees only its own rank's batch: no parity with the concatenated one
+
+    def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """The model with values that depend on `seed` alone (`dtype` is a cast of the same fp32 values)."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            return self.model().to(dtype)
+
+    def make_batch(self, seed: int, size: int) -> Batch:
+        return self.samples(torch.Generator().manual_seed(seed), size)
+
+    def loss(self, module: nn.Module, batch: Batch) -> Tensor:
+        return self.criterion(module(*batch.inputs), batch.target)
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def _vectors(width_in: int, width_out: int) -> Callable[[torch.Generator, int], Batch]:
+    return partial(_make_vectors, width_in, width_out)
+
+
+def _make_vectors(width_in: int, width_out: int, generator: torch.Generator, size: int) -> Batch:
+    x = torch.randn(size, width_in, generator=generator)
+    return Batch((x,), torch.randn(size, width_out, generator=generator))
+
+
+def _make_tokens(generator: torch.Generator, size: int) -> Batch:
+    tokens = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
+    return Batch((tokens[:, :-1],), tokens[:, 1:])
+
+
+def _make_pairs(generator: torch.Generator, size: int) -> Batch:
+    source = torch.randint(VOCABULARY, (size, LENGTH + 2), generator=generator)
+    target = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
+    return Batch((source, target[:, :-1]), target[:, 1:])
+
+
+def _make_images(generator: torch.Generator, size: int) -> Batch:
+    images = torch.randn(size, 3, 9, 9, generator=generator)
+    return Batch((images,), torch.randn(size, 5, generator=generator))
+
+
+# -- vectors -----------------------------------------------------------------------------------------------------
+
+
+class MlpBlock(nn.Module):
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width_in, width_out)
+        self.scale = nn.Parameter(torch.ones(1))  # fewer elements than ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+
+class Mlp(nn.Module):
+    """Odd sizes, a parameter of one element per block, parameters of the root itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(MlpBlock(7, 13), MlpBlock(13, 11), MlpBlock(11, 17))
+        self.head = nn.Linear(17, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+class UsedTwice(nn.Module):
+    """One module called twice in one forward, other units in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.second = MlpBlock(7, 11), MlpBlock(11, 11), MlpBlock(11, 11)
+        self.head = nn.Linear(11, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.shared(self.second(self.shared(self.first(x)))))
+
+
+class BlockWithUnused(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.used = nn.Linear(width, width)
+        self.unused = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.used(x))
+
+
+class Unused(nn.Module):
+    """Parameters that no forward uses: in the middle of each used block, and a whole block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(BlockWithUnused(7), BlockWithUnused(7))
+        self.never = BlockWithUnused(7)
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+class LoraBlock(nn.Module):
+    """A frozen base, used first in forward and so read last in backward, beside a small trained adapter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 3, bias=False), nn.Linear(3, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.base(x)) + self.up(torch.tanh(self.down(x)))
+
+
+class Lora(nn.Module):
+    """A frozen input layer, which backward never reaches, then LoRA blocks and a trained head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, 13).requires_grad_(False)
+        self.blocks = nn.Sequential(LoraBlock(13), LoraBlock(13), LoraBlock(13))
+        self.head = nn.Linear(13, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+class SegmentBlock(nn.Module):
+    """A frozen base first, leaves inside and outside a checkpointed segment, a weight computed from leaves.
+
+    Besides, a layer that is not used. `segment` is "none", "reentrant" or "non-reentrant".
+    """
+
+    def __init__(self, width: int, segment: str) -> None:
+        super().__init__()
+        self.segment = segment
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 3), nn.Linear(3, width)
+        self.norm, self.gain = nn.LayerNorm(width), nn.Parameter(torch.ones(width))
+        self.unused = nn.Linear(width, 2)
+
+    def adapter(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.down(x)), self.up.weight * self.gain[:, None], self.up.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        if self.segment == "none":
+            inner = self.adapter(h)
+        else:
+            inner = checkpoint(self.adapter, h, use_reentrant=self.segment == "reentrant")
+        return torch.sin(self.base(x)) + inner
+
+
+class Segments(nn.Module):
+    def __init__(self, segment: str) -> None:
+        super().__init__()
+        self.embed = nn.Linear(7, 7)
+        self.blocks = nn.Sequential(*(SegmentBlock(7, segment) for _ in range(3)))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+# -- sequences ---------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.query = nn.Linear(WIDTH, WIDTH)
+        self.key_value = nn.Linear(WIDTH, 2 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        key, value = self.key_value(memory).chunk(2, dim=-1)
+        return self.out(F.scaled_dot_product_attention(self.query(x), key, value, is_causal=self.causal))
+
+
+class EncoderBlock(nn.Module):
+    """Self-attention and an MLP, each behind a LayerNorm and with a residual."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention(causal)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 23), nn.GELU(), nn.Linear(23, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm1(x)
+        x = x + self.attention(h, h)
+        return x + self.mlp(self.norm2(x))
+
+
+class DecoderBlock(EncoderBlock):
+    """An encoder block with causal attention, then attention over the encoder's output."""
+
+    def __init__(self) -> None:
+        super().__init__(causal=True)
+        self.norm3, self.cross = nn.LayerNorm(WIDTH), Attention(causal=False)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        return x + self.cross(self.norm3(x), memory)
+
+
+class TiedTransformer(nn.Module):
+    """A causal language model whose output layer is its token embedding: one parameter under two names of the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList([EncoderBlock(causal=True), EncoderBlock(causal=True)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class EncoderDecoder(nn.Module):
+    """Units whose order is not that of the module tree: the decoder's use the output of the encoder's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decoder = nn.ModuleList([DecoderBlock(), DecoderBlock()])  # registered first, run last
+        self.encoder = nn.Sequential(EncoderBlock(causal=False), EncoderBlock(causal=False))
+        self.source, self.target = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory = self.encoder(self.source(source))
+        x = self.target(target)
+        for block in self.decoder:
+            x = block(x, memory)
+        return self.head(x)
+
+
+class Lstm(nn.Module):
+    """A recurrent network, whose module keeps its weights in lists of its own (`_flat_weights`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 13)
+        self.lstm = nn.LSTM(13, 13, num_layers=2, batch_first=True)  # its sizes are always multiples of 4, not of 3
+        self.head = nn.Linear(13, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.lstm(self.tokens(tokens))[0])
+
+
+# -- images ------------------------------------------------------------------------------------------------------
+
+
+class ConvBlock(nn.Module):
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels_in, channels_out, 3, bias=False)
+        self.norm = nn.BatchNorm2d(channels_out)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm(self.conv(x)))
+
+
+class ConvNet(nn.Module):
+    """Convolutions with BatchNorm: buffers that a forward changes, and statistics of the local batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(ConvBlock(3, 5), ConvBlock(5, 7))
+        self.head = nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x).mean(dim=(2, 3)))
+
+
+def _segments(segment: str) -> Case:
+    name = "segment-" + segment
+    unused = tuple(f"blocks.{i}.unused." for i in range(3))
+    blocks = frozenset({SegmentBlock})
+    return Case(name, partial(Segments, segment), _vectors(7, 5), F.mse_loss, blocks, unused)
+
+
+_CASES = [
+    Case("mlp", Mlp, _vectors(7, 5), F.mse_loss, frozenset({MlpBlock})),
+    Case("tied-transformer", TiedTransformer, _make_tokens, cross_entropy, frozenset({EncoderBlock})),
+    Case("encoder-decoder", EncoderDecoder, _make_pairs, cross_entropy, frozenset({EncoderBlock, DecoderBlock})),
+    Case("used-twice", UsedTwice, _vectors(7, 5), F.mse_loss, frozenset({MlpBlock})),
+    Case(
+        "unused",
+        Unused,
+        _vectors(7, 5),
+        F.mse_loss,
+        frozenset({BlockWithUnused}),
+        ("blocks.0.unused.", "blocks.1.unused.", "never."),
+    ),
+    Case("conv-batchnorm", ConvNet, _make_images, F.mse_loss, frozenset({ConvBlock}), local_statistics=True),
+    Case("lstm", Lstm, _make_tokens, cross_entropy, frozenset({nn.LSTM})),
+    Case("lora", Lora, _vectors(7, 5), F.mse_loss, frozenset({LoraBlock})),
+    _segments("none"),
+    _segments("reentrant"),
+    _segments("non-reentrant"),
+]
+ZOO: dict[str, Case] = {case.name: case for case in _CASES}

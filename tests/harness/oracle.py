@@ -1,0 +1,334 @@
+"""The same training steps without sharding, and comparisons that name what differs.
+
+`run_plain` trains the plain model in one process, in one of two orders of arithmetic:
+
+* `order="ranks"`: each rank's batch goes through the model separately, gradients are summed in rank order 0..N-1 and
+  the sum is divided by N. An implementation that does the same, on equal shapes, agrees bit for bit.
+* `order="batch"`: one pass over the concatenated batch. The sums inside the kernels associate differently, so
+  agreement is within rounding; `dtype=torch.float64` makes the reference's own rounding negligible.
+
+`run_ddp` trains under torch's DistributedDataParallel, inside rank processes.
+
+All three see the same batches (`rank_batch`) and return one `Step` per optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW, Optimizer
+
+from tests.harness.models import Batch, Case, SegmentBlock
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+Tensors = Mapping[str, Tensor | None]
+
+
+def sgd(params: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": adamw}
+
+
+@dataclass
+class Schedule:
+    """How long and on how much to train: `micro` batches of `batch` samples per rank and optimizer step.
+
+    With several micro-batches, gradients are summed (not averaged) over them: locally before one reduction, as under
+    `no_sync`, or with `reduce_each` after a reduction of each.
+    """
+
+    steps: int = 10
+    batch: int = 2
+    micro: int = 1
+    reduce_each: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Step:
+    """One optimizer step. Tensors are copies, in full shapes, by the plain model's parameter names.
+
+    `loss` and `rank_losses` belong to the last micro-batch; `grads` is what the optimizer saw, None where a parameter
+    had none; `params`, `optim` and `buffers` are those after the step. Buffers are rank 0's.
+    """
+
+    loss: Tensor
+    rank_losses: list[Tensor]
+    grads: dict[str, Tensor | None]
+    params: dict[str, Tensor]
+    optim: dict[str, dict[str, Tensor]]
+    buffers: dict[str, Tensor]
+
+
+def rank_batch(case: Case, schedule: Schedule, step: int, micro: int, rank: int, world_size: int) -> Batch:
+    """The samples of one rank: its part, by rank order, of the concatenated batch."""
+    whole = whole_batch(case, schedule, step, micro, world_size)
+    return whole.slice(rank * schedule.batch, (rank + 1) * schedule.batch)
+
+
+def whole_batch(case: Case, schedule: Schedule, step: int, micro: int, world_size: int) -> Batch:
+    seed = 1_000_000 * schedule.seed + 1000 * step + micro
+    return case.make_batch(seed, schedule.batch * world_size)
+
+
+# -- the references ----------------------------------------------------------------------------------------------
+
+
+def run_plain(
+    case: Case,
+    make_optimizer: MakeOptimizer,
+    world_size: int,
+    schedule: Schedule | None = None,
+    *,
+    order: Literal["ranks", "batch"] = "ranks",
+    dtype: torch.dtype = torch.float32,
+    zero_grads: Collection[str] = (),
+) -> list[Step]:
+    """Train the plain model as `world_size` ranks would.
+
+    Parameters named in `zero_grads` get a gradient of zeros where they have none, as unused members of a used unit do,
+    so that weight decay and momentum move them.
+    """
+    schedule = schedule or Schedule()
+    if order == "batch" and case.local_statistics:
+        raise ValueError(f"{case.name} uses statistics of the local batch: only order='ranks' is a reference")
+    # One copy of the model per rank, since buffers are per rank; rank 0's holds the optimizer.
+    first = case.build(schedule.seed, dtype)
+    replicas = [first, *(deepcopy(first) for _ in range(world_size - 1))] if order == "ranks" else [first]
+    optimizer = make_optimizer(first.parameters())
+    steps = []
+    for step in range(schedule.steps):
+        totals: dict[str, Tensor | None] = dict.fromkeys(named_parameters(first))
+        for micro in range(schedule.micro):
+            if order == "batch":
+                batches = [whole_batch(case, schedule, step, micro, world_size)]
+            else:
+                batches = [rank_batch(case, schedule, step, micro, r, world_size) for r in range(world_size)]
+            losses = []
+            for replica, batch in zip(replicas, batches, strict=True):
+                loss = case.loss(replica, batch.to(dtype))
+                loss.backward()
+                losses.append(loss.detach())
+            if schedule.reduce_each or micro == schedule.micro - 1:
+                for name, mean in _take_mean_grads(replicas).items():
+                    if mean is not None:
+                        total = totals[name]
+                        totals[name] = mean if total is None else total + mean
+        for name, param in named_parameters(first).items():
+            param.grad = totals[name]
+            if param.grad is None and name in zero_grads:
+                param.grad = torch.zeros_like(param)
+        grads = named_grads(first)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for replica in replicas[1:]:
+                for ours, theirs in zip(replica.parameters(), first.parameters(), strict=True):
+                    ours.copy_(theirs)
+        steps.append(_record(first, optimizer, losses, grads))
+    return steps
+
+
+def _take_mean_grads(replicas: list[nn.Module]) -> dict[str, Tensor | None]:
+    """Gradients summed in the order of the replicas and divided by their number; 16-bit ones are summed in fp32.
+
+    A parameter without a gradient on some replicas counts as zero there. The replicas' gradients are None afterwards.
+    """
+    per_replica = [named_parameters(replica) for replica in replicas]
+    means: dict[str, Tensor | None] = {}
+    for name, param in per_replica[0].items():
+        grads = [params[name].grad for params in per_replica]
+        for params in per_replica:
+            params[name].grad = None
+        if all(grad is None for grad in grads):
+            means[name] = None
+            continue
+        wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
+        filled = [torch.zeros_like(param, dtype=wide) if grad is None else grad.to(wide) for grad in grads]
+        total = filled[0].clone()
+        for grad in filled[1:]:
+            total += grad
+        means[name] = (total.detach() / len(replicas)).to(param.dtype)
+    return means
+
+
+def run_ddp(case: Case, make_optimizer: MakeOptimizer, schedule: Schedule | None = None) -> list[Step]:
+    """Train under DDP on the default group, one process per rank; every rank returns the same but for its buffers.
+
+    DDP divides by the number of ranks before it sums, so it agrees bit for bit with `order="ranks"` at 1 and 2 ranks
+    only (division by a power of two is exact and the sum of two terms has one order), and not with `reduce_each`:
+    it then reduces the sum of the gradient it has reduced before and the new one.
+    """
+    schedule = schedule or Schedule()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    module = case.build(schedule.seed)
+    for block in module.modules():
+        if isinstance(block, SegmentBlock) and block.segment == "reentrant":
+            block.segment = "non-reentrant"  # the same arithmetic; DDP refuses the other beside unused parameters
+    ddp = DistributedDataParallel(module, forward_sync_buffers=False, find_unused_parameters=bool(case.unused))
+    optimizer = make_optimizer(module.parameters())
+    steps = []
+    for step in range(schedule.steps):
+        for micro in range(schedule.micro):
+            last = schedule.reduce_each or micro == schedule.micro - 1
+            with nullcontext() if last else ddp.no_sync():
+                loss = case.loss(ddp, rank_batch(case, schedule, step, micro, rank, world_size))
+                loss.backward()
+        grads = named_grads(module)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses = [torch.zeros_like(loss) for _ in range(world_size)]
+        dist.all_gather(losses, loss.detach())
+        steps.append(_record(module, optimizer, losses, grads))
+    return steps
+
+
+def _record(module: nn.Module, optimizer: Optimizer, losses: list[Tensor], grads: dict[str, Tensor | None]) -> Step:
+    return Step(
+        loss=mean_loss(losses),
+        rank_losses=losses,
+        grads=grads,
+        params={name: param.detach().clone() for name, param in named_parameters(module).items()},
+        optim=named_optim_state(module, optimizer),
+        buffers={name: buffer.clone() for name, buffer in module.named_buffers()},
+    )
+
+
+def mean_loss(losses: list[Tensor]) -> Tensor:
+    """Summed in rank order, divided by the number of ranks."""
+    total = losses[0].clone()
+    for loss in losses[1:]:
+        total += loss
+    return total / len(losses)
+
+
+# -- reading a module --------------------------------------------------------------------------------------------
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name in the plain model, whatever wraps it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """By cleaned name; a shared parameter stands under its first."""
+    return {clean_name(name): param for name, param in module.named_parameters()}
+
+
+def named_grads(module: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the gradients by cleaned name."""
+    params = named_parameters(module).items()
+    return {name: None if param.grad is None else param.grad.detach().clone() for name, param in params}
+
+
+def named_optim_state(module: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Copies of the optimizer's state by cleaned parameter name; parameters without state are left out."""
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, param in named_parameters(module).items():
+        if optimizer.state.get(param):
+            values = optimizer.state[param].items()
+            state[name] = {key: torch.as_tensor(value).detach().clone() for key, value in values if value is not None}
+    return state
+
+
+def flatten_state(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """`{"weight": {"exp_avg": t}}` as `{"weight/exp_avg": t}`, for the comparisons below."""
+    return {f"{name}/{key}": value for name, values in state.items() for key, value in values.items()}
+
+
+# -- comparisons -------------------------------------------------------------------------------------------------
+
+
+def assert_bit_equal(actual: Tensors, expected: Tensors, what: str = "") -> None:
+    """Same names, None at the same places, same shapes and dtypes, and the same bits (so -0.0 is not 0.0)."""
+    __tracebackhide__ = True
+    _assert_comparable(actual, expected, what)
+    wrong = []
+    for name, value in expected.items():
+        other = actual[name]
+        if value is not None and other is not None:
+            bits, wanted = _bytes(other), _bytes(value)
+            if not torch.equal(bits, wanted):
+                different = (bits != wanted).view(-1, value.element_size()).any(dim=1)
+                wrong.append(f"{name}: {int(different.sum())} of {value.numel()} differ, {_worst(other, value)}")
+    _fail_if(wrong, len(expected), what, "not bit-equal")
+
+
+def assert_close_ulp(actual: Tensors, expected: Tensors, ulps: float, what: str = "") -> None:
+    """Same names, Nones, shapes and dtypes, and every element within `ulps` units in the last place.
+
+    The unit is that of the tensor's largest expected magnitude, eps(dtype) * 2**floor(log2(max |expected|)), with
+    `actual`'s dtype: rounding errors of sums are proportional to what was summed, not to what is left after
+    cancellation, so the unit of a small element would be no bound at all. A tensor of zeros must be zeros. NaN and
+    infinities are never close. `expected` may be float64.
+    """
+    __tracebackhide__ = True
+    _assert_comparable(actual, expected, what, same_dtype=False)
+    wrong = []
+    for name, value in expected.items():
+        other = actual[name]
+        if value is None or other is None or value.numel() == 0:
+            continue
+        error = (other.double() - value.double()).abs().max()
+        if not error <= ulps * ulp(value, other.dtype):
+            found = float(error / ulp(value, other.dtype))
+            wrong.append(f"{name}: off by {found:.1f} ulp, allowed {ulps:g}, {_worst(other, value)}")
+    _fail_if(wrong, len(expected), what, f"not within {ulps:g} ulp")
+
+
+def ulp(expected: Tensor, dtype: torch.dtype) -> Tensor:
+    """The unit in the last place, for `dtype`, of the largest magnitude in `expected` (float64, 0-d)."""
+    largest = expected.detach().double().abs().max()
+    exponent = torch.frexp(largest).exponent - 1  # frexp's mantissa is in [0.5, 1)
+    unit = torch.finfo(dtype if dtype.is_floating_point else torch.float64).eps
+    return torch.where(largest > 0, torch.ldexp(torch.tensor(unit, dtype=torch.float64), exponent), 0.0)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _assert_comparable(actual: Tensors, expected: Tensors, what: str, same_dtype: bool = True) -> None:
+    __tracebackhide__ = True
+    missing, extra = sorted(set(expected) - set(actual)), sorted(set(actual) - set(expected))
+    wrong = [f"{name}: missing" for name in missing] + [f"{name}: not expected" for name in extra]
+    for name in sorted(set(expected) & set(actual)):
+        ours, theirs = actual[name], expected[name]
+        if ours is None or theirs is None:
+            if ours is not theirs:
+                wrong.append(f"{name}: {'None' if ours is None else 'a tensor'}, expected the opposite")
+        elif ours.shape != theirs.shape or (same_dtype and ours.dtype != theirs.dtype):
+            wrong.append(f"{name}: {tuple(ours.shape)} {ours.dtype}, expected {tuple(theirs.shape)} {theirs.dtype}")
+    _fail_if(wrong, len(expected), what, "not comparable")
+
+
+def _worst(actual: Tensor, expected: Tensor) -> str:
+    difference = (actual.double() - expected.double()).abs().nan_to_num(nan=float("inf")).flatten()
+    flat = int(difference.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), expected.shape))
+    at = f"at {index} " if index else ""
+    ours, theirs = actual.flatten()[flat].item(), expected.flatten()[flat].item()
+    return f"worst {at}{ours!r}, expected {theirs!r} (difference {ours - theirs:.3g})"
+
+
+def _fail_if(wrong: list[str], total: int, what: str, verdict: str) -> None:
+    __tracebackhide__ = True
+    if wrong:
+        lines = "".join(f"\n  {line}" for line in wrong[:8]) + ("\n  ..." if len(wrong) > 8 else "")
+        raise AssertionError(f"{what + ': ' if what else ''}{len(wrong)} of {total} {verdict}:{lines}")

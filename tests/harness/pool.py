@@ -1,0 +1,327 @@
+"""Rank processes for tests: `run_ranks(world_size, fn, *args)` runs a module-level function on every rank.
+
+One pool per world size, started at first use and kept, since starting a rank (importing torch) costs seconds. A pool
+in which anything went wrong is killed and replaced, so a failure never leaks into the next test. What a failing job
+shows is one message: the traceback of the rank that failed first in time, the exit code of a rank that died, or, at a
+timeout, the Python stack of every rank that is stuck.
+
+`run_fresh` runs one job in processes of its own, for tests that break the process group or kill a rank on purpose.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+START_TIMEOUT = 120.0  # seconds until every rank of a new pool must have reported
+GRACE = 1.0  # seconds the other ranks get to report after the first failure
+STACK_SIGNAL = signal.SIGUSR1  # asks a rank to write its Python stack
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+class RankFailure(Exception):
+    """A job failed. The message is complete; `rank` failed first, with an exception of type name `kind`."""
+
+    def __init__(self, message: str, rank: int, kind: str) -> None:
+        super().__init__(message)
+        self.rank, self.kind = rank, kind
+
+
+@dataclass(frozen=True)
+class Died:
+    """Result of a rank that ended without answering: its exit code, negative for a signal."""
+
+    exit_code: int
+
+    def __str__(self) -> str:
+        if self.exit_code < 0:
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        return f"exited with code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What a rank reports when its function raised. `when` is the machine's monotonic clock, shared by all ranks."""
+
+    when: float
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a rank reports when its function returned: its value, and how many collectives the default group has run."""
+
+    payload: bytes
+    collectives: int
+
+
+class _Rank:
+    """One process and the parent's ends of its pipes."""
+
+    def __init__(
+        self, rank: int, world_size: int, port: int, folder: Path, group_timeout: float, env: Mapping[str, str]
+    ) -> None:
+        self.rank = rank
+        self.log_path, self.stack_path = folder / f"rank{rank}.log", folder / f"rank{rank}.stack"
+        ours, theirs = socket.socketpair()
+        alive, self._lifeline = os.pipe()  # the process exits when the parent's end closes, whatever it is doing
+        path = [str(REPOSITORY), *(entry for entry in sys.path if entry and entry != str(REPOSITORY))]
+        command = [sys.executable, "-m", "tests.harness.worker"]
+        command += [str(x) for x in (theirs.fileno(), alive, rank, world_size, port, group_timeout, self.stack_path)]
+        with open(self.log_path, "wb") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **_rank_env(rank, world_size), **env},
+                pass_fds=(theirs.fileno(), alive),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        theirs.close()
+        os.close(alive)
+        self.connection = Connection(ours.detach())
+        # A descendant of the rank can hold the pipe open, so its end is watched besides the pipe's.
+        self.sentinel = os.pidfd_open(self.process.pid) if hasattr(os, "pidfd_open") else None
+
+    def log_tail(self, lines: int = 15) -> str:
+        text = self.log_path.read_text(errors="replace").strip().splitlines()[-lines:]
+        return "".join(f"\n  | {line}" for line in text)
+
+    def close(self) -> None:
+        """End the process and reap it. Idempotent."""
+        if self.connection.closed:
+            return
+        self.connection.close()
+        os.close(self._lifeline)
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        if self.sentinel is not None:
+            os.close(self.sentinel)
+
+
+def _rank_env(rank: int, world_size: int) -> dict[str, str]:
+    """What torchrun would set, and gloo on the loopback device whatever the host name resolves to."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform.startswith("linux") else "lo0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+class Pool:
+    """`world_size` rank processes with gloo as their default group. `run` may be called until the first failure."""
+
+    def __init__(self, world_size: int, *, group_timeout: float = 30.0, env: Mapping[str, str] | None = None) -> None:
+        self.world_size = world_size
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        # Port 0: the system picks a free one, and this process holds it from then on.
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=START_TIMEOUT)
+        )
+        self.ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                self.ranks.append(_Rank(rank, world_size, self._store.port, self._folder, group_timeout, env or {}))
+            self._collect(START_TIMEOUT, may_die=False, doing="starting")
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, job: bytes, timeout: float, may_die: bool = False) -> list[Any]:
+        """Results by rank. On any failure the pool is closed and `RankFailure` raised."""
+        __tracebackhide__ = True
+        try:
+            for rank in self.ranks:
+                try:
+                    rank.connection.send_bytes(job)
+                except OSError:
+                    pass  # it died since the last job: the sentinel says so below
+            answers = self._collect(timeout, may_die, doing="running")
+            counts = {a.collectives for a in answers if isinstance(a, Returned)}
+            if len(counts) > 1 and not may_die:
+                each = ", ".join(str(a.collectives) for a in answers)
+                raise RankFailure(f"ranks ran different numbers of collectives on the default group: {each}", 0, "")
+        except BaseException:
+            self.close()
+            raise
+        return [pickle.loads(a.payload) if isinstance(a, Returned) else a for a in answers]
+
+    def _collect(self, timeout: float, may_die: bool, doing: str) -> list[Any]:
+        """One answer per rank: `Returned`, or with `may_die` also `Died`."""
+        __tracebackhide__ = True
+        deadline = time.monotonic() + timeout
+        answers: dict[int, Returned | Failed | Died] = {}
+        failed = False
+        while len(answers) < self.world_size:
+            waiting = [rank for rank in self.ranks if rank.rank not in answers]
+            for rank in _ready(waiting, deadline - time.monotonic()):
+                answers[rank.rank] = answer = _receive(rank)
+                if not failed and (isinstance(answer, Failed) or (isinstance(answer, Died) and not may_die)):
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE)
+            if time.monotonic() >= deadline:
+                break
+        if failed:
+            self._raise_first(answers)
+        stuck = [rank for rank in self.ranks if rank.rank not in answers]
+        if stuck:
+            names = ", ".join(str(rank.rank) for rank in stuck)
+            stacks = "".join(f"\n\nrank {rank.rank}:\n{text}" for rank, text in zip(stuck, _stacks(stuck), strict=True))
+            message = f"timeout: rank {names} of {self.world_size} still {doing} after {timeout:g} s{stacks}"
+            raise RankFailure(message, stuck[0].rank, "timeout")
+        return [answers[rank] for rank in range(self.world_size)]
+
+    def _raise_first(self, answers: Mapping[int, Returned | Failed | Died]) -> None:
+        """Raise for the rank that failed first; a death comes first, since it is what makes the others fail."""
+        __tracebackhide__ = True
+        for index, answer in answers.items():
+            if isinstance(answer, Died):
+                text = f"rank {index} of {self.world_size} {answer}{self.ranks[index].log_tail()}"
+                raise RankFailure(text, index, "died")
+        failures = {index: answer for index, answer in answers.items() if isinstance(answer, Failed)}
+        first = min(failures, key=lambda index: failures[index].when)
+        others = sorted(set(failures) - {first})
+        note = f"\n\n(rank {', '.join(map(str, others))} failed later)" if others else ""
+        text = f"rank {first} of {self.world_size} failed:\n{failures[first].text}{note}"
+        raise RankFailure(text, first, failures[first].kind)
+
+    @property
+    def alive(self) -> bool:
+        return bool(self.ranks) and all(r.process.poll() is None and not r.connection.closed for r in self.ranks)
+
+    def close(self) -> None:
+        """End every process at once and remove the pool's files. Idempotent."""
+        for rank in self.ranks:
+            rank.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _ready(ranks: Sequence[_Rank], timeout: float) -> list[_Rank]:
+    """The ranks that have answered or died, waiting for the first at most `timeout` seconds."""
+    poll = select.poll()
+    by_fd: dict[int, _Rank] = {}
+    for rank in ranks:
+        for fd in (rank.connection.fileno(), rank.sentinel):
+            if fd is not None:
+                by_fd[fd] = rank
+                poll.register(fd, select.POLLIN)
+    found = {by_fd[fd].rank: by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout) * 1000)}
+    return list(found.values())
+
+
+def _receive(rank: _Rank) -> Returned | Failed | Died:
+    try:
+        if rank.connection.poll(0):
+            return rank.connection.recv()
+    except (EOFError, OSError):
+        pass
+    try:
+        return Died(rank.process.wait(timeout=5))
+    except subprocess.TimeoutExpired:  # it closed its pipe and lives on: of no more use than a dead one
+        rank.process.kill()
+        return Died(rank.process.wait())
+
+
+def _stacks(ranks: Sequence[_Rank], limit: int = 40) -> list[str]:
+    """The Python stack of every thread of these ranks, most recent call first, as faulthandler writes it."""
+    for rank in ranks:
+        rank.process.send_signal(STACK_SIGNAL)
+    texts = []
+    deadline = time.monotonic() + 2.0
+    for rank in ranks:
+        text = ""
+        while time.monotonic() < deadline:
+            text = rank.stack_path.read_text(errors="replace") if rank.stack_path.exists() else ""
+            if "in main" in text:  # the outermost frame of the main thread, which comes last
+                break
+            time.sleep(0.02)
+        threads = [block for block in text.split("\n\n") if "_exit_with_parent" not in block]
+        lines = [line for block in threads for line in block.splitlines() if "<frozen runpy>" not in line]
+        texts.append("\n".join(lines[:limit]) or "no stack: the process does not answer signals")
+    return texts
+
+
+_pools: dict[int, Pool] = {}
+_warning_filters: list[str] = []
+
+
+def set_warning_filters(filters: Sequence[str]) -> None:
+    """Warning filters of every job from now on, each as pytest writes it: action:message:category:module:line."""
+    _warning_filters[:] = filters
+
+
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
+    """Run `fn(*args, **kwargs)` on `world_size` kept ranks and return its results by rank.
+
+    `fn` is a module-level function of an importable module; arguments and results are pickled, so results hold plain
+    values and detached CPU tensors. The default process group is there (gloo, `dist.get_rank()` tells the rank),
+    seeds are 0, torch runs one thread, and warnings are treated as in the test session. Raises `RankFailure`.
+    """
+    __tracebackhide__ = True
+    job = _job(fn, args, kwargs)
+    pool = _pools.get(world_size)
+    if pool is None or not pool.alive:
+        if pool is not None:
+            pool.close()
+        pool = _pools[world_size] = Pool(world_size)
+    return pool.run(job, timeout)
+
+
+def run_fresh(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    group_timeout: float = 30.0,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Like `run_ranks` in processes of its own, with `env` set before they start and a group timeout in seconds.
+
+    A rank may die: its result is then a `Died`. An exception on any rank is still a failure of the whole job.
+    """
+    __tracebackhide__ = True
+    job = _job(fn, args, kwargs)
+    pool = Pool(world_size, group_timeout=group_timeout, env=env)
+    try:
+        return pool.run(job, timeout, may_die=True)
+    finally:
+        pool.close()
+
+
+def _job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    if "<" in fn.__qualname__ or fn.__module__ == "__main__":
+        raise TypeError(f"rank processes import the function by name: {fn.__qualname__} is not at module level")
+    # The call is pickled apart from the filters, so that a failing import is reported as the job's failure.
+    return pickle.dumps((list(_warning_filters), pickle.dumps((fn, args, kwargs))))
+
+
+def shutdown() -> None:
+    """Close every pool. The next `run_ranks` starts afresh."""
+    while _pools:
+        _pools.popitem()[1].close()
+
+
+atexit.register(shutdown)

@@ -1,0 +1,279 @@
+"""Training under the package in the oracle's form, and full tensors put together from what the ranks hold.
+
+`run_fsdp` trains a case like `oracle.run_ddp` and returns the same `Step`s. `full_parameters`, `full_gradients` and
+`full_optim_state` read the shards through the public metadata (`fsdp.shard_info`) and nothing else of the engine: each
+rank contributes the ranges that the layout says it owns, of the parameters that users hold, and every rank gets full
+tensors by the plain model's parameter names. All of them run in rank processes, on every rank of the default group, and
+exchange Python objects (two all-gathers each).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import fsdp
+from fsdp import BucketInfo, FullyShardedDataParallel, ShardingStrategy
+from fsdp.flat.layout import ParamRecord
+from fsdp.flat.metadata import full_values
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import Case
+from tests.harness.oracle import MakeOptimizer, Schedule, Step, clean_name, mean_loss, rank_batch
+
+BLOCKS = "blocks"  # the wrap policy that makes a unit of each of the case's blocks
+
+
+def wrap(
+    case_or_module: Case | nn.Module,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    use_orig_params: bool = False,
+    *,
+    wrap_policy: Any = BLOCKS,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> FullyShardedDataParallel:
+    """The case's model (built from `seed` in `dtype`), or a module as it is, wrapped on the default group.
+
+    `wrap_policy` is `BLOCKS` (each of the case's blocks is a unit; for a bare module the root is the only one), None
+    (the root is the only unit) or a policy. The warning that one rank has nothing to shard over is silenced; `options`
+    are further arguments of the wrapper.
+    """
+    if isinstance(case_or_module, Case):
+        module = case_or_module.build(seed, dtype)
+        policy = ModuleWrapPolicy(case_or_module.blocks) if wrap_policy is BLOCKS else wrap_policy
+    else:
+        module, policy = case_or_module, None if wrap_policy is BLOCKS else wrap_policy
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FullyShardedDataParallel: the group has one rank", UserWarning)
+        return FullyShardedDataParallel(
+            module, sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options
+        )
+
+
+def run_fsdp(
+    case: Case,
+    make_optimizer: MakeOptimizer,
+    schedule: Schedule | None = None,
+    *,
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+    use_orig_params: bool = False,
+    wrap_policy: Any = BLOCKS,
+    no_sync: Sequence[bool] | None = None,
+    **options: Any,
+) -> list[Step]:
+    """Train under the package on the default group; every rank returns the same but for its buffers.
+
+    `no_sync` says for each micro-batch of a step whether its forward and backward run under `no_sync()`; without it
+    that is so for all but the last, unless the schedule reduces each. `options` are further arguments of the wrapper.
+    """
+    schedule = schedule or Schedule()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if no_sync is None:
+        no_sync = [not schedule.reduce_each and micro < schedule.micro - 1 for micro in range(schedule.micro)]
+    model = wrap(case, strategy, use_orig_params, wrap_policy=wrap_policy, seed=schedule.seed, **options)
+    optimizer = make_optimizer(model.parameters())
+    steps = []
+    for step in range(schedule.steps):
+        for micro, unsynced in zip(range(schedule.micro), no_sync, strict=True):
+            with model.no_sync() if unsynced else nullcontext():
+                loss = case.loss(model, rank_batch(case, schedule, step, micro, rank, world_size))
+                loss.backward()
+        steps.append(finish_step(model, optimizer, loss))
+    return steps
+
+
+def finish_step(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> Step:
+    """Step the optimizer on the gradients that are there, clear them, and tell what happened."""
+    grads = full_gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    by_rank = _gather(model, {"params": _values, "optim": _state_of(optimizer)}, loss=loss)
+    losses = [held["loss"][""].value for held in by_rank]
+    return Step(
+        loss=mean_loss(losses),
+        rank_losses=losses,
+        grads=grads,
+        params=_only_value(_assemble(model, by_rank, "params")),
+        optim=_without_empty(_assemble(model, by_rank, "optim")),
+        buffers={clean_name(name): buffer.clone() for name, buffer in model.named_buffers()},
+    )
+
+
+# -- full tensors ------------------------------------------------------------------------------------------------
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters in their full shapes and strides."""
+    return _only_value(_assemble(model, _gather(model, {"params": _values}), "params"))
+
+
+def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Copies of the reduced gradients in full shapes; None where no rank that holds a part of the parameter has one.
+
+    A parameter without elements is held by no rank: None. After a backward without synchronisation there is no full
+    gradient to read: AssertionError, as when some ranks have a gradient and others None.
+    """
+    return _only_value(_assemble(model, _gather(model, {"grads": _gradient}), "grads"))
+
+
+def full_optim_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Copies of the optimizer's state by parameter name: what is shaped like the parameter in full shape, the rest (the
+    number of steps) as it is. Parameters without state are left out."""
+    return _without_empty(_assemble(model, _gather(model, {"optim": _state_of(optimizer)}), "optim"))
+
+
+class Held(NamedTuple):
+    """What a rank holds: its part of something with the parameter's shape (1-D, in memory order), something whole that
+    every rank has, or, with value None, nothing where there could be something."""
+
+    value: Any  # Tensor | None
+    is_part: bool
+
+
+Contents = dict[str, dict[str, Held]]  # of one rank, by "kind/parameter" and key
+Select = Callable[[nn.Parameter], Mapping[str, Any]]  # what is read of a parameter that users hold
+
+
+def _values(param: nn.Parameter) -> Mapping[str, Any]:
+    return {"": param.data}
+
+
+def _gradient(param: nn.Parameter) -> Mapping[str, Any]:
+    if param.grad is not None and param.grad.shape != param.shape:
+        raise AssertionError(f"a gradient of shape {tuple(param.grad.shape)} on a shard of {tuple(param.shape)}")
+    return {"": param.grad}
+
+
+def _state_of(optimizer: Optimizer) -> Select:
+    def state(param: nn.Parameter) -> Mapping[str, Any]:
+        return {key: value for key, value in optimizer.state.get(param, {}).items() if value is not None}
+
+    return state
+
+
+def _only_value(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: by_key.get("") for name, by_key in values.items()}
+
+
+def _without_empty(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return {name: by_key for name, by_key in values.items() if by_key}
+
+
+def _gather(model: nn.Module, kinds: Mapping[str, Select], **whole: Tensor) -> list[Contents]:
+    """By rank, what that rank holds of each parameter, and of `whole`."""
+    contents: Contents = {name: {"": Held(value.detach(), False)} for name, value in whole.items()}
+    for unit in fsdp.shard_info(model):
+        for bucket in unit.buckets:
+            is_flat = bucket.params[0] is bucket.flat_param
+            for index, (record, piece) in enumerate(zip(bucket.layout.params, bucket.pieces, strict=True)):
+                holder = bucket.params[0 if is_flat else index]
+                if piece.numel == 0:
+                    continue
+                for kind, select in kinds.items():
+                    entry = contents[f"{kind}/{unit.full_name(record)}"] = {}
+                    for key, value in select(holder).items():
+                        value = None if value is None else torch.as_tensor(value).detach()
+                        if value is None or value.shape != holder.shape:
+                            entry[key] = Held(value, False)
+                        elif is_flat:
+                            entry[key] = Held(value[piece.shard_offset : piece.shard_offset + piece.numel], True)
+                        else:
+                            entry[key] = Held(value if value.dim() == 1 else _in_memory_order(value, record), True)
+    return _exchange(contents)
+
+
+def _in_memory_order(value: Tensor, record: ParamRecord) -> Tensor:
+    """An unsharded parameter, or what is shaped like it, as its elements lie in the flat vector."""
+    ordered = torch.empty_strided(record.shape, record.stride, dtype=value.dtype).copy_(value)
+    return ordered.as_strided((record.numel,), (1,))
+
+
+def _exchange(contents: Contents) -> list[Contents]:
+    """Every rank's `contents`, by rank. One block of bytes: pickling each tensor takes longer than the training."""
+    described, parts = [], []
+    for name, entry in contents.items():
+        for key, (value, is_part) in entry.items():
+            described.append((name, key, None if value is None else (value.dtype, value.shape), is_part))
+            if value is not None:
+                parts.append(_bits(value))
+    payload: Any = (list(contents), described, torch.cat(parts).numpy().tobytes() if parts else b"")
+    payloads = [payload]
+    if dist.get_world_size() > 1:
+        payloads = [None] * dist.get_world_size()
+        dist.all_gather_object(payloads, payload)
+    return [_unpack(*received) for received in payloads]
+
+
+def _unpack(names: list[str], described: list[tuple[str, str, Any, bool]], data: bytes) -> Contents:
+    contents: Contents = {name: {} for name in names}
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    offset = 0
+    for name, key, kind, is_part in described:
+        value = None
+        if kind is not None:
+            dtype, shape = kind
+            nbytes = shape.numel() * dtype.itemsize
+            value = memory[offset : offset + nbytes].clone().view(dtype).view(shape)
+            offset += nbytes
+        contents[name][key] = Held(value, is_part)
+    return contents
+
+
+def _assemble(model: nn.Module, by_rank: list[Contents], kind: str) -> dict[str, dict[str, Any]]:
+    """Full tensors by parameter and key."""
+    result: dict[str, dict[str, Any]] = {}
+    for unit in fsdp.shard_info(model):
+        for bucket in unit.buckets:
+            for index, record in enumerate(bucket.layout.params):
+                name = unit.full_name(record)
+                what = f"{kind}/{name}"
+                if record.numel == 0:
+                    empty = torch.empty_strided(record.shape, record.stride, dtype=bucket.layout.dtype)
+                    result[name] = {"": empty} if kind == "params" else {}
+                    continue
+                found = {rank: contents[what] for rank, contents in enumerate(by_rank) if what in contents}
+                keys = {rank: sorted(entry) for rank, entry in found.items()}
+                some = next(iter(keys.values()))
+                if any(other != some for other in keys.values()):
+                    raise AssertionError(f"{what}: the ranks hold different things: {keys}")
+                result[name] = {
+                    key: _join({rank: entry[key] for rank, entry in found.items()}, bucket, index, f"{what} {key}")
+                    for key in some
+                }
+    return result
+
+
+def _join(held: dict[int, Held], bucket: BucketInfo, index: int, what: str) -> Tensor | None:
+    """One value from what each rank holds of it; AssertionError where ranks that should agree do not."""
+    values = {rank: entry.value for rank, entry in held.items()}
+    without = [rank for rank, value in values.items() if value is None]
+    if without:
+        if len(without) < len(values):
+            raise AssertionError(f"{what}: None on ranks {without}, and a tensor on others of {list(values)}")
+        return None
+    layout, record = bucket.layout, bucket.layout.params[index]
+    some, is_part = next(iter(held.values()))
+    if layout.world_size == 1 or not is_part:  # every rank has all of it
+        for rank, value in values.items():
+            if value.shape != some.shape or not torch.equal(_bits(value), _bits(some)):
+                raise AssertionError(f"{what}: rank {rank} has {value}, another rank {some}")
+        if not is_part:
+            return some
+        values = {0: some}
+    flat = torch.zeros(layout.padded_numel, dtype=some.dtype)
+    for rank, value in values.items():
+        piece = layout.piece(index, rank)
+        flat[record.offset + piece.start : record.offset + piece.end] = value
+    return full_values(layout, flat)[record.name].clone()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)

@@ -1,0 +1,138 @@
+"""The process of one rank, started by `pool` as `python -m tests.harness.worker`. Serves jobs until its parent ends."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import linecache
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.pool import STACK_SIGNAL, Failed, Returned
+
+
+def main() -> None:
+    pipe, lifeline, rank, world_size, port = map(int, sys.argv[1:6])
+    group_timeout, stack_path = float(sys.argv[6]), sys.argv[7]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    threading.Thread(target=_exit_with_parent, args=(lifeline,), daemon=True).start()
+    stack_file = open(stack_path, "w")  # noqa: SIM115  (open for the life of the process)
+    faulthandler.enable()  # a crash leaves its stack in the log
+    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
+    torch.set_num_threads(1)
+    connection = Connection(pipe)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout)
+    )
+    connection.send(Returned(pickle.dumps(None), 0))
+    while True:
+        try:
+            job = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        connection.send(_answer(job))
+
+
+def _exit_with_parent(lifeline: int) -> None:
+    os.read(lifeline, 1)  # nothing is ever written: it returns when the parent's end closes
+    os._exit(1)
+
+
+def _answer(job: bytes) -> Returned | Failed:
+    filters, call = pickle.loads(job)
+    try:
+        with _clean_state(), warnings.catch_warnings():
+            for text in filters:
+                _add_warning_filter(text)
+            fn, args, kwargs = pickle.loads(call)
+            payload = pickle.dumps(fn(*args, **kwargs))
+    except (Exception, SystemExit) as error:
+        return Failed(time.monotonic(), type(error).__name__, _describe(error))
+    return Returned(payload, dist.group.WORLD._get_sequence_number_for_group())
+
+
+@contextmanager
+def _clean_state() -> Iterator[None]:
+    """Every job starts with the same seeds and settings, and what it changed of them is put back."""
+    # Not at the end of the job that made them: another rank may still be in their last collective there.
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    env = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(env)
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        if torch.are_deterministic_algorithms_enabled():  # the call itself imports the whole compiler
+            torch.use_deterministic_algorithms(False)
+        dist.set_debug_level_from_env()
+        gc.enable()
+
+
+def _add_warning_filter(text: str) -> None:
+    """`action:message:category:module:line`, the later parts optional, as in pytest's configuration."""
+    action, message, category, module, line = (*text.split(":"), "", "", "", "")[:5]
+    kind: type[Warning] = Warning
+    if category:
+        where, _, name = category.strip().rpartition(".")
+        kind = getattr(importlib.import_module(where or "builtins"), name)
+    warnings.filterwarnings(action.strip(), message.strip(), kind, module.strip(), int(line or 0))  # type: ignore[arg-type]
+
+
+def _describe(error: BaseException) -> str:
+    """The traceback below this file and, for a bare assertion, the values it spoke of."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    text = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
+    if isinstance(error, AssertionError) and not str(error):
+        while tb is not None and tb.tb_next is not None:
+            tb = tb.tb_next
+        if tb is not None:
+            text += _values(tb.tb_frame, tb.tb_lineno)
+    return text
+
+
+def _values(frame: FrameType, line: int) -> str:
+    """The local variables named on the failing line."""
+    source = linecache.getline(frame.f_code.co_filename, line)
+    words = dict.fromkeys(word for word in _identifiers(source) if word in frame.f_locals)
+    return "".join(f"\n  where {word} = {_short(frame.f_locals[word])}" for word in words)
+
+
+def _identifiers(source: str) -> list[str]:
+    return "".join(c if c.isidentifier() or c.isdigit() else " " for c in source).split()
+
+
+def _short(value: Any, limit: int = 300) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+if __name__ == "__main__":
+    main()

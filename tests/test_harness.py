@@ -1,0 +1,614 @@
+"""The instruments do what they say, shown on plain torch: what they measure in the package rests on this."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import pool
+from tests.harness.meter import Meter, meter_available
+from tests.harness.models import ZOO
+from tests.harness.oracle import (
+    OPTIMIZERS,
+    Schedule,
+    Step,
+    adamw,
+    assert_bit_equal,
+    assert_close_ulp,
+    clean_name,
+    flatten_state,
+    rank_batch,
+    run_ddp,
+    run_plain,
+    sgd,
+)
+from tests.harness.poison import poisoned_memory
+from tests.harness.pool import Died, RankFailure, run_fresh, run_ranks
+from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
+
+# -- pool --------------------------------------------------------------------------------------------------------
+
+
+def rank_and_sum(value: float) -> tuple[int, int, float]:
+    total = torch.full((3,), value * (dist.get_rank() + 1))
+    dist.all_reduce(total)
+    return os.getpid(), dist.get_rank(), total[0].item()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_pool_returns_results_by_rank_and_keeps_its_processes(world_size: int) -> None:
+    first = run_ranks(world_size, rank_and_sum, 2.0)
+    second = run_ranks(world_size, rank_and_sum, value=2.0)
+    assert [rank for _, rank, _ in first] == list(range(world_size))
+    assert {total for _, _, total in first} == {world_size * (world_size + 1.0)}
+    assert first == second
+    assert os.getpid() not in {pid for pid, _, _ in first}
+
+
+def fail_after(delays: list[float]) -> None:
+    rank = dist.get_rank()
+    time.sleep(delays[rank])
+    wanted, found = rank, rank + 7
+    assert wanted == found
+
+
+def test_pool_shows_the_rank_that_failed_first_in_time() -> None:
+    before = {pid for pid, _, _ in run_ranks(2, rank_and_sum, 1.0)}
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, fail_after, [0.3, 0.0])
+    text = str(caught.value)
+    assert caught.value.rank == 1 and caught.value.kind == "AssertionError"
+    assert text.startswith("rank 1 of 2 failed:\nTraceback")
+    assert "in fail_after" in text and "assert wanted == found" in text
+    assert "where wanted = 1" in text and "where found = 8" in text
+    assert "rank 0 failed later" in text and "worker.py" not in text
+    assert not any(_is_running(pid) for pid in before)
+    assert before.isdisjoint(pid for pid, _, _ in run_ranks(2, rank_and_sum, 1.0))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def fail_alone_in_a_collective() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no batch left")
+    dist.all_reduce(torch.ones(1))
+
+
+def test_pool_does_not_wait_for_ranks_that_wait_for_the_failed_one() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed:(?s:.*)ValueError: no batch left"):
+        run_ranks(2, fail_alone_in_a_collective)
+    assert time.monotonic() - start < 10
+
+
+def kill_rank_one() -> str:
+    if dist.get_rank() == 1:
+        os.write(2, b"last words\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        return "survivor raised"
+    return "nothing noticed"
+
+
+def test_pool_names_the_signal_of_a_dead_rank_at_once() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 was killed by SIGKILL\n  . last words") as caught:
+        run_ranks(2, kill_rank_one)
+    assert caught.value.kind == "died" and time.monotonic() - start < 10
+
+
+def die_between_jobs() -> int:
+    return os.getpid()
+
+
+def test_pool_with_a_rank_killed_between_jobs_is_replaced() -> None:
+    os.kill(run_ranks(2, die_between_jobs)[0], signal.SIGKILL)
+    time.sleep(0.1)
+    assert len(run_ranks(2, die_between_jobs)) == 2
+
+
+def wait_forever_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(100)
+
+
+def test_pool_timeout_shows_the_stack_of_each_stuck_rank() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(2, wait_forever_on_rank_one, timeout=0.5)
+    text = str(caught.value)
+    assert text.startswith("timeout: rank 1 of 2 still running after 0.5 s\n\nrank 1:\n")
+    assert "in wait_forever_on_rank_one" in text
+
+
+def read_env(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_fresh_pool_reports_a_dead_rank_as_a_result() -> None:
+    results = run_fresh(2, kill_rank_one, group_timeout=5)
+    assert results == ["survivor raised", Died(-signal.SIGKILL)]
+
+
+def change_settings() -> None:
+    os.environ["LEFT_BEHIND"] = "yes"
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(2)
+    dist.new_group(list(range(dist.get_world_size())))
+
+
+def read_settings() -> list[object]:
+    return [
+        os.environ.get("LEFT_BEHIND"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        len(dist.distributed_c10d._world.pg_map),
+        torch.get_num_threads(),
+        torch.rand(1).item(),
+        random.random(),
+    ]
+
+
+def test_pool_puts_settings_and_seeds_back_between_jobs() -> None:
+    before = run_ranks(2, read_settings)
+    run_ranks(2, change_settings)
+    assert run_ranks(2, read_settings) == before
+
+
+def warn(text: str, category: type[Warning]) -> str:
+    warnings.warn(text, category, stacklevel=1)
+    return "passed"
+
+
+def test_pool_treats_warnings_as_the_session_does() -> None:
+    allowed = "`torch.distributed.all_gather_into_tensor` is deprecated"
+    assert run_ranks(1, warn, allowed, FutureWarning) == ["passed"]
+    with pytest.raises(RankFailure, match="UserWarning: careless"):
+        run_ranks(1, warn, "careless", UserWarning)
+
+
+def out_of_step() -> None:
+    if dist.get_rank() == 0:
+        dist.broadcast(torch.ones(1), src=0, async_op=True)
+
+
+def test_pool_refuses_a_job_that_leaves_the_group_out_of_step() -> None:
+    with pytest.raises(RankFailure, match="different numbers of collectives on the default group: "):
+        run_ranks(2, out_of_step)
+
+
+def test_pool_refuses_a_function_that_cannot_be_imported() -> None:
+    with pytest.raises(TypeError, match="not at module level"):
+        run_ranks(1, lambda: None)
+
+
+def test_shutdown_leaves_no_process_and_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(pool, "_pools", {})
+    pids = [pid for pid, _, _ in run_ranks(2, rank_and_sum, 1.0)]
+    assert list(tmp_path.iterdir())
+    pool.shutdown()
+    assert not any(_is_running(pid) for pid in pids) and not list(tmp_path.iterdir())
+
+
+def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    code = "import os; from tests.test_harness import *; print(run_ranks(2, rank_and_sum, 1.0), flush=True); os.abort()"
+    env = {**os.environ, "PYTHONPATH": str(pool.REPOSITORY), "TMPDIR": str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == -signal.SIGABRT, ended.stderr
+    pids = [pid for pid, _, _ in ast.literal_eval(ended.stdout)]
+    deadline = time.monotonic() + 5
+    while not all(_has_ended(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(pids) == 2 and all(_has_ended(pid) for pid in pids)
+
+
+def _has_ended(pid: int) -> bool:
+    """Gone, or a zombie: an orphan is reaped by process 1, which not every container's does."""
+    stat = Path(f"/proc/{pid}/stat")
+    return not _is_running(pid) or (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+# -- models and oracle -------------------------------------------------------------------------------------------
+
+SHORT = Schedule(steps=3, micro=2)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_zoo_is_deterministic_odd_and_says_what_it_leaves_unused(name: str) -> None:
+    case = ZOO[name]
+    model, again = case.build(3), case.build(3)
+    assert_bit_equal(model.state_dict(), again.state_dict())
+    batch = case.make_batch(5, 2)
+    loss = case.loss(model, batch)
+    loss.backward()
+    without = {n for n, p in model.named_parameters() if p.grad is None and p.requires_grad}
+    assert without == {n for n, _ in model.named_parameters() if n.startswith(case.unused)}
+    sizes = [sum(p.numel() for p in m.parameters()) for m in model.modules() if type(m) in case.blocks]
+    assert sizes and sum(p.numel() for p in model.parameters()) < 10_000
+    assert any(size % n for n in (2, 3, 4) for size in sizes)
+
+
+def ddp_steps(name: str, optimizer: str, schedule: Schedule) -> list[Step]:
+    return run_ddp(ZOO[name], OPTIMIZERS[optimizer], schedule)
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_oracle_in_rank_order_equals_ddp_bit_for_bit_on_two_ranks(name: str) -> None:
+    optimizer = "adamw" if len(name) % 2 else "sgd"
+    plain = run_plain(ZOO[name], OPTIMIZERS[optimizer], 2, SHORT)
+    for ours, theirs in zip(run_ranks(2, ddp_steps, name, optimizer, SHORT)[0], plain, strict=True):
+        assert_same_step(ours, theirs)
+
+
+def assert_same_step(actual: Step, expected: Step) -> None:
+    losses = {str(rank): loss for rank, loss in enumerate(expected.rank_losses)}
+    assert_bit_equal({str(rank): loss for rank, loss in enumerate(actual.rank_losses)}, losses, "loss")
+    assert_bit_equal(actual.grads, expected.grads, "gradient")
+    assert_bit_equal(actual.params, expected.params, "parameter")
+    assert_bit_equal(flatten_state(actual.optim), flatten_state(expected.optim), "optimizer state")
+    assert_bit_equal(actual.buffers, expected.buffers, "buffer")
+
+
+@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if not case.local_statistics])
+def test_oracle_on_the_concatenated_batch_agrees_in_higher_precision(name: str) -> None:
+    plain = run_plain(ZOO[name], OPTIMIZERS["sgd"], 3, SHORT)
+    whole = run_plain(ZOO[name], OPTIMIZERS["sgd"], 3, SHORT, order="batch", dtype=torch.float64)
+    for ours, theirs in zip(plain, whole, strict=True):
+        assert theirs.loss.dtype == torch.float64
+        assert_close_ulp({"loss": ours.loss}, {"loss": theirs.loss}, 8)
+        # A parameter that starts at zero consists of gradients alone, so the two share a bound.
+        assert_close_ulp(ours.params, theirs.params, 64)
+        assert_close_ulp(ours.grads, theirs.grads, 64)
+
+
+def test_oracle_zero_grads_let_weight_decay_move_unused_parameters() -> None:
+    case, name = ZOO["unused"], "blocks.0.unused.weight"
+    start = case.build(0).get_parameter(name).detach()
+    plain = run_plain(case, OPTIMIZERS["adamw"], 2, SHORT)[-1]
+    moved = run_plain(case, OPTIMIZERS["adamw"], 2, SHORT, zero_grads=[name])[-1]
+    assert plain.grads[name] is None and torch.equal(plain.params[name], start) and name not in plain.optim
+    grad = moved.grads[name]
+    assert grad is not None and not grad.any() and (moved.params[name].abs() < start.abs()).all()
+    assert moved.grads["blocks.1.unused.weight"] is None
+
+
+def test_oracle_accumulates_after_or_before_the_reduction() -> None:
+    case, three = ZOO["mlp"], Schedule(steps=2, micro=3, reduce_each=True)
+    each = run_ranks(2, ddp_steps, "mlp", "sgd", three)[1]
+    for ours, theirs in zip(each, run_plain(case, OPTIMIZERS["sgd"], 2, three), strict=True):
+        assert_close_ulp(ours.grads, theirs.grads, 64)
+
+
+def test_comparisons_name_the_parameter_and_the_worst_element() -> None:
+    expected = {"a": torch.tensor([[1.0, 2.0], [3.0, -4.0]]), "b": None, "c": torch.zeros(2)}
+    assert_bit_equal(expected, expected)
+    assert_close_ulp(expected, expected, 0)
+    off = {**expected, "a": torch.tensor([[1.0, 2.0], [3.0, -4.0 - 2**-20]])}
+    with pytest.raises(AssertionError, match=r"w: 1 of 3 not bit-equal:\n  a: 1 of 4 differ, worst at \(1, 1\)"):
+        assert_bit_equal(off, expected, "w")
+    assert_close_ulp(off, expected, 2)
+    with pytest.raises(AssertionError, match=r"a: off by 2.0 ulp, allowed 1, worst at \(1, 1\) -4.00000095"):
+        assert_close_ulp(off, expected, 1)
+    for name, value in [("b", torch.zeros(1)), ("c", None), ("c", torch.zeros(3)), ("d", torch.zeros(1))]:
+        for compare in (assert_bit_equal, lambda a, e: assert_close_ulp(a, e, 1e9)):
+            with pytest.raises(AssertionError, match=f"1 of 3 not comparable:\n  {name}: "):
+                compare({**expected, name: value}, expected)
+    for value in (torch.tensor([0.0, 1e-30]), torch.tensor([float("nan"), 0.0])):
+        with pytest.raises(AssertionError, match="c: off by"):
+            assert_close_ulp({**expected, "c": value}, expected, 1e9)
+    with pytest.raises(AssertionError, match="c: 1 of 2 differ"):
+        assert_bit_equal({**expected, "c": torch.tensor([0.0, -0.0])}, expected)
+    nan = {"x": torch.tensor(float("nan"))}
+    assert_bit_equal(nan, nan)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------
+
+
+def record_some() -> tuple[list[Collective], list[tuple[str, int | str]], bool]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    before = dist.all_reduce
+    pair = dist.new_group([0, 1])
+    shard, full = torch.full((5,), float(rank)), torch.empty(5 * world_size)
+    with record_collectives() as log:
+        dist.all_gather_single(full, shard)
+        work = dist.reduce_scatter_single(shard, full, async_op=True)
+        log.mark("between")
+        work.wait()
+        if rank < 2:
+            dist.all_reduce(torch.ones(2, dtype=torch.float64), op=dist.ReduceOp.MAX, group=pair)
+        peers = [peer for peer in range(world_size) if peer != rank]
+        ops = [dist.P2POp(dist.isend, shard, peer, tag=3) for peer in peers]
+        ops += [dist.P2POp(dist.irecv, torch.empty(5), peer, tag=3) for peer in peers]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        dist.broadcast(shard, src=1)
+        dist.all_gather_object([None] * world_size, {"rank": rank})
+    dist.all_reduce(shard)
+    return log.records, log.events, dist.all_reduce is before
+
+
+def test_recorder_sees_every_collective_once_with_its_bytes() -> None:
+    records, events, restored = run_ranks(3, record_some)[2]
+    assert restored
+    assert [(r.op, r.function) for r in records] == [
+        ("all_gather", "all_gather_single"),
+        ("reduce_scatter", "reduce_scatter_single"),
+        ("exchange", "batch_isend_irecv"),
+        ("broadcast", "broadcast"),
+        ("object", "all_gather_object"),
+    ]
+    gather, scatter, exchange, broadcast, _ = records
+    assert (gather.input_nbytes, gather.output_nbytes, gather.nbytes, gather.numel) == (20, 60, 60, 15)
+    assert (scatter.input_nbytes, scatter.output_nbytes, scatter.nbytes) == (60, 20, 60)
+    assert (exchange.input_nbytes, exchange.output_nbytes) == (40, 40)
+    assert (broadcast.input_nbytes, broadcast.output_nbytes) == (0, 20)
+    assert gather.group == (0, 1, 2) and gather.dtype == torch.float32
+    assert scatter.async_op and scatter.reduce_op == "SUM" and not gather.async_op
+    assert events[:5] == [("issue", 0), ("wait", 0), ("issue", 1), ("mark", "between"), ("wait", 1)]
+    reduced = [r for r in run_ranks(3, record_some)[0][0] if r.op == "all_reduce"]
+    assert [(r.group, r.nbytes, r.reduce_op) for r in reduced] == [((0, 1), 16, "MAX")]
+
+
+def label_of_a_collective() -> list[str | None]:
+    module = types.ModuleType("fsdp.comm.collectives")
+    had = sys.modules.get(module.__name__)
+    sys.modules[module.__name__] = module
+    try:
+        with record_collectives() as log:
+            dist.barrier()
+            module.current_label = "block 3"  # type: ignore[attr-defined]
+            dist.all_reduce(torch.ones(1))
+    finally:
+        if had is None:
+            del sys.modules[module.__name__]
+        else:
+            sys.modules[module.__name__] = had
+    assert log.count("all_reduce", label="block 3") == 1 and log.nbytes(label="block 3") == 4
+    return log.labels()
+
+
+def test_recorder_notes_the_label_that_the_package_shows() -> None:
+    assert run_ranks(1, label_of_a_collective) == [[None, "block 3"]]
+
+
+def use_each_collective(seed: int | None) -> dict[str, list[float]]:
+    """Every asynchronous form, with waits in an order that differs between ranks; returns results by name."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    mine = torch.arange(3.0) + 10 * rank
+    every = {name: torch.full((3 * world_size,), -5.0) for name in ("all_gather", "in_place", "all_to_all")}
+    every["in_place"][3 * rank : 3 * rank + 3] = mine
+    part = {name: torch.full((3,), -5.0) for name in ("reduce_scatter", "exchange", "scatter")}
+    reduced, low = mine.clone(), torch.full((4,), 1.0 + rank, dtype=torch.bfloat16)
+    pieces, sent = torch.arange(3.0 * world_size) + rank, mine.clone()
+    sources = list(pieces.chunk(world_size)) if rank == 0 else None
+    listed = [torch.empty(3) for _ in range(world_size)]
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    with ExitStack() as stack:
+        if seed is not None:
+            stack.enter_context(delay_collectives(seed, max_ms=4))
+        works = [
+            dist.all_gather_single(every["all_gather"], mine, async_op=True),
+            dist.all_gather_single(every["in_place"], every["in_place"][3 * rank : 3 * rank + 3], async_op=True),
+            dist.reduce_scatter_single(part["reduce_scatter"], pieces, async_op=True),
+            dist.all_reduce(reduced, async_op=True),
+            dist.broadcast(low, src=world_size - 1, async_op=True),
+            dist.all_to_all_single(every["all_to_all"], pieces, async_op=True),
+            dist.scatter(part["scatter"], sources, src=0, async_op=True),
+            dist.all_gather(listed, mine, async_op=True),
+            *dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, sent, right, tag=9), dist.P2POp(dist.irecv, part["exchange"], left, tag=9)]
+            ),
+        ]
+        if seed is not None:
+            stale = [*every.values(), *part.values(), reduced, *listed] + [low] * (rank != world_size - 1)
+            assert all(tensor.isnan().all() for tensor in stale), "a consumer that forgets to wait sees only NaN"
+        objects: list[int | None] = [None] * world_size
+        dist.all_gather_object(objects, rank)
+        assert objects == list(range(world_size))
+        dist.barrier()
+        random.Random(rank).shuffle(works)
+        for work in works:
+            work.wait()
+        for sender in range(world_size):
+            if rank == sender:
+                dist.send(mine, right, tag=4)
+            elif rank == (sender + 1) % world_size:
+                dist.recv(part["scatter"], sender, tag=4)
+    results = {**every, **part, "reduced": reduced, "low": low, "listed": torch.cat(listed)}
+    return {name: tensor.tolist() for name, tensor in results.items()}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_delayed_collectives_give_the_same_results_and_nothing_before_wait(world_size: int) -> None:
+    plain = run_ranks(world_size, use_each_collective, None)
+    for seed in range(3):
+        assert run_ranks(world_size, use_each_collective, seed) == plain
+
+
+def misuse_in_flight(kind: str) -> str:
+    source, target = torch.ones(4), torch.zeros(4 * dist.get_world_size())
+    before = source._version, target._version
+    try:
+        with delay_collectives(max_ms=0):
+            work = dist.all_gather_single(target, source, async_op=True)
+            assert (source._version, target._version) == before
+            if kind == "input written":
+                source.zero_()
+            elif kind == "output written":
+                target.zero_()
+            elif kind == "input freed":
+                source.untyped_storage().resize_(0)
+            elif kind == "output swapped":
+                target.untyped_storage()._swap_data_ptr_(torch.zeros_like(target).untyped_storage())
+            if kind != "forgotten":
+                work.wait()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("nothing", "no error"),
+        ("input written", "all_gather_single: an input was written before wait()"),
+        ("output written", "all_gather_single: an output was written before wait()"),
+        ("input freed", "all_gather_single: an input's memory was given back before wait()"),
+        ("output swapped", "all_gather_single: an output's memory was given back before wait()"),
+        ("forgotten", "never waited for: all_gather_single"),
+    ],
+)
+def test_delayed_collectives_notice_tensors_used_in_flight(kind: str, message: str) -> None:
+    assert run_ranks(2, misuse_in_flight, kind) == [message] * 2
+
+
+def forget_a_send() -> str:
+    other = 1 - dist.get_rank()
+    try:
+        with delay_collectives():
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, torch.ones(2), other), dist.P2POp(dist.irecv, torch.ones(2), other)]
+            )
+            works[1].wait()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_delayed_exchange_must_be_waited_for_in_every_part() -> None:
+    assert run_ranks(2, forget_a_send) == ["never waited for: batch_isend_irecv"] * 2
+
+
+def train_torch_fsdp(delayed: bool) -> tuple[dict[str, torch.Tensor], CollectiveLog, int]:
+    from torch.distributed.fsdp import FullyShardedDataParallel, wrap
+
+    case = ZOO["mlp"]
+    policy = wrap.ModuleWrapPolicy(set(case.blocks))
+    model = FullyShardedDataParallel(
+        case.build(), auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    optimizer = sgd(model.parameters())
+    with ExitStack() as stack:
+        if delayed:
+            stack.enter_context(delay_collectives(5))
+        log = stack.enter_context(record_collectives())
+        for step in range(3):
+            batch = rank_batch(case, Schedule(), step, 0, dist.get_rank(), dist.get_world_size())
+            case.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with FullyShardedDataParallel.summon_full_params(model):
+        params = {clean_name(name): p.detach().clone() for name, p in model.named_parameters()}
+    return params, log, len(list(FullyShardedDataParallel.fsdp_modules(model)))
+
+
+def test_instruments_work_together_on_torchs_own_fsdp() -> None:
+    plain, log, units = run_ranks(2, train_torch_fsdp, False)[0]
+    delayed, delayed_log, _ = run_ranks(2, train_torch_fsdp, True)[1]
+    assert_bit_equal(delayed, plain)
+    assert log.ops() == delayed_log.ops()
+    assert log.count("reduce_scatter") == 3 * units
+    reference = run_plain(ZOO["mlp"], sgd, 2, Schedule(steps=3))
+    assert_close_ulp(plain, reference[-1].params, 8)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
+@pytest.mark.skipif(not meter_available(), reason="needs glibc 2.33")
+@pytest.mark.parametrize("nbytes", [MIB, 40 * MIB])  # below and above the size from which malloc always maps
+def test_meter_sees_every_way_to_take_and_give_back_memory(nbytes: int) -> None:
+    meter = Meter()
+    full = torch.empty(nbytes // 4)
+    with meter.delta() as delta:
+        full.untyped_storage().resize_(0)
+    delta.assert_is(-nbytes)
+    with meter.delta() as delta:
+        full.untyped_storage().resize_(nbytes)
+    delta.assert_is(nbytes)
+    lender = torch.empty(0).untyped_storage()
+    with meter.delta() as delta:
+        full.untyped_storage()._swap_data_ptr_(lender)
+    delta.assert_is(0)
+    with meter.delta() as delta:
+        del lender
+    delta.assert_is(-nbytes)
+    with meter.delta() as delta:
+        view = torch.ones(nbytes // 4)[:10]
+    delta.assert_is(nbytes)
+    with meter.delta() as delta:
+        del view
+    delta.assert_is(-nbytes)
+    with pytest.raises(AssertionError, match=r"full buffer: .* expected 70,000 \(\+-65,536\)"):
+        delta.assert_is(70_000, what="full buffer")
+
+
+@pytest.mark.skipif(not meter_available(), reason="needs glibc 2.33")
+def test_meter_noise_of_training_steps_is_below_its_bound() -> None:
+    case, meter = ZOO["tied-transformer"], Meter()
+    model = case.build()
+    optimizer = adamw(model.parameters())
+
+    def step() -> None:
+        case.loss(model, case.make_batch(0, 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    for _ in range(10):
+        with meter.delta() as delta:
+            step()
+        delta.assert_is(0)
+
+
+def test_poison_fills_fresh_memory_and_stops_at_the_end() -> None:
+    functions = torch.UntypedStorage.__init__, torch.UntypedStorage.resize_
+    with poisoned_memory():
+        grown = torch.ones(2)
+        grown.untyped_storage().resize_(4 * 64)
+        whole = torch.empty(0).set_(grown.untyped_storage())
+        storage = torch.UntypedStorage(32)
+        fresh = [
+            torch.empty(9, dtype=torch.bfloat16),
+            torch.empty_like(grown),
+            grown.new_empty(3),
+            torch.empty_strided((2, 2), (1, 2), dtype=torch.float64),
+            torch.empty(0, dtype=torch.float16).set_(storage),
+            torch.ones(3).resize_(50)[3:],
+            whole[2:],
+        ]
+        assert all(tensor.numel() and tensor.isnan().all() for tensor in fresh)
+        assert torch.equal(whole[:2], torch.ones(2))
+        assert (torch.empty(5, dtype=torch.uint8) == 255).all()
+        copied = torch.UntypedStorage([1, 2, 3])
+        assert list(copied) == [1, 2, 3]
+        case = ZOO["conv-batchnorm"]
+        loss = case.loss(case.build(), case.make_batch(0, 2))
+        loss.backward()
+        assert loss.isfinite()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert (torch.UntypedStorage.__init__, torch.UntypedStorage.resize_) == functions

@@ -1,0 +1,296 @@
+"""The layout by property: random parameters, dtypes, alignments and world sizes, and the documented examples."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from fsdp.flat.layout import FlatLayout, ParamSpec, Piece, contiguous_stride
+
+FP8 = [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.complex64, *FP8]
+SIZES = [0, 1, 2, 3, 5, 7, 8, 13, 16, 31, 64, 127]
+WORLD_SIZES = range(1, 65)
+
+
+def random_shape(rng: random.Random) -> tuple[int, ...]:
+    shape = tuple(rng.choice(SIZES) for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3])))
+    return shape if math.prod(shape) < 3000 else shape[:1]
+
+
+def random_stride(rng: random.Random, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """None, or the strides of a dense tensor whose dimensions lie in memory in a random order."""
+    if rng.random() < 0.5:
+        return None
+    order = rng.sample(range(len(shape)), len(shape))
+    inverse = [order.index(dim) for dim in range(len(shape))]
+    return torch.empty([shape[dim] for dim in order], device="meta").permute(inverse).stride()
+
+
+def random_specs(rng: random.Random) -> list[ParamSpec]:
+    shapes = [random_shape(rng) for _ in range(rng.choice([0, 1, 1, 2, 3, 4, 5, 6, 9]))]
+    return [ParamSpec(f"layers.{i}.weight", shape, random_stride(rng, shape)) for i, shape in enumerate(shapes)]
+
+
+def random_layout(rng: random.Random) -> tuple[FlatLayout, int, int]:
+    """A layout with its two alignments in bytes."""
+    dtype = rng.choice(DTYPES)
+    compute_dtype = rng.choice([None, *DTYPES])
+    reduce_dtype = rng.choice([None, *DTYPES])
+    param_alignment, shard_alignment = rng.choice([(1, 1), (16, 1), (16, 16), (1, 16)])
+    layout = FlatLayout.build(
+        random_specs(rng),
+        dtype=dtype,
+        world_size=rng.choice(WORLD_SIZES),
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        param_alignment=param_alignment,
+        shard_alignment=shard_alignment,
+    )
+    assert layout.compute_dtype is (compute_dtype or dtype)
+    assert layout.reduce_dtype is (reduce_dtype or compute_dtype or dtype)
+    return layout, param_alignment, shard_alignment
+
+
+def layouts(seed: int, count: int) -> list[tuple[FlatLayout, int, int]]:
+    rng = random.Random(seed)
+    return [random_layout(rng) for _ in range(count)]
+
+
+def travelling(layout: FlatLayout) -> set[torch.dtype]:
+    return {layout.dtype, layout.compute_dtype, layout.reduce_dtype}
+
+
+def random_bits(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    nbytes = numel * dtype.itemsize
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality of memory, so that NaNs and signed zeros count."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+# The property
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_R01_flatten_shard_gather_views_is_bit_identical(seed: int) -> None:
+    """R01: every parameter comes back bit for bit from shards, in its own shape and strides, at an aligned address."""
+    generator = torch.Generator().manual_seed(seed)
+    for layout, _, _ in layouts(seed, 400):
+        memory = [random_bits(param.numel, layout.dtype, generator) for param in layout.params]
+        originals = [m.as_strided(param.shape, param.stride) for m, param in zip(memory, layout.params, strict=True)]
+
+        flat = torch.zeros(layout.padded_numel, dtype=layout.dtype)
+        for param, original in zip(layout.params, originals, strict=True):
+            flat[param.offset : param.end].as_strided(param.shape, param.stride).copy_(original)
+        shards = [flat[slice(*layout.shard_range(rank))].clone() for rank in range(layout.world_size)]
+        assert {shard.numel() for shard in shards} == {layout.shard_numel}
+
+        gathered = torch.cat(shards)
+        for param, original in zip(layout.params, originals, strict=True):
+            view = gathered[param.offset : param.end].as_strided(param.shape, param.stride)
+            assert view.stride() == original.stride() or view.numel() <= 1
+            assert same_bits(view, original), (param, layout)
+        for start, end in layout.gaps:
+            assert not gathered[start:end].view(torch.uint8).any()
+
+        # The pieces say the same as the ranges: a rank's part of a parameter is that part of its memory.
+        for rank, shard in enumerate(shards):
+            for param_memory, piece in zip(memory, layout.pieces(rank), strict=True):
+                if piece.numel:
+                    part = shard[piece.shard_offset : piece.shard_offset + piece.numel]
+                    assert same_bits(part, param_memory[piece.start : piece.end])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_R01_every_element_is_owned_exactly_once(seed: int) -> None:
+    """R01: pieces over the ranks count every parameter element once and no padding, and lie inside their shards."""
+    for layout, _, _ in layouts(100 + seed, 800):
+        owners = [0] * layout.padded_numel
+        for rank in range(layout.world_size):
+            shard_start, shard_end = layout.shard_range(rank)
+            for param, piece in zip(layout.params, layout.pieces(rank), strict=True):
+                assert 0 <= piece.start <= piece.end <= param.numel
+                assert 0 <= piece.shard_offset <= piece.shard_offset + piece.numel <= layout.shard_numel
+                position = shard_start + piece.shard_offset
+                assert position + piece.numel <= shard_end
+                assert piece.numel == 0 or position == param.offset + piece.start
+                for owned in range(position, position + piece.numel):
+                    owners[owned] += 1
+        expected = [0] * layout.padded_numel
+        for param in layout.params:
+            expected[param.offset : param.end] = [1] * param.numel
+        assert owners == expected, layout
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gaps_and_parameters_partition_the_padded_vector(seed: int) -> None:
+    for layout, _, _ in layouts(200 + seed, 1000):
+        assert layout.padded_numel == layout.world_size * layout.shard_numel
+        assert layout.numel <= layout.padded_numel
+        assert all(start < end for start, end in layout.gaps)
+        assert list(layout.gaps) == sorted(layout.gaps)
+        ranges = sorted([*layout.gaps, *((p.offset, p.end) for p in layout.params if p.numel)])
+        edges = [0, *itertools.chain.from_iterable(ranges), layout.padded_numel]
+        assert all(edges[i] == edges[i + 1] for i in range(0, len(edges), 2)), (layout, ranges)
+        assert layout.numel == (layout.params[-1].end if layout.params else 0)
+        assert [p.offset for p in layout.params] == sorted(p.offset for p in layout.params)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_R01_alignment(seed: int) -> None:
+    """R01: shard bytes % 16 == 0 and views 16-byte aligned, in every dtype that travels; and no padding beyond that."""
+    for layout, param_alignment, shard_alignment in layouts(300 + seed, 1000):
+        smallest = min(dtype.itemsize for dtype in travelling(layout))
+        even = -(-layout.numel // layout.world_size)
+        if shard_alignment == 16:
+            for dtype in travelling(layout):
+                assert layout.shard_numel * dtype.itemsize % 16 == 0
+        assert 0 <= layout.shard_numel - even < max(1, shard_alignment // smallest)
+
+        aligned_dtypes = travelling(layout) if shard_alignment == 16 else {layout.compute_dtype}
+        step = max(1, param_alignment // min(dtype.itemsize for dtype in aligned_dtypes))
+        end = 0
+        for param in layout.params:
+            assert 0 <= param.offset - end < step
+            for dtype in aligned_dtypes:
+                assert param.offset * dtype.itemsize % param_alignment == 0
+            end = param.end
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_R01_views_of_a_gathered_buffer_have_aligned_addresses(dtype: torch.dtype) -> None:
+    """R01: on real memory, for each dtype."""
+    rng = random.Random(str(dtype))
+    for _ in range(30):
+        layout = FlatLayout.build(
+            random_specs(rng), dtype=dtype, world_size=rng.choice(WORLD_SIZES), param_alignment=16, shard_alignment=16
+        )
+        buffer = torch.empty(layout.padded_numel, dtype=dtype)
+        for param in layout.params:
+            assert buffer[param.offset : param.end].data_ptr() % 16 == 0
+        for rank in range(layout.world_size):
+            assert buffer[slice(*layout.shard_range(rank))].data_ptr() % 16 == 0
+
+
+def test_shards_without_alignment_follow_torch_chunk() -> None:
+    for numel in [*range(70), 97, 127, 128, 129, 1000]:
+        for world_size in WORLD_SIZES:
+            layout = FlatLayout.build([ParamSpec("w", (numel,))], dtype=torch.float32, world_size=world_size)
+            chunks = torch.empty(numel, device="meta").chunk(world_size)
+            sizes = [chunk.numel() for chunk in chunks] + [0] * (world_size - len(chunks))
+            assert [layout.piece(0, rank).numel for rank in range(world_size)] == sizes
+            assert layout.shard_numel == sizes[0]
+
+
+# The documented examples
+
+
+def example(world_size: int, param_alignment: int) -> FlatLayout:
+    specs = [ParamSpec("weight", (5, 3)), ParamSpec("bias", (5,))]
+    return FlatLayout.build(specs, dtype=torch.float32, world_size=world_size, param_alignment=param_alignment)
+
+
+def test_documented_example_with_aligned_parameters() -> None:
+    """fp32 weight 5x3 and bias 5 on 2 ranks: 15, 1, 5, 1 elements, 11 per rank (F6)."""
+    layout = example(world_size=2, param_alignment=16)
+    assert [(param.offset, param.end) for param in layout.params] == [(0, 15), (16, 21)]
+    assert layout.gaps == ((15, 16), (21, 22))
+    assert (layout.numel, layout.padded_numel, layout.shard_numel) == (21, 22, 11)
+    assert layout.pieces(0) == (Piece(0, 11, 0), Piece(0, 0, 11))
+    assert layout.pieces(1) == (Piece(11, 15, 0), Piece(0, 5, 5))
+
+
+def test_documented_example_without_alignment() -> None:
+    """The same without alignment: 15 and 5 elements (F7)."""
+    layout = example(world_size=2, param_alignment=1)
+    assert [(param.offset, param.end) for param in layout.params] == [(0, 15), (15, 20)]
+    assert layout.gaps == ()
+    assert layout.pieces(0) == (Piece(0, 10, 0), Piece(0, 0, 10))
+    assert layout.pieces(1) == (Piece(10, 15, 0), Piece(0, 5, 5))
+
+
+def test_parameters_are_aligned_in_the_compute_dtype() -> None:
+    specs = [ParamSpec("a", (1,)), ParamSpec("b", (1,))]
+    build = partial(FlatLayout.build, specs, dtype=torch.float32, world_size=1, param_alignment=16)
+    assert build().params[1].offset == 4
+    assert build(compute_dtype=torch.bfloat16).params[1].offset == 8
+    # The reduce dtype counts only where the shard is aligned too.
+    assert build(compute_dtype=torch.float32, reduce_dtype=torch.bfloat16).params[1].offset == 4
+    aligned = build(compute_dtype=torch.float32, reduce_dtype=torch.bfloat16, shard_alignment=16)
+    assert aligned.params[1].offset == 8
+    assert aligned.shard_numel == 16
+
+
+def test_fewer_elements_than_ranks() -> None:
+    layout = FlatLayout.build([ParamSpec("scale", ())], dtype=torch.float32, world_size=3)
+    assert layout.pieces(0) == (Piece(0, 1, 0),)
+    assert [layout.piece(0, rank).numel for rank in (1, 2)] == [0, 0]
+    assert layout.gaps == ((1, 3),)
+
+
+def test_no_elements() -> None:
+    for specs in ([], [ParamSpec("empty", (3, 0))]):
+        layout = FlatLayout.build(specs, dtype=torch.float32, world_size=4, param_alignment=16, shard_alignment=16)
+        assert (layout.numel, layout.shard_numel, layout.padded_numel, layout.gaps) == (0, 0, 0, ())
+        assert layout.shard_range(3) == (0, 0)
+        assert all(piece.numel == 0 for piece in layout.pieces(3))
+
+
+def test_strides() -> None:
+    for shape in [(), (4,), (2, 3), (2, 0, 5), (0, 3), (1, 1, 7), (4, 3, 2, 5)]:
+        assert contiguous_stride(shape) == torch.empty(shape, device="meta").stride()
+    channels_last = torch.empty(4, 3, 5, 6, device="meta").contiguous(memory_format=torch.channels_last)
+    spec = ParamSpec("conv", tuple(channels_last.shape), channels_last.stride())
+    assert FlatLayout.build([spec], dtype=torch.float32, world_size=1).params[0].stride == (90, 1, 18, 3)
+
+
+def test_a_layout_is_a_value() -> None:
+    specs = [ParamSpec("a", (3,), aliases=("b.a", "c.a")), ParamSpec("d", (2, 2))]
+    one, two = (FlatLayout.build(iter(specs), dtype=torch.float32, world_size=2) for _ in range(2))
+    assert one.gaps is one.gaps
+    assert one == two
+    assert hash(one) == hash(two)
+    assert one.params[0].aliases == ("b.a", "c.a")
+    assert one != FlatLayout.build(specs, dtype=torch.float32, world_size=3)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.numel = 0  # type: ignore[misc]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("specs", "kwargs", "words"),
+    [
+        ([ParamSpec("a", (1,)), ParamSpec("a", (2,))], {}, "'a' comes twice"),
+        ([ParamSpec("a", (1,), aliases=("b",)), ParamSpec("b", (2,))], {}, "'b' comes twice"),
+        ([ParamSpec("a", (1,), aliases=("a",))], {}, "'a' comes twice"),
+        ([ParamSpec("a", (2, -1))], {}, r"'a' has shape \(2, -1\)"),
+        ([ParamSpec("a", (2, 3), (4, 1))], {}, "dense"),
+        ([ParamSpec("a", (2, 3), (0, 1))], {}, "dense"),
+        ([ParamSpec("a", (2, 3), (1,))], {}, "dense"),
+        ([], {"world_size": 0}, "world_size"),
+        ([], {"world_size": -2}, "world_size"),
+        ([], {"param_alignment": 0}, "param_alignment must be a power of two"),
+        ([], {"param_alignment": 12}, "param_alignment must be a power of two"),
+        ([], {"shard_alignment": -16}, "shard_alignment must be a power of two"),
+    ],
+)
+def test_errors(specs: list[ParamSpec], kwargs: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        FlatLayout.build(specs, **{"dtype": torch.float32, "world_size": 2, **kwargs})
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_the_world_is_an_error(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"rank in \[0, 2\)"):
+        example(world_size=2, param_alignment=1).piece(0, rank)
