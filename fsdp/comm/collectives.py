@@ -14,9 +14,11 @@ messages the native calls win. ``FSDP_COLLECTIVES=native|direct|auto`` overrides
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,13 @@ _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
 # What the collective being issued is for ("gather blocks.3", ...), or None; recorders read it.
 current_label: str | None = None
+
+
+PATIENCE = timedelta(seconds=1)  # how long to wait for a collective before looking what the other ranks do
+
+
+class OutOfStep(RuntimeError):
+    """The ranks are doing different things."""
 
 
 class Tag(NamedTuple):
@@ -90,29 +99,71 @@ def default_group() -> Any:
     return dist.group.WORLD
 
 
-class Pending:
-    """A collective under way. ``wait()`` once, before its result is used: on CPU the host waits, else the current
-    stream."""
+class Watch(Protocol):
+    """Knows what the ranks are doing while one of them waits."""
 
-    __slots__ = ("_event", "_finish", "_label", "_streams", "_works")
+    def slow(self) -> None:
+        """The wait takes long. Raises RuntimeError if the ranks are out of step."""
+
+    def explain(self) -> str:
+        """What the ranks did last."""
+
+
+class Pending:
+    """A collective under way. ``wait()`` before its result is used: on CPU the host waits, else the current stream."""
+
+    __slots__ = ("_event", "_finish", "_group", "_label", "_sliced", "_streams", "_watch", "_works")
 
     def __init__(
-        self, works: Sequence[Any], finish: Callable[[], None] | None, event: Event, streams: Streams, label: str
+        self,
+        works: Sequence[Any],
+        finish: Callable[[], None] | None,
+        streams: Streams,
+        tag: Tag,
+        watch: Watch | None = None,
+        group: Any = None,
+        sliced: bool = False,
     ) -> None:
-        self._works, self._finish, self._event, self._streams, self._label = works, finish, event, streams, label
+        """``sliced``: the works are collectives, which may be waited for bit by bit; messages may not."""
+        self._works, self._finish, self._streams, self._label = works, finish, streams, tag.label
+        self._watch, self._group, self._sliced = watch, group, sliced
+        self._event: Event = None if streams.asynchronous_work else streams.record()
 
     def wait(self) -> None:
         works, self._works = self._works, ()
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._label}: the collective failed or timed out: {error}") from error
+        for work in works:
+            wait_for(work, self._label, self._watch, self._group, sliced=self._sliced)
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
         event, self._event = self._event, None
         self._streams.wait(event)
+
+
+def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None, *, sliced: bool = True) -> None:
+    """Wait for one work object of ``group``; with ``watch``, look around now and then as long as it takes.
+
+    Raises:
+        RuntimeError: the collective failed or timed out, with what ``label`` waited for and what the ranks did last.
+    """
+    try:
+        if watch is None or not sliced or not isinstance(work, dist.Work):  # a stand-in is only asked to be waited for
+            work.wait()
+            return
+        deadline = time.monotonic() + group_timeout(group).total_seconds()
+        while True:
+            try:
+                work.wait(PATIENCE)
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() > deadline:  # failed, not just slow
+                    raise
+            watch.slow()
+    except OutOfStep:
+        raise
+    except RuntimeError as error:
+        words = "" if watch is None else f" {watch.explain()}"
+        raise RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}") from error
 
 
 class Communicator:
@@ -125,18 +176,22 @@ class Communicator:
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Pending:
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag, watch: Watch | None = None) -> Pending:
         """Start filling ``full`` (shard_size * n elements) with every rank's ``shard`` (n), in rank order.
 
         Runs on the current stream; neither tensor may be touched before ``wait()``.
         """
-        if self._goes_direct(full):
-            works, finish = self._direct_gather(full, shard, tag), None
+        if not self.groups.sharded:
+            full.copy_(shard)
+            return Pending((), None, self.streams, tag)
+        direct = self._goes_direct(full)
+        if direct:
+            works = self._direct_gather(full, shard, tag)
         else:
-            works, finish = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=self.groups.shard), None
-        return Pending(works, finish, self.streams.record(), self.streams, tag.label)
+            works = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=self.groups.shard)
+        return Pending(works, None, self.streams, tag, watch, self.groups.shard, not direct)
 
-    def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Pending:
+    def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag, watch: Watch | None = None) -> Pending:
         """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``. ``full`` is used up.
 
         Sharded: ``out`` has ``full.numel() / shard_size`` elements. Not sharded: ``out`` is ``full``.
@@ -147,9 +202,10 @@ class Communicator:
         if before != 1:
             full.div_(before)
         finish: Callable[[], None] | None = None
+        direct = groups.sharded and self._goes_direct(full)
         if not groups.sharded:
             works = self._issue(tag, "all_reduce", _wire(full), op=op, group=groups.replica)
-        elif self._goes_direct(full):
+        elif direct:
             works, finish = self._direct_reduce(out, full, tag)
         else:
             works = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=groups.shard)
@@ -161,9 +217,10 @@ class Communicator:
                 out.div_(after)
 
         if self.streams.asynchronous_work:
-            return Pending(works, complete, None, self.streams, tag.label)
+            group = groups.shard if groups.sharded else groups.replica
+            return Pending(works, complete, self.streams, tag, watch, group, not direct)
         complete()
-        return Pending((), None, self.streams.record(), self.streams, tag.label)
+        return Pending((), None, self.streams, tag)
 
     def maximum(self, values: torch.Tensor, label: str) -> None:
         """Replace ``values`` (int64, on CPU) by the largest of all ranks, element by element. The host waits."""
@@ -251,16 +308,68 @@ class Communicator:
         return works, sum_in_rank_order
 
 
-def agree(values: torch.Tensor, group: Any, label: str) -> None:
+def agree(values: torch.Tensor, group: Any, label: str, watch: Watch | None = None) -> None:
     """Replace ``values`` (int64, on CPU) by the largest of ``group``'s ranks, element by element. The host waits."""
-    global current_label
     on_device = values.to(control_device(group))
+    work = _all_reduce_max(on_device, group, label, asynchronous=on_device.device.type == values.device.type)
+    if work is not None:
+        wait_for(work, label, watch, group)
+    values.copy_(on_device)
+
+
+class Agreeing:
+    """Whether all ranks have the same number: asked now, answered later, and nobody waits in between."""
+
+    def __init__(self, value: int, group: Any, label: str, streams: Streams) -> None:
+        self._value, self._group, self._label = value, group, label
+        self._work: Any = None
+        device = control_device(group)
+        if device.type == "cpu":
+            self._votes = torch.tensor([value, -value])
+            self._work = _all_reduce_max(self._votes, group, label, asynchronous=True)
+            self._arrived: Event = None
+            return
+        with streams.on_reduce_stream():
+            votes = torch.empty(2, dtype=torch.int64, device=device)
+            votes[0].fill_(value)
+            votes[1].fill_(-value)
+            _all_reduce_max(votes, group, label, asynchronous=False)
+            self._votes, self._arrived = streams.fetch(votes)
+
+    def answered(self) -> bool:
+        """Whether ``differs()`` can tell without making the host wait for an accelerator."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def differs(self, watch: Watch) -> bool:
+        """Whether some rank has another number. On CPU it waits for the answer."""
+        work, self._work = self._work, None
+        if work is not None:
+            wait_for(work, self._label, watch, self._group)
+        return bool(self._votes.tolist() != [self._value, -self._value])
+
+
+def _all_reduce_max(values: torch.Tensor, group: Any, label: str, *, asynchronous: bool) -> Any:
+    global current_label
     current_label = label
     try:
-        dist.all_reduce(on_device, op=dist.ReduceOp.MAX, group=group)
+        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=asynchronous)
     finally:
         current_label = None
-    values.copy_(on_device)
+
+
+def group_store(group: Any) -> Any | None:
+    """The store through which ``group``'s ranks met; its keys are the group's own. None for a stand-in."""
+    met: Any = dist.distributed_c10d._world.pg_map.get(group)
+    return None if met is None or _backend(group) == "fake" else met[1]
+
+
+def group_timeout(group: Any) -> timedelta:
+    """How long a collective of ``group`` may take."""
+    try:
+        options = group._get_backend(control_device(group)).options
+        return timedelta(seconds=options._timeout.total_seconds())
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else timedelta(minutes=30)
 
 
 def control_device(group: Any) -> torch.device:

@@ -43,6 +43,9 @@ class HostStreams:
     def wait(self, event: Event) -> None:
         return None
 
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        return tensor, None
+
 
 class AcceleratorStreams:
     """An accelerator's gather and reduce streams beside the compute stream, which is whatever stream is current."""
@@ -68,6 +71,12 @@ class AcceleratorStreams:
         """The current stream, not the host, waits for ``event``."""
         if event is not None:
             torch.accelerator.current_stream(self._device).wait_event(event)
+
+    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """A copy in host memory, and the event after which it holds the values; the host does not wait."""
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        return copy, self.record()
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:

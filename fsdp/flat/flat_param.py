@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.comm.collectives import Communicator, Groups, Pending, Tag
+from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.layout import FlatLayout
@@ -113,19 +113,21 @@ class LentTensor:
 
 
 class MemoryPool:
-    """Lends memory to :class:`LentTensor` s and keeps a bounded number of returned blocks for the next one.
+    """Lends memory to :class:`LentTensor` s and keeps a bounded amount of what came back for the next one.
 
     All calls happen on the stream that owns the pool, which waits for a returned block's last use before lending it
     again (see [Note: Memory across streams]). Fresh memory costs page faults on CPU, several times the price of a
     reused block.
+
+    Attributes:
+        kept_nbytes: how much returned memory to keep.
     """
 
-    KEPT_BLOCKS = 2
-
     def __init__(self, device: torch.device, streams: Streams) -> None:
+        self.kept_nbytes = 0
         self._device = device
         self._streams = streams
-        self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use
+        self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
         self._last_release: Event = None
 
     def lend(self, buffer: LentTensor) -> None:
@@ -136,13 +138,17 @@ class MemoryPool:
             self._streams.wait(self._last_release)
             buffer.tensor.untyped_storage().resize_(buffer.nbytes)
             return
-        fitting = [i for i, (block, _) in enumerate(self._free) if block.nbytes() >= buffer.nbytes]
+        # A small buffer in a large block would make the next large one ask for more.
+        fitting = [
+            (block.nbytes(), position)
+            for position, (block, _) in enumerate(self._free)
+            if buffer.nbytes <= block.nbytes() <= 2 * buffer.nbytes
+        ]
         if fitting:
-            block, last_use = self._free.pop(min(fitting, key=lambda i: self._free[i][0].nbytes()))
+            block, last_use = self._free.pop(min(fitting)[1])
             self._streams.wait(last_use)
         else:
-            if self._free:  # too small for this one: make room for it instead of growing
-                self._streams.wait(self._free.pop(0)[1])
+            self._shrink_to(self.kept_nbytes - buffer.nbytes)
             block = torch.UntypedStorage(buffer.nbytes, device=self._device)
         buffer.attach(block)
 
@@ -155,15 +161,18 @@ class MemoryPool:
             buffer.tensor.untyped_storage().resize_(0)
             return
         self._free.append((buffer.detach(), last_use))
-        if len(self._free) > self.KEPT_BLOCKS:
-            smallest = min(range(len(self._free)), key=lambda i: self._free[i][0].nbytes())
-            self._streams.wait(self._free.pop(smallest)[1])
+        self._shrink_to(self.kept_nbytes)
 
     def trim(self) -> None:
         """Give the kept blocks back to the allocator."""
-        for _, last_use in self._free:
-            self._streams.wait(last_use)
-        self._free.clear()
+        self._shrink_to(0)
+
+    def _shrink_to(self, nbytes: int) -> None:
+        total = sum(block.nbytes() for block, _ in self._free)
+        while self._free and total > nbytes:
+            block, last_use = self._free.pop(0)
+            self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
+            total -= block.nbytes()
 
 
 class PoisoningPool(MemoryPool):
@@ -261,6 +270,11 @@ class FlatParamHandle:
         for leaf, view in zip(self.leaves, views):
             leaf.data = view
 
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full buffer while it has memory of its own."""
+        return self._lent.nbytes if self._lent is not None else 0
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -285,7 +299,7 @@ class FlatParamHandle:
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
-    def gather(self, pool: MemoryPool, communicator: Communicator, tag: Tag) -> None:
+    def gather(self, pool: MemoryPool, communicator: Communicator, tag: Tag, watch: Watch | None) -> None:
         """Start filling the full buffer, on the current stream; refills it where it is filled already."""
         if self._state is BufferState.RESIDENT:
             return
@@ -298,7 +312,7 @@ class FlatParamHandle:
         shard = self.shard
         if shard.dtype != self.full.dtype:
             shard = shard.to(self.full.dtype)
-        self._pending = communicator.gather(self.full, shard, tag)
+        self._pending = communicator.gather(self.full, shard, tag, watch)
 
     def wait(self) -> None:
         """The full buffer is filled when this returns (for the current stream)."""

@@ -217,7 +217,7 @@ class OriginalViews(_BucketViews):
         return changed
 
     def _write_back(self) -> None:
-        for item, leaf in zip(self._owned, self.handle.leaves):
+        for index, (item, leaf) in enumerate(zip(self._owned, self.handle.leaves)):
             for place in item.places:
                 current = place.module._parameters.get(place.attribute)
                 if current is not item.param and current is not leaf and current is not None:
@@ -226,23 +226,22 @@ class OriginalViews(_BucketViews):
                             f"Cannot writeback {place.name!r}: it is one registration of a shared parameter "
                             f"({', '.join(other.name for other in item.places)}); change the parameter in place instead"
                         )
-                    self._copy_into_shard(item, current)
+                    self._copy_into_shard(index, current)
                     place.module._parameters[place.attribute] = item.param
-        for item, pointer in zip(self._owned, self._pointers):
-            if item.param.data_ptr() != pointer:
-                self._copy_into_shard(item, item.param)
+            if item.param.data_ptr() != self._pointers[index]:
+                self._copy_into_shard(index, item.param)
 
-    def _copy_into_shard(self, item: OwnedParam, new: torch.Tensor) -> None:
-        index = self._originals.index(item.param)
+    def _copy_into_shard(self, index: int, new: torch.Tensor) -> None:
         target = self.handle.sharded_views(self.handle.shard)[index]
         if new.shape != target.shape:
             raise RuntimeError(
-                f"Cannot writeback {item.name!r}: its shape became {tuple(new.shape)}, and this rank's part of it has "
-                f"{tuple(target.shape)}. Between steps a parameter may be given new values of the shape it has then"
+                f"Cannot writeback {self._owned[index].name!r}: its shape became {tuple(new.shape)}, and this rank's part "
+                f"of it has {tuple(target.shape)}. Between steps a parameter may be given new values of the shape it has "
+                "then"
             )
         with torch.no_grad():
             target.copy_(new)
-        self.handle.point_at_shard(self._originals)
+        point_at([self._originals[index]], [target])
 
 
 class FlatViews(_BucketViews):

@@ -33,7 +33,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
         return
     if isinstance(value, Mapping):
         inside: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):  # a PackedSequence is a named tuple
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):  # a PackedSequence is a named tuple
         inside = value
     elif isinstance(value, nn.Module) or callable(value):  # holds tensors of its own, which are no outputs
         return
@@ -64,10 +64,12 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
             rebuilt.update(items)
             return rebuilt
         return items
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         changed = [map_tensors(change, item) for item in value]
         if all(new is old for new, old in zip(changed, value)):
             return value
+        if isinstance(value, collections.deque):
+            return collections.deque(changed, value.maxlen)
         return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         before = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}

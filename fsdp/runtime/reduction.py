@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from fsdp.comm.collectives import Communicator, Pending, Tag
+from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer, assign_full_grad
 from fsdp.flat.views import BucketViews
@@ -140,7 +140,7 @@ class BucketGradients:
             slot.copy_(grad)
             self._written[index] = True
 
-    def reduce(self, communicator: Communicator, queue: ReductionQueue, tag: Tag) -> None:
+    def reduce(self, communicator: Communicator, queue: ReductionQueue, tag: Tag, watch: Watch | None) -> None:
         """Start the reduction of what the slots hold; the result is attached when the queue is drained."""
         source = self._seal()
         if self._continues:
@@ -153,7 +153,7 @@ class BucketGradients:
         written = streams.record()
         with streams.on_reduce_stream():
             streams.wait(written)
-            pending = communicator.reduce(shard, source.flat, tag)
+            pending = communicator.reduce(shard, source.flat, tag, watch)
         queue.add(pending, source, bounded=sharded, finish=lambda: self._attach(shard))
 
     def expose(self) -> None:

@@ -31,6 +31,7 @@ from fsdp.comm.streams import Streams, streams_for
 from fsdp.flat.flat_param import BufferState, FlatParamHandle, pool_for
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
+from fsdp.runtime.agreement import GATHER, REDUCE, Agreements, Ticket
 from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
@@ -182,6 +183,25 @@ class Unit:
         self.index, self.name, self.ancestors = index, name, ancestors
 
     @property
+    def group(self) -> Any | None:
+        """The group whose ranks have to agree on this unit's collectives; None where there are none."""
+        return self.groups.shard if self.groups.shard_size > 1 else self.groups.replica
+
+    def signature(self) -> str:
+        """What its collectives depend on, in words."""
+        if not self.groups.sharded:
+            kind = "not sharded"
+        else:
+            kind = "resharded after forward" if self.policy.reshard_after_forward else "kept after forward"
+        layouts = [handle.layout for handle in self.handles]
+        buckets = [
+            f"{layout.numel} elements ({layout.shard_numel} per rank) of {layout.dtype}, computed in "
+            f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}"
+            for layout in layouts
+        ]
+        return f"{kind}, {'; '.join(buckets) or 'no parameters'}"
+
+    @property
     def phase(self) -> Phase:
         return self._phase
 
@@ -199,10 +219,11 @@ class Unit:
     def gather(self, context: RootContext) -> None:
         """Start filling the full buffers."""
         streams = context.streams
+        ticket = context.about_to(GATHER, self)
         with streams.on_gather_stream():
             for bucket, handle in enumerate(self.handles):
                 assert self._communicator is not None
-                handle.gather(context.gather_pool, self._communicator, self._tag(bucket, "gather"))
+                handle.gather(context.gather_pool, self._communicator, self._tag(bucket, "gather"), ticket)
         self._generation = context.generation
         context.gathered[self] = None
 
@@ -314,7 +335,10 @@ class Unit:
         self._leave_forward(context)
         if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
             keeps = not self.policy.reshard_after_forward or self is context.root
-            if not (keeps and context.expects_backward):
+            if keeps and context.expects_backward:
+                for view in self.views:  # what is changed before the backward comes is the shard, not the copy
+                    view.use_resting()
+            else:
                 self.reshard(context)
                 context.gather_ahead(self)
         context.exit_forward(backward_follows=bool(differentiable))
@@ -341,7 +365,7 @@ class Unit:
         self._leave_forward(context)
         if hooks.current_backward() == hooks.NO_BACKWARD:
             context.failed = True
-        context.exit_forward(backward_follows=True)
+        context.exit_forward(backward_follows=True, failed=True)
 
     def _leave_forward(self, context: RootContext) -> None:
         self._depth -= 1
@@ -431,14 +455,16 @@ class Unit:
         """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
         if not any(gradients.is_open for gradients in self.gradients):
             return
+        synchronize = self.synchronize and self.groups.reduces
+        ticket = context.about_to(REDUCE, self) if synchronize else None
         for bucket, gradients in enumerate(self.gradients):
             if not gradients.trainable:
                 continue
-            if self.synchronize and self.groups.reduces:
+            if synchronize:
                 if not gradients.is_open:  # unused beside a used one: zeros, on every rank alike
                     gradients.open(context.reductions, synchronize=True)
                 assert self._communicator is not None
-                gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"))
+                gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"), ticket)
             elif at_end:
                 if not gradients.is_open:
                     gradients.open(context.reductions, synchronize=False)
@@ -450,14 +476,22 @@ class Unit:
         self._rest(context)
 
     def reset(self, context: RootContext) -> None:
-        """Forget a forward or backward that failed."""
+        """Forget a forward or backward that failed. A gather under way keeps its buffer until somebody waits for it."""
         for handle in self.handles:
             for leaf in handle.leaves:
                 leaf.grad = None
         for gradients in self.gradients:
             gradients.abandon(context.reductions)
         self._depth = 0
-        self._rest(context)
+        self._expected.clear()
+        self._open_calls.clear()
+        self._phase = self._resting_phase
+        if any(handle.state is BufferState.GATHERING for handle in self.handles):
+            for view in self.views:
+                view.use_resting()
+            context.idle[self] = Idle.AHEAD
+        else:
+            self.reshard(context)
 
     def _rest(self, context: RootContext) -> None:
         self._expected.clear()
@@ -518,9 +552,15 @@ class _EndOfBackward:
 
     def __init__(self, context: RootContext) -> None:
         self._context = context
+        self._called = False
 
     def __call__(self) -> None:
+        self._called = True
         self._context.finish_backward()
+
+    def __del__(self) -> None:
+        if not self._called:  # the backward raised
+            self._context.reset()
 
 
 class RootContext:
@@ -552,6 +592,18 @@ class RootContext:
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
+        for pool in (self.gather_pool, self.reductions.pool):
+            pool.kept_nbytes = self.MAX_GATHERED * self._largest_unit()
+        self._agreements = Agreements(((unit.group, unit) for unit in self.units), self.streams)
+
+    def _largest_unit(self) -> int:
+        """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
+        sizes = [sum(handle.full_nbytes for handle in unit.handles) for unit in self.units if unit is not self.root]
+        return max(sizes, default=sum(handle.full_nbytes for handle in self.root.handles))
+
+    def about_to(self, kind: str, unit: Unit) -> Ticket | None:
+        """``unit`` is about to communicate: see that its group's ranks agree."""
+        return self._agreements.about_to(kind, unit.group, unit)
 
     def release(self, unit: Unit) -> None:
         """Let ``unit`` go to another context."""
@@ -571,22 +623,27 @@ class RootContext:
 
     def _begin_forward(self, unit: Unit) -> None:
         if self.failed or self.in_backward:  # the last pass ended in an error
-            self.reset()
+            self._clear()
         for other in self.units:
             other.forget_output(self)
             other.refresh()
         self.generation += 1
         self.expects_backward = torch.is_grad_enabled()
         self.order.start(unit, backward=False)
+        self._agreements.begin(f"forward of {unit.name}")
         updated = self.streams.record()  # gathers read what the optimizer wrote on this stream
         with self.streams.on_gather_stream():
             self.streams.wait(updated)
 
-    def exit_forward(self, *, backward_follows: bool) -> None:
+    def exit_forward(self, *, backward_follows: bool, failed: bool = False) -> None:
         self._depth -= 1
         if self._depth > 0 or hooks.current_backward() != hooks.NO_BACKWARD:
             return
         self.order.stop()
+        if failed:
+            self.reset()
+            return
+        self._agreements.end(wait=False)
         for unit in list(self.gathered if not backward_follows else self.idle):
             unit.reshard(self)
         if not backward_follows:
@@ -597,12 +654,13 @@ class RootContext:
     def enter_backward(self, unit: Unit) -> None:
         """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
         nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
-        if self.in_backward:
-            if self._end_of_backward() is not None:
-                return
-            self.reset()  # the last backward raised: its graph task is gone, and took the callback along
+        if self.in_backward and self._end_of_backward() is not None:
+            return
+        if self.failed or self.in_backward:  # the last backward raised: its graph task is gone, its callback as well
+            self._clear()
         self.in_backward = True
         self.order.start(unit, backward=True)
+        self._agreements.begin("backward")
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
         hooks.at_end_of_backward(end)
@@ -612,22 +670,35 @@ class RootContext:
             with torch.no_grad():
                 for unit in self.units:
                     unit.end_backward(self)
+                self._agreements.end(wait=True)
                 self.reductions.drain(attach=True)
         except BaseException as error:
             hooks.report(error, self.root.name, "end of backward")
+            self.reset()
             raise
         self.order.stop()
         self.in_backward = False
         self._trim()
 
     def reset(self) -> None:
-        """Bring every unit back to rest after a forward or backward that failed; its gradients are dropped."""
+        """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet
+        are dropped. Waits for nothing: other ranks may be gone. What is still under way is waited for by the next pass.
+        """
         for unit in self.units:
             unit.reset(self)
-        self.reductions.drain(attach=False)
+        self._agreements.forget_pass()
         self.order.stop()
         self._depth = 0
-        self.failed = self.in_backward = False
+        self.in_backward = False
+        self.failed = True
+
+    def _clear(self) -> None:
+        """Wait for what a failed pass left under way."""
+        self.reset()
+        for unit in self.units:
+            unit.reshard(self)
+        self.reductions.drain(attach=False)
+        self.failed = False
         self._trim()
 
     # -- room ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,317 @@
+"""Do the ranks agree on what they are about to do? An error in words instead of a hang, an abort or wrong numbers.
+
+A collective whose ranks mean different things hangs, aborts the process or, if the sizes happen to be equal, mixes up
+the data of two units. So each group of ranks agrees on two things.
+
+*The layout*, once, before the first collective: sizes, dtypes, strategies and the number and order of units.
+
+*The order*, at every collective. Each rank keeps a record of what followed on what came before in a pass (a forward
+or a backward). While it follows the record, which all ranks have agreed on, nothing needs to be said. Where the record
+is empty (the first step) the ranks compare notes by a small all-reduce before the collective. Where one rank is about
+to leave the record, the others may not be, so it announces that through the group's store and goes on once all have
+announced the same. A rank that waits long for a collective announces what it waits for, so that one which left the
+record alone learns that it is alone, and both raise. At the end of a pass the ranks compare a hash of it; of a forward
+nobody waits for the answer before the next pass ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import random
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fsdp.comm.collectives import PATIENCE, Agreeing, OutOfStep, agree, group_store, group_timeout
+from fsdp.comm.streams import Streams
+
+GATHER, REDUCE, END = "gather", "reduce", "end"
+_KINDS = (GATHER, REDUCE, END)
+_MASK = (1 << 62) - 1
+
+
+class Member(Protocol):
+    """A unit as the agreement knows it."""
+
+    name: str
+
+    def signature(self) -> str:
+        """What its collectives depend on, in words."""
+
+
+class Ticket(NamedTuple):
+    """One collective of a pass: where it comes, and what it is. For whoever waits for it."""
+
+    agreement: Agreement
+    position: int
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}" if self.name else "end the pass"
+
+    def slow(self) -> None:
+        """The collective takes long: raises if the ranks turn out to be out of step."""
+        self.agreement.look_around()
+
+    def explain(self) -> str:
+        """What the ranks did last, for the error of a collective that failed."""
+        return self.agreement.last_words()
+
+
+class Agreement:
+    """What the ranks of one group have agreed on; its members are the tree's units that communicate over the group."""
+
+    def __init__(self, group: Any, members: Sequence[Member], streams: Streams) -> None:
+        self._group = group
+        self._streams = streams
+        self._rank, self._size = group.rank(), group.size()
+        self._members = [weakref.ref(member) for member in members]
+        self._index = {id(member): index for index, member in enumerate(members)}
+        self._nonce: int | None = None  # of this tree's keys in the store; known once the layout is agreed on
+        self._record: dict[int, int] = {}  # what came before -> what followed
+        self._before = 0  # a hash of the pass so far
+        self._pass = ""
+        self._passes = 0
+        self._position = 0
+        self._questions: deque[tuple[Ticket, Agreeing]] = deque()  # whether passes were the same, not yet answered
+        self._recent: deque[Ticket] = deque(maxlen=16)  # of the pass under way
+
+    # -- the layout ----------------------------------------------------------------------------------------------------
+
+    def check_layout(self) -> None:
+        """Compare the layouts, the first time.
+
+        Raises:
+            RuntimeError: on every rank, with the first difference.
+        """
+        if self._nonce is not None:
+            return
+        lines = [f"{m.name}: {m.signature()}" for m in (reference() for reference in self._members) if m is not None]
+        digest = _hash("\n".join(line.partition(": ")[2] for line in lines))
+        votes = torch.tensor([digest, -digest, random.SystemRandom().getrandbits(62)])
+        agree(votes, self._group, "agree on the layout")
+        if votes[:2].tolist() != [digest, -digest]:
+            raise OutOfStep(self._first_difference(self._all_texts("\n".join(lines))))
+        self._nonce = int(votes[2])
+
+    def _first_difference(self, texts: list[str]) -> str:
+        units = [text.split("\n") if text else [] for text in texts]
+        for position in range(max(map(len, units))):
+            there = [lines[position] if position < len(lines) else "none: no such unit" for lines in units]
+            for rank in range(1, self._size):
+                if there[rank].partition(": ")[2] != there[0].partition(": ")[2]:
+                    return (
+                        f"the ranks have wrapped different models. The first difference is at unit {position} of the "
+                        f"group: rank 0 has {there[0]}; rank {rank} has {there[rank]}. Build and wrap the same model "
+                        "on every rank"
+                    )
+        raise AssertionError("the digests differ, and the texts do not")
+
+    def _all_texts(self, own: str) -> list[str]:
+        """Every rank's text; all ranks have to ask."""
+        data = own.encode()
+        length = torch.tensor([len(data)])
+        agree(length, self._group, "agree on what differs")
+        table = torch.zeros(self._size, int(length), dtype=torch.int64)
+        table[self._rank, : len(data)] = torch.tensor(list(data), dtype=torch.int64)
+        agree(table, self._group, "agree on what differs")
+        return [bytes(row[row > 0].tolist()).decode() for row in table]
+
+    # -- the order -----------------------------------------------------------------------------------------------------
+
+    def begin(self, what: str) -> None:
+        """A pass begins; whether all ranks have begun the same one is known when it is over."""
+        self._pass, self._position = what, 0
+        self._passes += 1
+        self._before = _hash(what)
+        self._recent.clear()
+
+    def end(self, *, wait: bool) -> None:
+        """The pass is over; all ranks have to be through.
+
+        Asks all ranks whether theirs was the same. Without ``wait``, looks at the answer at the end of the next pass.
+
+        Raises:
+            RuntimeError: they are not through, or this pass or the one before was not the same.
+        """
+        ticket = self._next(END, "", len(self._members) * len(_KINDS))
+        self._questions.append((ticket, Agreeing(self._before, self._group, f"agree on {self._pass}", self._streams)))
+        while self._questions and (wait or len(self._questions) > 1) and self._questions[0][1].answered():
+            asked, question = self._questions.popleft()
+            if question.differs(asked):
+                raise self._out_of_step(self._talk(PATIENCE))
+
+    def forget_pass(self) -> None:
+        """The pass failed."""
+        self._questions.clear()
+
+    def about_to(self, kind: str, member: Member) -> Ticket:
+        """``member`` is about to gather or reduce. Returns once the ranks agree, as far as they have to be asked.
+
+        Raises:
+            RuntimeError: another rank is about to do something else.
+        """
+        return self._next(kind, member.name, self._index[id(member)] * len(_KINDS) + _KINDS.index(kind))
+
+    def _next(self, kind: str, name: str, event: int) -> Ticket:
+        ticket = Ticket(self, self._position, kind, name)
+        recorded = self._record.get(self._before)
+        self._recent.append(ticket)
+        if recorded is None:
+            self._ask_all(ticket, event)
+        elif recorded != event:
+            self._announce(ticket, event)
+        self._record[self._before] = event
+        self._before = (self._before * 1000003 + event + 1) & _MASK
+        self._position += 1
+        return ticket
+
+    def _ask_all(self, ticket: Ticket, event: int) -> None:
+        votes = torch.tensor([event, -event])
+        agree(votes, self._group, f"agree to {ticket}", ticket)
+        if votes.tolist() != [event, -event]:
+            raise self._out_of_step(self._talk(PATIENCE))
+
+    def _announce(self, ticket: Ticket, event: int) -> None:
+        store = group_store(self._group)
+        if store is None:
+            return
+        self.look_around()
+        key = self._path(f"{self._passes}/{self._position}")
+        if store.add(f"{key}/{event}", 1) == self._size:
+            store.set(f"{key}/all", "agreed")
+            return
+        deadline = time.monotonic() + group_timeout(self._group).total_seconds()
+        while True:
+            try:
+                store.wait([f"{key}/all"], PATIENCE)
+                return
+            except RuntimeError:
+                self.look_around()
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"rank {self._rank} left the recorded order to {ticket}, and waited in vain for the other "
+                        f"ranks to do the same. {self.last_words()}"
+                    ) from None
+
+    def look_around(self) -> None:
+        """Tell the others how far this rank is; raises if another one has said that it did something else."""
+        store = group_store(self._group)
+        if store is not None and store.check([self._path("broken")]):
+            broken = store.get(self._path("broken")).decode()
+            raise OutOfStep(f"rank {self._rank} is at {self._own_words()}. {broken}")
+        said = self._talk(timedelta(0))
+        if self._first_mismatch(said) is not None:
+            raise self._out_of_step(said)
+
+    # -- words ---------------------------------------------------------------------------------------------------------
+
+    def _talk(self, patience: timedelta) -> dict[int, dict[str, str]]:
+        """Tell the other ranks what this one did last in the pass, and hear what they have told within ``patience``.
+
+        Goes through the store. By rank: the number of the pass, what it is, and its latest collectives by position.
+        """
+        own = {"number": str(self._passes), "pass": self._pass}
+        own.update({str(ticket.position): str(ticket) for ticket in self._recent})
+        said = {self._rank: own}
+        store = group_store(self._group)
+        if store is None:
+            return said
+        until = time.monotonic() + patience.total_seconds()
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that served it
+            store.set(self._path(f"said/{self._rank}"), json.dumps(own))
+            while True:
+                for rank in range(self._size):
+                    if rank != self._rank and store.check([self._path(f"said/{rank}")]):
+                        said[rank] = json.loads(store.get(self._path(f"said/{rank}")))
+                if self._first_mismatch(said) is not None or time.monotonic() >= until:
+                    break
+                time.sleep(0.02)
+        return said
+
+    def _first_mismatch(self, said: dict[int, dict[str, str]]) -> str | None:
+        """What the ranks do differently, in words; None as far as one can see."""
+        here = {rank: words for rank, words in said.items() if words["number"] == str(self._passes)}
+        passes = {rank: words["pass"] for rank, words in here.items()}
+        if len(set(passes.values())) > 1:
+            return "; ".join(f"rank {rank} runs the {what}" for rank, what in sorted(passes.items()))
+        for position in range(self._position + len(self._recent) + 1):
+            there = {rank: words[str(position)] for rank, words in here.items() if str(position) in words}
+            if len(set(there.values())) > 1:
+                doing = "; ".join(f"rank {rank} is about to {what}" for rank, what in sorted(there.items()))
+                return f"in the {self._pass}, at its collective {position}, {doing}"
+        return None
+
+    def _out_of_step(self, said: dict[int, dict[str, str]]) -> OutOfStep:
+        found = self._first_mismatch(said) or f"rank {self._rank} is at {self._own_words()}, and others elsewhere"
+        message = (
+            f"Forward order differs across ranks, or what follows from it in backward: {found}. All ranks have to run "
+            "the same units in the same order"
+        )
+        store = group_store(self._group)
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(self._path("broken"), message)
+        return OutOfStep(message)
+
+    def _own_words(self) -> str:
+        return f"{self._recent[-1]} in the {self._pass}" if self._recent else f"the begin of the {self._pass}"
+
+    def last_words(self) -> str:
+        """What the ranks did last, as far as they have told."""
+        words = []
+        said = self._talk(PATIENCE)
+        for rank in range(self._size):
+            if rank in said:
+                recent = [what for position, what in said[rank].items() if position.isdigit()][-4:]
+                words.append(f"rank {rank}: {' -> '.join(recent) or 'nothing yet'} in the {said[rank]['pass']}")
+            else:
+                words.append(f"rank {rank}: nothing heard")
+        return f"Last collectives of {'; '.join(words)}"
+
+    def _path(self, key: str) -> str:
+        return f"fsdp/{self._nonce or 0:x}/{key}"
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") & _MASK
+
+
+class Agreements:
+    """The agreements of one tree, one per group of several ranks."""
+
+    def __init__(self, members: Iterable[tuple[Any, Member]], streams: Streams) -> None:
+        """``members`` are (group or None, unit), in the order of the tree."""
+        by_group: dict[int, tuple[Any, list[Member]]] = {}
+        for group, member in members:
+            if group is not None:
+                by_group.setdefault(id(group), (group, []))[1].append(member)
+        self._by_group = {key: Agreement(group, units, streams) for key, (group, units) in by_group.items()}
+
+    def about_to(self, kind: str, group: Any, member: Member) -> Ticket | None:
+        agreement = self._by_group.get(id(group))
+        if agreement is None:
+            return None
+        agreement.check_layout()
+        return agreement.about_to(kind, member)
+
+    def begin(self, what: str) -> None:
+        for agreement in self._by_group.values():
+            agreement.check_layout()
+            agreement.begin(what)
+
+    def end(self, *, wait: bool) -> None:
+        for agreement in self._by_group.values():
+            agreement.end(wait=wait)
+
+    def forget_pass(self) -> None:
+        for agreement in self._by_group.values():
+            agreement.forget_pass()
