@@ -31,7 +31,12 @@ from fsdp.api import (
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.metadata import BucketInfo, UnitInfo
-from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, full_params, shard_info
+from fsdp.fully_sharded_data_parallel import (
+    FullyShardedDataParallel,
+    full_params,
+    register_forward_method,
+    shard_info,
+)
 
 __all__ = [
     "BackwardPrefetch",
@@ -55,5 +60,6 @@ __all__ = [
     "StateDictType",
     "UnitInfo",
     "full_params",
+    "register_forward_method",
     "shard_info",
 ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -101,6 +103,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        self._parent_is_built = False  # while that happens, what it does to modules below it is not meant for this one
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
         strategy = as_sharding_strategy(sharding_strategy)
@@ -171,7 +174,14 @@ class FullyShardedDataParallel(nn.Module, _State):
 
         with torch.inference_mode(False):
             unit_name = f"the {type(module).__name__} unit"
-            materialize(module, ignored, param_init_fn, device_id, unit_name)
+            inner = self.fsdp_modules(module)
+            for wrapper in inner:
+                wrapper._parent_is_built = True
+            try:
+                materialize(module, ignored, param_init_fn, device_id, unit_name)
+            finally:
+                for wrapper in inner:
+                    wrapper._parent_is_built = False
             owned = owned_params(module, ignored, unit_name)
             self.compute_device = move_to(module, owned, ignored, device_id)
             if sync_module_states:
@@ -226,18 +236,56 @@ class FullyShardedDataParallel(nn.Module, _State):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered. The outermost unit moves tensor arguments to its
         device."""
+        return self._run(self._fsdp_wrapped_module, args, kwargs)
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         unit = self._fsdp_unit
         context = self._join_context()
         if unit is context.root:
             args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
-        call = unit.pre_forward(context, (args, kwargs))
+        call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))
         try:
-            output = self._fsdp_wrapped_module(*args, **kwargs)
+            output = function(*args, **kwargs)
         except BaseException:
             unit.abort_forward(context)
             raise
         unit.post_forward(context, call, output)
         return output
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """As ``nn.Module.apply``, with each unit's parameters whole while ``fn`` sees its modules, and written back.
+
+        Raises:
+            ValueError: a forward or backward is under way.
+        """
+        self._assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
+        if self.training_state is TrainingState.SUMMON_FULL_PARAMS:
+            return super().apply(fn)
+        with self.summon_full_params(self, recurse=False, writeback=True):
+            return super().apply(fn)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        """What ``.to()``, ``.half()``, ``.cuda()`` and the like do: to the shards, their gradients and the buffers.
+
+        The parameters that an optimizer holds stay the same objects.
+        """
+        if self._parent_is_built:
+            return self  # a param_init_fn of the parent empties modules below it; these have their values already
+        unit = self._fsdp_unit
+        for views in unit.views:
+            views.unregister()
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for views in unit.views:
+                views.use_resting()
+        with torch.no_grad():
+            device = unit.apply_to_shards(fn) if unit.handles else _device_after(fn, self.compute_device)
+        if device != self.compute_device:
+            self.compute_device = unit.device = device
+            for wrapper in self.fsdp_modules(self):
+                wrapper._root_context = wrapper._is_root = None
+        return self
 
     # -- the tree ------------------------------------------------------------------------------------------------------
 
@@ -273,6 +321,39 @@ class FullyShardedDataParallel(nn.Module, _State):
         """All instances in ``module``, itself included, depth first; with ``root_only``, those that are roots."""
         found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
         return [instance for instance in found if instance.check_is_root()] if root_only else found
+
+    def reset_iter_state(self) -> None:
+        """Bring the tree back to rest after a forward or backward that raised; gradients not yet attached are dropped.
+
+        Happens by itself at the next forward. Calling it gives memory back at once.
+        """
+        context = self._fsdp_unit.context
+        if context is not None:
+            context.reset()
+
+    def _reset_lazy_init(self) -> None:
+        """Make this instance undecided about its root again."""
+        self._root_context = self._is_root = None
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start gathering this unit's parameters for its next forward.
+
+        Returns:
+            with ``async_op`` a handle whose ``wait()`` makes the current stream wait for them, else None.
+
+        Raises:
+            AssertionError: a forward or backward of the unit is under way.
+        """
+        handle = UnshardHandle(self._fsdp_unit.unshard_by_hand(self._join_context()))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Gathers from now on see what the current stream has written: needed between an optimizer step and
+        ``_unshard``."""
+        self._join_context().gathers_follow_compute()
 
     @property
     def training_state(self) -> TrainingState:
@@ -399,12 +480,6 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     # -- not yet -------------------------------------------------------------------------------------------------------
 
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        self._refuse("moving or casting a wrapped module (.to(), .half(), ...); do it before wrapping")
-
-    def apply(self, fn: Any) -> NoReturn:
-        self._refuse("apply(); apply the function before wrapping")
-
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("state_dict()")
 
@@ -479,6 +554,46 @@ def shard_info(module: nn.Module) -> list[UnitInfo]:
         )
         for name, unit, _ in units_in(module)
     ]
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.<method_name>()`` run like its forward: with the parameters of its unit gathered.
+
+    Nothing happens if ``module`` is not wrapped, so that code need not know.
+
+    Raises:
+        ValueError: the wrapped module has no such method.
+    """
+    if not isinstance(module, FullyShardedDataParallel):
+        return
+    method = getattr(module.module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module.module).__name__} has no method {method_name!r}")
+    wrapper_ref = weakref.ref(module)
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        wrapper = wrapper_ref()
+        assert wrapper is not None
+        return wrapper._run(getattr(wrapper.module, method_name), args, kwargs)
+
+    module.__dict__[method_name] = gathered
+
+
+class UnshardHandle:
+    """What ``_unshard(async_op=True)`` returns."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Let the current stream (on CPU the host) wait until the parameters are gathered; idempotent."""
+        self._wait()
+
+
+def _device_after(fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.device:
+    """Where ``fn`` puts what is on ``device``."""
+    return fn(torch.empty(0, device=device)).device
 
 
 def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> FullyShardedDataParallel | None:

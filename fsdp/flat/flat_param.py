@@ -13,6 +13,7 @@ This file alone resizes or exchanges storages, and (with ``ownership.py``, while
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -330,6 +331,24 @@ class FlatParamHandle:
         self._set_state(BufferState.SHARDED)
         assert self._lent is not None
         pool.take_back(self._lent, last_use)
+
+    def replace_shard(self, new: torch.Tensor, compute_device: torch.device) -> None:
+        """Let ``new``, of another dtype or device or just other memory, be the shard; the layout keeps its offsets.
+
+        The flat parameter and the leaves stay the same objects. The full buffer must have been released.
+        """
+        layout = self.layout
+        self.layout = dataclasses.replace(
+            layout,
+            dtype=new.dtype,
+            compute_dtype=new.dtype if layout.compute_dtype == layout.dtype else layout.compute_dtype,
+            reduce_dtype=new.dtype if layout.reduce_dtype == layout.dtype else layout.reduce_dtype,
+        )
+        self.device = compute_device
+        self._shard = new
+        self.flat_param.data = new
+        self._make_full_buffer(None)
+        self._point_leaves()
 
     # -- the shard's views ---------------------------------------------------------------------------------------------
 

@@ -97,6 +97,11 @@ class _BucketViews:
         for slot in self._careful:
             slot.put(slot.leaf)
 
+    def unregister(self) -> None:
+        """Nothing of the bucket is registered until ``use_resting`` (or ``follow``)."""
+        for slot in self._slots:
+            slot.module._parameters.pop(slot.attribute, None)
+
     def shown(self) -> list[tuple[str, nn.Parameter]]:
         """While summoned: (name in the unit, full parameter)."""
         return [(record.name, param) for record, param in zip(self.handle.layout.params, self._shown or ())]
@@ -144,6 +149,12 @@ class OriginalViews(_BucketViews):
         self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
         self._shown_values: list[torch.Tensor] = []
         self._shown_grads: list[torch.Tensor | None] | None = None
+
+    def follow(self) -> None:
+        """The shard has moved or changed its dtype: point the originals at it."""
+        self.handle.point_at_shard(self._originals)
+        self._pointers = [original.data_ptr() for original in self._originals]
+        self.use_sharded()
 
     def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
         """Each visible parameter's part of an unsharded gradient, in its true shape."""
@@ -235,9 +246,9 @@ class OriginalViews(_BucketViews):
         target = self.handle.sharded_views(self.handle.shard)[index]
         if new.shape != target.shape:
             raise RuntimeError(
-                f"Cannot writeback {self._owned[index].name!r}: its shape became {tuple(new.shape)}, and this rank's part "
-                f"of it has {tuple(target.shape)}. Between steps a parameter may be given new values of the shape it has "
-                "then"
+                f"Cannot writeback {self._owned[index].name!r}: its shape became {tuple(new.shape)}, and this rank's "
+                f"part of it has {tuple(target.shape)}. Between steps a parameter may be given new values of the shape "
+                "it has then"
             )
         with torch.no_grad():
             target.copy_(new)
@@ -254,9 +265,9 @@ class FlatViews(_BucketViews):
                 f"parameter {item.name!r} of {unit_name} is sharded; its values are there only while the unit runs. "
                 "Call the wrapped module itself, or a module that contains it, instead of reading the parameter"
             )
-            for place in item.places:
+            sharded = ShardedPlaceholder(leaf, explanation) if handle.groups.sharded else leaf
+            for place in item.places:  # one object at all of them, so that a tie can be seen
                 del place.module._parameters[place.attribute]
-                sharded = ShardedPlaceholder(leaf, explanation) if handle.groups.sharded else leaf
                 slots.append(_Slot(place.module.__dict__, place, leaf, sharded))
         name = "_flat_param"
         count = 0
@@ -300,6 +311,26 @@ class FlatViews(_BucketViews):
             for slot in self._slots:
                 slot.module._parameters.pop(slot.attribute, None)
         super().use_leaves()
+
+    def unregister(self) -> None:
+        super().unregister()
+        self._home._parameters.pop(self._name, None)
+
+    def follow(self) -> None:
+        """The shard has moved or changed its dtype: so have the placeholders."""
+        self._home._parameters[self._name] = self.handle.flat_param
+        renewed: dict[int, ShardedPlaceholder] = {}
+        for slot in self._slots:
+            if isinstance(slot.sharded, ShardedPlaceholder):
+                fresh = ShardedPlaceholder(slot.leaf, slot.sharded._explanation)
+                slot.sharded = renewed.setdefault(id(slot.leaf), fresh)
+        self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in self._slots if slot.plain]
+        self.use_sharded()
+
+    def use_resting(self) -> None:
+        if self._shown is None:
+            self._home._parameters[self._name] = self.handle.flat_param
+        super().use_resting()
 
     def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
         layout = self.handle.layout

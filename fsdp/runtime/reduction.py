@@ -109,6 +109,16 @@ class BucketGradients:
         """Whether this backward has written something that is not yet reduced or shown."""
         return self._target is not None
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether unsharded gradients of earlier backwards wait to be reduced."""
+        return self.handle.groups.reduces and any(grad is not None for grad in self._exposed_grads())
+
+    def forget_buffers(self) -> None:
+        """The bucket has changed its dtype or device."""
+        self._scratch = None
+        self._exposed, self._parked = [], []
+
     # -- during a backward ---------------------------------------------------------------------------------------------
 
     def open(self, queue: ReductionQueue, *, synchronize: bool) -> None:

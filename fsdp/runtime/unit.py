@@ -32,7 +32,7 @@ from fsdp.flat.flat_param import BufferState, FlatParamHandle, pool_for
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import GATHER, REDUCE, Agreements, Ticket
-from fsdp.runtime.nested import tensors_in
+from fsdp.runtime.nested import map_tensors, tensors_in
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
 
@@ -261,6 +261,68 @@ class Unit:
                 for handle in self.handles:
                     handle.release(context.gather_pool, last_use)
 
+    def apply_to_shards(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
+        """Replace each shard, and each gradient of a shard, by ``change`` of it, as ``nn.Module._apply`` does with
+        parameters. Visible parameters stay the same objects. Returns the device of the shards.
+
+        Raises:
+            RuntimeError: the unit is running or shown whole, or holds unsharded gradients of ``no_sync``.
+        """
+        if self._phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"{self.name} is in {self._phase.name}: it can be moved or cast only while it does not run"
+            )
+        if any(gradients.accumulates for gradients in self.gradients):
+            raise RuntimeError(
+                f"{self.name} has unsharded gradients from no_sync(): finish the accumulation, or set them to None, "
+                "before moving or casting the module"
+            )
+        context = self.context
+        if context is not None:
+            self.forget_output(context)
+            self.reshard(context)
+        for handle, views, gradients in zip(self.handles, self.views, self.gradients):
+            grads = [visible.param.grad for visible in views.visible]
+            for visible in views.visible:
+                visible.param.grad = None
+            new = change(handle.flat_param).detach()
+            if new.data_ptr() != handle.shard.data_ptr() or new.dtype != handle.shard.dtype:
+                handle.replace_shard(new, new.device)
+                self.device = new.device
+                gradients.forget_buffers()
+            views.follow()
+            for visible, grad in zip(views.visible, grads):
+                visible.param.grad = None if grad is None else change(grad).detach()
+        for key in self._accumulators:
+            self._accumulators[key] = hooks.accumulator_of(self.handles[key[0]].leaves[key[1]])
+        self._gathers = any(handle.state is not BufferState.RESIDENT for handle in self.handles)
+        return self.device
+
+    # -- gathered by hand ----------------------------------------------------------------------------------------------
+
+    def unshard_by_hand(self, context: RootContext) -> Callable[[], None]:
+        """Start gathering for the next forward, which will use it; returns what waits for it.
+
+        Raises:
+            AssertionError: a forward or backward of the unit is under way.
+        """
+        if self._phase is not Phase.IDLE:
+            raise AssertionError(
+                f"{self.name} is in {self._phase.name}: Cannot manually unshard parameters during forward/backward"
+            )
+        if self._gathers:
+            if not self.is_gathered:
+                context.make_room(self)
+            self.gather(context)
+            self._generation = context.generation + 1
+            context.idle[self] = Idle.AHEAD
+
+        def wait() -> None:
+            for handle in self.handles:
+                handle.wait()
+
+        return wait
+
     # -- shown whole ---------------------------------------------------------------------------------------------------
 
     def show_full(self, context: RootContext) -> None:
@@ -299,8 +361,8 @@ class Unit:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def pre_forward(self, context: RootContext, inputs: Any) -> ForwardCall | None:
-        """Gather, gather ahead, and watch the inputs; returns the call to hand to ``post_forward``."""
+    def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
+        """Gather, gather ahead, and watch the inputs; returns the call to hand to ``post_forward``, and the inputs."""
         if self._refuses_forward:
             raise RuntimeError(
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
@@ -315,16 +377,31 @@ class Unit:
             if not recomputing:
                 context.gather_ahead(self)
             if not torch.is_grad_enabled():
-                return None
+                return None, inputs
             call = ForwardCall(context)
             if self._gathers:  # what holds no memory of its own need not know when to give it back
-                for tensor in tensors_in(inputs):
-                    if tensor.requires_grad:
-                        call.watch(tensor, self)
-            return call
+                inputs = self._watch_inputs(context, call, inputs)
+            return call, inputs
         except BaseException:
             self.abort_forward(context)
             raise
+
+    def _watch_inputs(self, context: RootContext, call: ForwardCall, inputs: Any) -> Any:
+        """Have the unit told when the inputs' gradients are complete.
+
+        An input that several units share (a conditioning, an encoder's output) has its gradient complete only when the
+        first of them is through. The others get an alias each, whose gradient is that unit's own contribution.
+        """
+        watched = context.watched
+        tensors = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
+        shared = {key: tensor.view_as(tensor) for key, tensor in tensors.items() if tensor in watched}
+        if shared:
+            inputs = map_tensors(lambda tensor: shared.get(id(tensor), tensor), inputs)
+            tensors = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
+        for tensor in tensors.values():
+            watched[tensor] = True
+            call.watch(tensor, self)
+        return inputs
 
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> None:
         """Reshard unless the backward follows at once, and hook the outputs."""
@@ -582,6 +659,7 @@ class RootContext:
         self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams)
         self.gathered: dict[Unit, None] = {}  # in the order in which they were gathered
         self.idle: dict[Unit, Idle] = {}  # those of them that nothing uses now; see [Note: Idle units]
+        self.watched = WeakIdKeyDictionary()  # the inputs of units in this forward
         self.generation = 0  # counts outermost forwards: what was gathered before is not trusted by the next
         self.expects_backward = False  # whether the outermost forward runs with gradients enabled
         self.failed = False  # a forward raised
@@ -628,10 +706,15 @@ class RootContext:
             other.forget_output(self)
             other.refresh()
         self.generation += 1
+        self.watched.clear()
         self.expects_backward = torch.is_grad_enabled()
         self.order.start(unit, backward=False)
         self._agreements.begin(f"forward of {unit.name}")
-        updated = self.streams.record()  # gathers read what the optimizer wrote on this stream
+        self.gathers_follow_compute()
+
+    def gathers_follow_compute(self) -> None:
+        """Gathers from now on read what has been written on the current stream, by the optimizer for instance."""
+        updated = self.streams.record()
         with self.streams.on_gather_stream():
             self.streams.wait(updated)
 
