@@ -60,22 +60,28 @@ class FullyShardedDataParallel(nn.Module, _State):
     Args:
         module: the module to wrap, in place.
         process_group: the ranks to shard over; the default group if None. Only its ``rank()`` and ``size()`` are used
-        here. sharding_strategy: ``FULL_SHARD`` (None means the same): parameters are freed after forward and gathered
-        again for
-            backward. ``SHARD_GRAD_OP``: they stay gathered between the two. ``NO_SHARD``: nothing is sharded,
+            here.
+        sharding_strategy: ``FULL_SHARD`` (None means the same): parameters are freed after forward and gathered again
+            for backward. ``SHARD_GRAD_OP``: they stay gathered between the two. ``NO_SHARD``: nothing is sharded,
             gradients are averaged.
         auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp.wrap`.
         backward_prefetch: ``BACKWARD_PRE`` gathers the next unit of the backward before the current one's gradients are
             computed, ``BACKWARD_POST`` after, None not ahead at all.
+        ignored_modules: modules to leave alone, with all that is below them.
+        param_init_fn: called on each module of a unit that has meta parameters or buffers, to give that module's own
+            ones memory and values; without it, ``reset_parameters()`` of each module is.
         device_id: where the parameters are moved before they are flattened, and where the unit computes: anything that
             ``torch.device()`` accepts. Without it they stay where they are.
-        forward_prefetch: gather the next unit of the forward before the current one computes. On CPU this always
-        happens. limit_all_gathers: accepted for compatibility: gathers always wait, on the stream, for a free buffer.
-        use_orig_params: True: ``parameters()`` keeps giving the user's own ``nn.Parameter`` objects, each holding
-        this
+        sync_module_states: give parameters and buffers the values that rank 0 of the group has.
+        forward_prefetch: accepted for compatibility: the next unit of the forward is always gathered before the current
+            one computes, as soon as the order is known.
+        limit_all_gathers: accepted for compatibility: gathers always wait, on the stream, for a free buffer.
+        use_orig_params: True: ``parameters()`` keeps giving the user's own ``nn.Parameter`` objects, each holding this
             rank's 1-D part (possibly empty). False: it gives one flat parameter per bucket.
+        ignored_states: parameters, or else modules, to leave alone.
 
-    The other arguments belong to features that are not there yet and raise ``NotImplementedError``.
+    ``cpu_offload``, ``mixed_precision``, ``device_mesh`` and the hybrid strategies are not there yet and raise
+    ``NotImplementedError``.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
@@ -306,10 +312,11 @@ class FullyShardedDataParallel(nn.Module, _State):
                     f"{attribute.lstrip('_')} must be the same for all FullyShardedDataParallel instances under one "
                     f"root, got {sorted(values)}"
                 )
+        context = RootContext(self._fsdp_unit, units)  # takes the units over while their former contexts are alive
         for wrapper in wrappers:
             wrapper._root_context, wrapper._is_root = None, False
-        self._root_context, self._is_root = RootContext(self._fsdp_unit, units), True
-        return self._root_context
+        self._root_context, self._is_root = context, True
+        return context
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost instance of its tree; undecided, it becomes that."""
@@ -479,6 +486,14 @@ class FullyShardedDataParallel(nn.Module, _State):
                 unit.synchronize = value
 
     # -- not yet -------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse("copy.deepcopy() of a wrapped module; build and wrap the model again")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a FullyShardedDataParallel module cannot be pickled: its process group and buffers belong to this process"
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("state_dict()")

@@ -129,14 +129,12 @@ class MemoryPool:
         self._device = device
         self._streams = streams
         self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
-        self._last_release: Event = None
 
     def lend(self, buffer: LentTensor) -> None:
         """Give ``buffer`` memory, with undefined contents."""
         if buffer.nbytes == 0:
             return
         if not STORAGES_SWAP:
-            self._streams.wait(self._last_release)
             buffer.tensor.untyped_storage().resize_(buffer.nbytes)
             return
         # A small buffer in a large block would make the next large one ask for more.
@@ -158,7 +156,7 @@ class MemoryPool:
         if buffer.nbytes == 0:
             return
         if not STORAGES_SWAP:
-            self._last_release = last_use
+            self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             buffer.tensor.untyped_storage().resize_(0)
             return
         self._free.append((buffer.detach(), last_use))
@@ -325,7 +323,6 @@ class FlatParamHandle:
 
     def release(self, pool: MemoryPool, last_use: Event) -> None:
         """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""
-        self.wait()
         if self._state is not BufferState.UNSHARDED:
             return
         self._set_state(BufferState.SHARDED)

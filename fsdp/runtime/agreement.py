@@ -189,18 +189,18 @@ class Agreement:
         if store.add(f"{key}/{event}", 1) == self._size:
             store.set(f"{key}/all", "agreed")
             return
-        deadline = time.monotonic() + group_timeout(self._group).total_seconds()
-        while True:
-            try:
-                store.wait([f"{key}/all"], PATIENCE)
-                return
-            except RuntimeError:
+        started = looked = time.monotonic()
+        while not store.check([f"{key}/all"]):
+            time.sleep(0.002)
+            now = time.monotonic()
+            if now - looked > PATIENCE.total_seconds():
                 self.look_around()
-                if time.monotonic() > deadline:
-                    raise RuntimeError(
-                        f"rank {self._rank} left the recorded order to {ticket}, and waited in vain for the other "
-                        f"ranks to do the same. {self.last_words()}"
-                    ) from None
+                looked = now
+            if now - started > group_timeout(self._group).total_seconds():
+                raise RuntimeError(
+                    f"rank {self._rank} left the recorded order to {ticket}, and waited in vain for the other ranks "
+                    f"to do the same. {self.last_words()}"
+                )
 
     def look_around(self) -> None:
         """Tell the others how far this rank is; raises if another one has said that it did something else."""

@@ -97,6 +97,7 @@ class BucketGradients:
         self._written = [False] * count
         # The views of the accumulator that are .grad now, one per visible parameter. Users alone own them.
         self._exposed: list[TensorWeakRef] = []
+        self._exposed_shapes: list[torch.Size] = []
         self._exposed_version = 0
         self._parked: list[torch.Tensor | None] = []  # sharded gradients that the accumulator hides
 
@@ -112,7 +113,7 @@ class BucketGradients:
     @property
     def accumulates(self) -> bool:
         """Whether unsharded gradients of earlier backwards wait to be reduced."""
-        return self.handle.groups.reduces and any(grad is not None for grad in self._exposed_grads())
+        return self.handle.groups.reduces and bool(self._visible_accumulator())
 
     def forget_buffers(self) -> None:
         """The bucket has changed its dtype or device."""
@@ -184,6 +185,7 @@ class BucketGradients:
                     grads[position].add_(current)
                 assign_full_grad(visible.param, grads[position])
         self._exposed = [TensorWeakRef(grad) for grad in grads]
+        self._exposed_shapes = [grad.shape for grad in grads]
         self._exposed_version = accumulator.flat._version
 
     def abandon(self, queue: ReductionQueue) -> None:
@@ -208,39 +210,53 @@ class BucketGradients:
     def _exposed_grads(self) -> list[torch.Tensor | None]:
         return [reference() for reference in self._exposed]
 
+    def _visible_accumulator(self) -> list[tuple[int, torch.Tensor]]:
+        """(position, ``.grad``) of each visible parameter that shows an unsharded gradient: the one exposed, or what
+        the user put in its place. A sharded one of the same shape cannot be there: only a backward that ends the
+        accumulation makes one."""
+        found = []
+        for position, shape in enumerate(self._exposed_shapes if self._exposed else ()):
+            grad = self.views.visible[position].param.grad
+            if grad is not None and grad.shape == shape:
+                found.append((position, grad))
+        return found
+
     def _adopt(self) -> torch.Tensor | None:
         """What became of the accumulator while it was visible: the flat vector, or None if nothing is left of it.
 
         Notes in ``_written`` what is still in it.
         """
-        exposed = self._exposed_grads()
-        alive = [grad for grad in exposed if grad is not None]
-        if not alive:
+        kept = self._visible_accumulator()
+        if not kept:
             self._exposed, self._parked = [], []
             return None
-        accumulator = alive[0] if alive[0]._base is None else alive[0]._base
-        touched = accumulator._version != self._exposed_version
-        kept = False
-        for position, visible in enumerate(self.views.visible):
-            grad, shown = visible.param.grad, exposed[position]
-            if grad is not None and grad is shown:
-                kept = True
-                parked = self._parked[position]
-                if touched and parked is not None:  # zeroed in place: then the hidden part goes as well
-                    parked.masked_fill_(shown.any().logical_not(), 0)
-            elif grad is not None and shown is not None and grad.shape == shown.shape:  # replaced
-                kept = True
-                shown.copy_(grad)
-                assign_full_grad(visible.param, shown)
-            else:
-                self._parked[position] = None
-                continue
-            for member in visible.members:
+        exposed = self._exposed_grads()
+        accumulator = None
+        for position, grad in kept:
+            if grad is exposed[position]:
+                accumulator = grad if grad._base is None else grad._base
+        touched = accumulator is not None and accumulator._version != self._exposed_version
+        positions = {position for position, _ in kept}
+        for position, grad in kept:
+            parked = self._parked[position]
+            if touched and parked is not None:  # zeroed in place: then the hidden part goes as well
+                parked.masked_fill_(grad.any().logical_not(), 0)
+            for member in self.views.visible[position].members:
                 self._written[member] = True
-        if kept:
-            return accumulator
-        self._exposed, self._parked = [], []
-        return None
+        for position in range(len(exposed)):
+            if position not in positions:
+                self._parked[position] = None
+        held = any(grad is not None and self.views.visible[p].param.grad is not grad for p, grad in enumerate(exposed))
+        if accumulator is None or held or len(kept) > sum(grad is exposed[position] for position, grad in kept):
+            # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
+            layout = self.handle.layout
+            accumulator = torch.empty(layout.padded_numel, dtype=layout.reduce_dtype, device=self.handle.device)
+            grads = self.views.full_grads(SlotBuffer(layout, accumulator))
+            for position, grad in kept:
+                grads[position].copy_(grad)
+                assign_full_grad(self.views.visible[position].param, grads[position])
+                self._exposed[position] = TensorWeakRef(grads[position])
+        return accumulator
 
     def _conceal(self) -> None:
         """Take the accumulator out of sight, and bring back what it hid."""

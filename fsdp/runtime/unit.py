@@ -139,7 +139,7 @@ class Unit:
         self.synchronize = True
         self.gradients = [BucketGradients(handle, views) for handle, views in buckets]
         self.index = 0
-        self.ancestors: frozenset[Unit] = frozenset()
+        self.ancestors: frozenset[int] = frozenset()  # the indices of the units around it
         self.ref = weakref.ref(self)
         self._context: Callable[[], RootContext | None] = lambda: None
         self._communicator: Communicator | None = None
@@ -173,7 +173,7 @@ class Unit:
     def context(self) -> RootContext | None:
         return self._context()
 
-    def join(self, context: RootContext, index: int, name: str, ancestors: frozenset[Unit]) -> None:
+    def join(self, context: RootContext, index: int, name: str, ancestors: frozenset[int]) -> None:
         """Become unit ``index`` of ``context``'s tree."""
         before = self.context
         if before is not None and before is not context:
@@ -256,6 +256,8 @@ class Unit:
         context.idle.pop(self, None)
         if self in context.gathered:
             del context.gathered[self]
+            for handle in self.handles:
+                handle.wait()  # gathered ahead in vain: whoever writes to the shard next must not overtake the gather
             last_use = context.streams.record()
             with context.streams.on_gather_stream():
                 for handle in self.handles:
@@ -313,6 +315,7 @@ class Unit:
         if self._gathers:
             if not self.is_gathered:
                 context.make_room(self)
+            context.gathers_follow_compute()
             self.gather(context)
             self._generation = context.generation + 1
             context.idle[self] = Idle.AHEAD
@@ -329,6 +332,7 @@ class Unit:
         """Gather, fresh, and stay gathered until ``end_show``; forwards inside compute with what is there."""
         if self._gathers:
             context.idle.pop(self, None)
+            context.gathers_follow_compute()
             self.gather(context)
             for handle in self.handles:
                 handle.wait()
@@ -549,6 +553,10 @@ class Unit:
 
     def end_backward(self, context: RootContext) -> None:
         """The whole backward is over; nothing of it may stay."""
+        if self.synchronize and self.groups.reduces and not any(gradients.is_open for gradients in self.gradients):
+            for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
+                if gradients.accumulates:
+                    gradients.open(context.reductions, synchronize=True)
         self.finish_gradients(context, at_end=True)
         self._rest(context)
 
@@ -650,7 +658,7 @@ class RootContext:
     # one that comes next.
     MAX_GATHERED = 2
 
-    def __init__(self, root: Unit, units: Iterable[tuple[str, Unit, frozenset[Unit]]]) -> None:
+    def __init__(self, root: Unit, units: Iterable[tuple[str, Unit, frozenset[int]]]) -> None:
         """Takes the units over from the contexts they were in. ``units`` are (name, unit, the units around it)."""
         self.streams: Streams = streams_for(root.device)
         self.root = root
@@ -678,6 +686,14 @@ class RootContext:
         """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
         sizes = [sum(handle.full_nbytes for handle in unit.handles) for unit in self.units if unit is not self.root]
         return max(sizes, default=sum(handle.full_nbytes for handle in self.root.handles))
+
+    def __del__(self) -> None:
+        """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
+        waits for the last use."""
+        for unit in list(self.gathered):
+            unit.forget_output(self)
+            unit.reshard(self)
+        self._trim()
 
     def about_to(self, kind: str, unit: Unit) -> Ticket | None:
         """``unit`` is about to communicate: see that its group's ranks agree."""
@@ -791,7 +807,7 @@ class RootContext:
         counted = (
             other
             for other in self.gathered
-            if other is not self.root and other.policy.reshard_after_forward and other not in unit.ancestors
+            if other is not self.root and other.policy.reshard_after_forward and other.index not in unit.ancestors
         )
         return sum(1 for _ in counted) < self.MAX_GATHERED
 
@@ -806,8 +822,9 @@ class RootContext:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
         policy = unit.policy
         if not self.in_backward:
-            # On a device without streams the host does not run ahead of the compute: asking early is the only overlap.
-            count = max(policy.forward_prefetch, 1 if self.streams.asynchronous_work else 0)
+            # One ahead in any case. Asked for only after the unit before it was resharded, a gather would get that
+            # unit's memory and wait for its compute, even where the host runs ahead.
+            count = max(policy.forward_prefetch, 1)
         elif policy.prefetch_after_gradients and any(other.awaits_leaves for other in self.gathered):
             return
         else:
@@ -826,25 +843,25 @@ class RootContext:
             self.gather_pool.trim()
 
 
-def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[Unit]]]:
-    """Every unit in ``module``, depth first, children in registration order, each once, as (name, unit, units around
-    it).
+def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
+    """Every unit in ``module``, depth first, children in registration order, each once.
 
-    Names are paths from ``module`` without the parts that wrappers add, as in the names of its state dict.
+    As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` without the parts that
+    wrappers add, as in the names of its state dict.
     """
-    return _walk(module, (), frozenset(), set())
+    return _walk(module, (), frozenset(), {})
 
 
 def _walk(
-    module: nn.Module, path: tuple[str, ...], around: frozenset[Unit], seen: set[Unit]
-) -> Iterator[tuple[str, Unit, frozenset[Unit]]]:
+    module: nn.Module, path: tuple[str, ...], around: frozenset[int], seen: dict[Unit, int]
+) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     unit = module.__dict__.get("_fsdp_unit")
     if unit is not None:
         if unit in seen:
             return
-        seen.add(unit)
+        seen[unit] = len(seen)
         yield ".".join(part for part in path if part not in WRAPPER_PARTS), unit, around
-        around = around | {unit}
+        around = around | {seen[unit]}
     for name, child in module._modules.items():
         if child is not None:
             yield from _walk(child, (*path, name), around, seen)

@@ -1,0 +1,395 @@
+"""Train a small GPT on real text with sharded parameters, gradients and optimizer state.
+
+The text is the Python standard library's own source code, read as bytes from wherever this Python keeps it, so nothing
+is downloaded. One file in ten is held out to measure the loss on text that was not trained on.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+
+runs on one GPU per process with NCCL, or on the CPU with gloo where there is no GPU. Everything about sharding is the
+one call of `FSDP(...)` in `main`; the rest is an ordinary training script. At the end it reports the loss, what this
+run held in memory beside what one unsharded process would hold, what travelled in one step, and a sample of text.
+"""
+
+import argparse
+import copy
+import functools
+import inspect
+import math
+import os
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+
+VOCABULARY = 256  # the model reads and writes bytes
+HELD = ("parameters", "gradients", "optimizer state")
+STRATEGIES = {
+    "full_shard": ShardingStrategy.FULL_SHARD,
+    "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "no_shard": ShardingStrategy.NO_SHARD,
+}
+
+
+# -- the model ---------------------------------------------------------------------------------------------------
+
+
+def rotate_by_position(x: Tensor) -> Tensor:
+    """Rotary position encoding (Su et al., 2021) of queries or keys of shape (..., length, features per head)."""
+    length, features = x.shape[-2:]
+    speeds = 10_000.0 ** (-torch.arange(0, features, 2, device=x.device) / features)
+    angles = torch.arange(length, device=x.device)[:, None] * speeds
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Block(nn.Module):
+    """One transformer layer: causal self-attention, then a feed-forward network, each added to its input."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.mix_heads = nn.Linear(width, width, bias=False)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        split = self.queries_keys_values(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
+        queries, keys, values = split.permute(2, 0, 3, 1, 4)
+        queries, keys = rotate_by_position(queries), rotate_by_position(keys)
+        attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.mix_heads(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over bytes. The embedding is also the output layer's weight (one shared parameter)."""
+
+    def __init__(self, width: int, depth: int, heads: int):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.final_norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, VOCABULARY, bias=False)
+        self.apply(self._initialise)
+        for block in self.blocks:  # each adds twice to the residual stream, whose variance should not grow with depth
+            for layer in (block.mix_heads, block.feed_forward[2]):
+                nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * depth))
+        self.output.weight = self.embedding.weight
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of shape (batch, length, 256) for int64 `tokens` of shape (batch, length)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.output(self.final_norm(x))
+
+
+# -- the text ----------------------------------------------------------------------------------------------------
+
+
+def read_standard_library() -> tuple[Tensor, Tensor]:
+    """The standard library's sources as two uint8 vectors: text to train on, and every tenth file, held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"test", "tests", "site-packages", "dist-packages"}
+    files = sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for i, path in enumerate(files):
+        parts[i % 10 == 9].append(path.read_bytes())
+    train, held_out = (bytearray().join(part) for part in parts)
+    if min(len(train), len(held_out)) < 100_000:
+        raise SystemExit(f"train_gpt.py: too little text: this Python keeps {len(files)} source files under {root}")
+    return torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8)
+
+
+def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Rows of `length` + 1 bytes of `text` from each of `starts`, as int64."""
+    return text[starts[:, None] + torch.arange(length + 1)].long()
+
+
+class Batches:
+    """An endless, seeded stream of batches of shape (batch, context + 1); each rank has its own rows of the stream."""
+
+    def __init__(self, text: Tensor, context: int, batch: int, seed: int):
+        self.text, self.context, self.batch = text, context, batch
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self) -> Tensor:
+        shape = (dist.get_world_size(), self.batch)
+        starts = torch.randint(len(self.text) - self.context, shape, generator=self.generator)
+        return windows(self.text, starts[dist.get_rank()], self.context)
+
+
+# -- training ----------------------------------------------------------------------------------------------------
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per byte of the next bytes of `batch`, shape (batch, length + 1)."""
+    logits = model(batch[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: Tensor, context: int, batch: int, device: torch.device) -> float:
+    """Mean loss on windows spread evenly over `text`, the same ones at every call, dealt out to the ranks."""
+    batches = 8
+    starts = torch.linspace(0, len(text) - context - 1, batches * batch * dist.get_world_size()).long()
+    mine = starts[dist.get_rank() :: dist.get_world_size()].view(batches, batch)
+    model.eval()
+    losses = [loss_of(model, windows(text, rows, context).to(device)) for rows in mine]
+    model.train()
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+@torch.no_grad()
+def sample(model: nn.Module, prompt: bytes, length: int, context: int, seed: int, device: torch.device) -> bytes:
+    """`prompt` and `length` bytes drawn one by one. Every rank has to call it: each forward gathers parameters."""
+    model.eval()
+    generator = torch.Generator().manual_seed(seed)
+    text = list(prompt)
+    for _ in range(length):
+        logits = model(torch.tensor([text[-context:]], device=device))[0, -1]
+        probabilities = torch.softmax(logits.float().cpu() / 0.9, dim=0)
+        text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    model.train()
+    return bytes(text)
+
+
+def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def warm_up_then_cosine(step: int, steps: int) -> float:
+    """The factor on the learning rate: linear over the first tenth, then half a cosine down to one tenth."""
+    warm_up = max(1, steps // 10)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of memory behind `tensors`, each storage counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
+
+
+def bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    """Bytes that this process holds of each kind in `HELD`."""
+    state = [value for per_parameter in optimizer.state.values() for value in per_parameter.values()]
+    return [
+        storage_bytes(model.parameters()),
+        storage_bytes(p.grad for p in model.parameters() if p.grad is not None),
+        storage_bytes(value for value in state if isinstance(value, Tensor)),
+    ]
+
+
+def bytes_held_unsharded(model: nn.Module, batch: Tensor) -> list[int]:
+    """`bytes_held` for a plain copy of `model` after one step of training on `batch`."""
+    model = copy.deepcopy(model)
+    optimizer = make_optimizer(model, lr=0.0)
+    loss_of(model, batch).backward()
+    optimizer.step()
+    return bytes_held(model, optimizer)
+
+
+def bytes_received(name: str, arguments: dict[str, Any]) -> int:
+    """Bytes that a rank receives in a call of the collective `name`, if no byte travels more often than it must."""
+    if name == "batch_isend_irecv":
+        return sum(op.tensor.nbytes for op in arguments["p2p_op_list"] if op.op is dist.irecv)
+    if name == "all_reduce":  # a reduce-scatter and an all-gather
+        ranks = dist.get_world_size(arguments["group"])
+        return 2 * (ranks - 1) * arguments["tensor"].nbytes // ranks
+    sizes = sorted(value.nbytes for value in arguments.values() if isinstance(value, Tensor))
+    return sizes[1] - sizes[0]  # the whole without one's own shard
+
+
+class Traffic:
+    """Counts the calls of `torch.distributed`'s collectives on this rank, and the bytes it receives through them."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.received: Counter[str] = Counter()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count while the context is open, by standing in for the functions of `torch.distributed`."""
+        names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"]
+        names += ["all_reduce", "batch_isend_irecv"]
+        originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+
+        def counted(name: str, call: Callable) -> Callable:
+            @functools.wraps(call)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                bound = inspect.signature(call).bind(*args, **kwargs)
+                bound.apply_defaults()
+                self.calls[name] += 1
+                self.received[name] += bytes_received(name, bound.arguments)
+                return call(*args, **kwargs)
+
+            return wrapper
+
+        for name, call in originals.items():
+            setattr(dist, name, counted(name, call))
+        try:
+            yield
+        finally:
+            for name, call in originals.items():
+                setattr(dist, name, call)
+
+
+# -- the script --------------------------------------------------------------------------------------------------
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+        return int(text)
+
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT on the Python standard library's sources.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--steps", type=positive, default=400, help="training steps")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard", help="what is sharded over the ranks")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the sample")
+    parser.add_argument("--width", type=positive, default=128, help="features per position")
+    parser.add_argument("--depth", type=positive, default=4, help="transformer layers")
+    parser.add_argument("--heads", type=positive, default=4, help="attention heads per layer")
+    parser.add_argument("--context", type=positive, default=64, help="bytes of text that the model sees at once")
+    parser.add_argument("--batch", type=positive, default=16, help="sequences per step and rank")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    options = parser.parse_args(arguments)
+    if options.width % (2 * options.heads):
+        parser.error(f"--width {options.width} is not a multiple of twice --heads {options.heads}")
+    return options
+
+
+def accelerator() -> torch.device | None:
+    """The kind of accelerator this machine has, if processes can communicate through one; None means the CPU."""
+    if not torch.accelerator.is_available():
+        return None
+    device = torch.accelerator.current_accelerator()
+    return None if dist.get_default_backend_for_device(device) == "gloo" else device
+
+
+def join_ranks() -> torch.device:
+    """Join the other processes; the device this one computes on: an accelerator of its own, or else the CPU."""
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("train_gpt.py: start it with torchrun --standalone --nproc-per-node N examples/train_gpt.py")
+    local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    kind = accelerator()
+    if kind is None:
+        # torchrun gives every process one thread. Share the cores instead; a small model has no use for many.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, min(8, cores // local_ranks)))
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    devices = torch.accelerator.device_count()
+    if local_ranks > devices:
+        raise SystemExit(f"train_gpt.py: {local_ranks} ranks on this machine need a device each, found {devices}")
+    torch.accelerator.set_device_index(local_rank)
+    device = torch.device(kind.type, local_rank)
+    dist.init_process_group(dist.get_default_backend_for_device(device), device_id=device)
+    return device
+
+
+def main() -> None:
+    options = parse_arguments()
+    device = join_ranks()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    strategy = options.strategy if ranks > 1 else "no_shard"  # one rank has nothing to shard with
+
+    train_text, held_out_text = read_standard_library()
+    batches = Batches(train_text, options.context, options.batch, options.seed)
+    torch.manual_seed(options.seed)  # the same weights on every rank
+    model: nn.Module = GPT(options.width, options.depth, options.heads).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    unsharded = bytes_held_unsharded(model, windows(train_text, torch.zeros(1, dtype=torch.long), 8).to(device))
+
+    model = FSDP(model, sharding_strategy=STRATEGIES[strategy], auto_wrap_policy=ModuleWrapPolicy({Block}))
+    optimizer = make_optimizer(model, options.lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
+
+    if rank == 0:
+        print(f"GPT of {parameters:,} parameters, {ranks} x {device.type} ({dist.get_backend()}), {strategy}")
+        print(f"{len(train_text):,} bytes of text to train on, {len(held_out_text):,} held out", flush=True)
+    evaluate = functools.partial(held_out_loss, model, held_out_text, options.context, options.batch, device)
+    held_out_start = evaluate()
+
+    traffic, losses = Traffic(), []
+    tokens_per_step = ranks * options.batch * options.context
+    started = time.perf_counter()
+    bar = tqdm(range(options.steps), desc="training", unit="step", disable=rank != 0, mininterval=0.5)
+    for step in bar:
+        batch = next(batches).to(device)
+        last = step == options.steps - 1
+        optimizer.zero_grad()
+        with traffic.counting() if last else nullcontext():
+            loss = loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+        if rank == 0 and (step % 10 == 0 or last):  # reading the loss waits for the device: not at every step
+            speed = (step + 1) * tokens_per_step / (time.perf_counter() - started)
+            bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s", refresh=last)
+    seconds = time.perf_counter() - started
+    held = torch.tensor(bytes_held(model, optimizer), device=device)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    ends = mean_over_ranks(losses[0]), mean_over_ranks(torch.stack(losses[-10:]).mean())
+    held_out_end = evaluate()
+    text = sample(model, b"def ", 300, options.context, options.seed, device)
+    if rank == 0:
+        print(f"\n{options.steps} steps in {seconds:.1f} s, {options.steps * tokens_per_step / seconds:,.0f} tokens/s")
+        print("\nloss, nats per byte                    start           end")
+        print(f"  training text (end: mean of {len(losses[-10:]):2d}) {ends[0]:11.3f} {ends[1]:13.3f}")
+        print(f"  held-out text                  {held_out_start:11.3f} {held_out_end:13.3f}")
+        print("\nbytes held after a step             per rank     unsharded")
+        for name, mine, plain in zip(HELD, held.tolist(), unsharded, strict=True):
+            print(f"  {name:28s}{mine:14,}{plain:14,}   {mine / plain:6.1%}")
+        print("\none step, as rank 0 sees it            calls   bytes received")
+        for name, calls in traffic.calls.items():
+            print(f"  {name:28s}{calls:14,}{traffic.received[name]:17,}")
+        print(f"  {'total':28s}{sum(traffic.calls.values()):14,}{sum(traffic.received.values()):17,}")
+        print("\na sample of the trained model")
+        printable = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text.decode("utf-8", "replace"))
+        print("\n".join(f"  | {line}" for line in printable.split("\n")), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
