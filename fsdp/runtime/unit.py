@@ -679,7 +679,7 @@ class RootContext:
             unit.join(self, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
         for pool in (self.gather_pool, self.reductions.pool):
-            pool.kept_nbytes = self.MAX_GATHERED * self._largest_unit()
+            pool.kept_nbytes = pool.KEPT_BLOCKS * self._largest_unit()
         self._agreements = Agreements(((unit.group, unit) for unit in self.units), self.streams)
 
     def _largest_unit(self) -> int:
@@ -846,8 +846,8 @@ class RootContext:
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     """Every unit in ``module``, depth first, children in registration order, each once.
 
-    As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` without the parts that
-    wrappers add, as in the names of its state dict.
+    As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` without the parts
+    that wrappers add, as in the names of its state dict.
     """
     return _walk(module, (), frozenset(), {})
 

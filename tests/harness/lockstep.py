@@ -3,7 +3,7 @@
 A `Program` is a generator function of (model, `Data`): it calls the model and `backward()` as it likes and yields
 
 * a dictionary after each synchronised backward pass: this rank's tensors to compare (outputs, gradients of inputs);
-* `STEP` where the optimizer steps and gradients are set to None.
+* `STEP` where the optimizer steps and gradients are set to None, `CLEAR` where they are set to None.
 
 `Reference` runs it on one plain replica per rank. At each yield of a dictionary the replicas' gradients are averaged in
 rank order and added to what there was, so on equal shapes a sharded model that reduces at the end of each backward
@@ -27,7 +27,7 @@ from fsdp.runtime.unit import units_in
 from tests.harness.oracle import MakeOptimizer, assert_bit_equal, assert_close_ulp, named_parameters, sgd
 from tests.harness.sharded import _in_memory_order
 
-STEP = "step"
+STEP, CLEAR = "step", "clear"
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,12 @@ class Reference:
         totals: Values = dict.fromkeys(named_parameters(replicas[0]))
         programs = [program(replica, Data(rank, self.world_size)) for rank, replica in enumerate(replicas)]
         for yielded in zip(*programs, strict=True):
+            if yielded[0] is CLEAR:
+                totals = dict.fromkeys(totals)
+                for replica in replicas:
+                    replica.zero_grad()
+                self.events.append(_Event({}, [], {}))
+                continue
             if yielded[0] is STEP:
                 for name, param in named_parameters(replicas[0]).items():
                     grad = totals[name]
@@ -100,18 +106,26 @@ class Reference:
                     totals[name] = mean if before is None else before + mean
             self.events.append(_Event(dict(totals), [_copies(values) for values in yielded], {}))
 
-    def check(self, model: nn.Module, what: str, *, ulps: float = 0, ulps_after_step: float = 16) -> None:
+    def check(
+        self, model: nn.Module, what: str, *, ulps: float = 0, ulps_after_step: float = 16, at_rest: bool = True
+    ) -> None:
         """Run the program on the wrapped `model` and compare; bit for bit with `ulps=0`, until the first step.
 
         After a step the bound is `ulps_after_step`: optimizers work on shards, whose elements a vectorised kernel may
         round otherwise (a fused multiply-add in its body and none in its tail) than those of the whole parameter.
         """
-        __tracebackhide__ = True
         rank = dist.get_rank()
         optimizer = self.make_optimizer(model.parameters())
         program = self.program(model, Data(rank, self.world_size))
-        for index, (event, yielded) in enumerate(zip(self.events, program, strict=True)):
+        for index, event in enumerate(self.events):
             where = f"{what}, event {index}"
+            try:
+                yielded = next(program)
+            except Exception as error:
+                raise AssertionError(f"{where}: {type(error).__name__}: {error}") from error
+            if yielded is CLEAR:
+                optimizer.zero_grad()
+                continue
             if yielded is STEP:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -120,7 +134,9 @@ class Reference:
                 continue
             assert_same(yielded, event.values[rank], ulps, f"{where}, values")
             assert_local_gradients(model, event.grads, ulps, where)
-            assert_at_rest(model, where)
+            if at_rest:
+                assert_at_rest(model, where)
+        next(program, None)
 
 
 def mean_gradients(replicas: list[nn.Module]) -> Values:

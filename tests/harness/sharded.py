@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 import fsdp
 from fsdp import BucketInfo, FullyShardedDataParallel, ShardingStrategy
 from fsdp.flat.layout import ParamRecord
-from fsdp.flat.metadata import full_values
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Case
 from tests.harness.oracle import MakeOptimizer, Schedule, Step, clean_name, mean_loss, rank_batch
@@ -42,15 +41,18 @@ def wrap(
 ) -> FullyShardedDataParallel:
     """The case's model (built from `seed` in `dtype`), or a module as it is, wrapped on the default group.
 
-    `wrap_policy` is `BLOCKS` (each of the case's blocks is a unit; for a bare module the root is the only one), None
-    (the root is the only unit) or a policy. The warning that one rank has nothing to shard over is silenced; `options`
-    are further arguments of the wrapper.
+    With the wrap policy `BLOCKS` each of the case's blocks is a unit, and the root; with None, or where there are no
+    blocks, the root alone. The warning that one rank has nothing to shard over is silenced; `options` are further
+    arguments of the wrapper.
     """
     if isinstance(case_or_module, Case):
         module = case_or_module.build(seed, dtype)
-        policy = ModuleWrapPolicy(case_or_module.blocks) if wrap_policy is BLOCKS else wrap_policy
+        blocks = case_or_module.blocks
     else:
-        module, policy = case_or_module, None if wrap_policy is BLOCKS else wrap_policy
+        module, blocks = case_or_module, frozenset()
+    policy = wrap_policy
+    if policy is BLOCKS:
+        policy = ModuleWrapPolicy(blocks) if blocks else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FullyShardedDataParallel: the group has one rank", UserWarning)
         return FullyShardedDataParallel(
@@ -268,11 +270,11 @@ def _join(held: dict[int, Held], bucket: BucketInfo, index: int, what: str) -> T
         if not is_part:
             return some
         values = {0: some}
-    flat = torch.zeros(layout.padded_numel, dtype=some.dtype)
+    full = torch.zeros(record.numel, dtype=some.dtype)
     for rank, value in values.items():
         piece = layout.piece(index, rank)
-        flat[record.offset + piece.start : record.offset + piece.end] = value
-    return full_values(layout, flat)[record.name].clone()
+        full[piece.start : piece.end] = value
+    return full.as_strided(record.shape, record.stride)
 
 
 def _bits(tensor: Tensor) -> Tensor:
