@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.streams import Event, Streams, default_device
+from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
@@ -198,7 +198,7 @@ class Communicator:
         Runs on the current stream; neither tensor may be touched before ``wait()``.
         """
         groups = self.groups
-        op, before, after = self._averaging(full.dtype)
+        op, before, after = self._averaging(full.dtype, full.device)
         if before != 1:
             full.div_(before)
         finish: Callable[[], None] | None = None
@@ -222,15 +222,15 @@ class Communicator:
         complete()
         return Pending((), None, self.streams, tag)
 
-    def maximum(self, values: torch.Tensor, label: str) -> None:
+    def maximum(self, values: torch.Tensor, device: torch.device, label: str) -> None:
         """Replace ``values`` (int64, on CPU) by the largest of all ranks, element by element. The host waits."""
         for group in (self.groups.shard, self.groups.replica):
             if group is not None and group.size() > 1:
-                agree(values, group, label)
+                agree(values, group, device, label)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
-    def _averaging(self, dtype: torch.dtype) -> tuple[Any, float, float]:
+    def _averaging(self, dtype: torch.dtype, device: torch.device) -> tuple[Any, float, float]:
         """(operation, divisor of the full gradient, divisor of the result).
 
         Averaging belongs into the collective or into the small result. float16 alone is divided before as well, by
@@ -243,7 +243,7 @@ class Communicator:
                 before *= 2
             return dist.ReduceOp.SUM, float(before), size / before
         group = self.groups.shard if self.groups.sharded else self.groups.replica
-        if size > 1 and dtype.is_floating_point and _backend(group) == "nccl":
+        if size > 1 and dtype.is_floating_point and _backend(group, device) == "nccl":
             return dist.ReduceOp.AVG, 1.0, 1.0
         return dist.ReduceOp.SUM, 1.0, float(size)
 
@@ -258,7 +258,9 @@ class Communicator:
 
     def _goes_direct(self, full: torch.Tensor) -> bool:
         if self._direct_min is None:
-            self._direct_min = _direct_threshold(self.groups.shard) if self.streams.asynchronous_work else float("inf")
+            self._direct_min = (
+                _direct_threshold(self.groups.shard, full.device) if self.streams.asynchronous_work else float("inf")
+            )
         return full.numel() * full.element_size() >= self._direct_min and self.groups.shard_size > 1
 
     def _exchange(self, tag: Tag, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> Sequence[Any]:
@@ -308,10 +310,14 @@ class Communicator:
         return works, sum_in_rank_order
 
 
-def agree(values: torch.Tensor, group: Any, label: str, watch: Watch | None = None) -> None:
-    """Replace ``values`` (int64, on CPU) by the largest of ``group``'s ranks, element by element. The host waits."""
-    on_device = values.to(control_device(group))
-    work = _all_reduce_max(on_device, group, label, asynchronous=on_device.device.type == values.device.type)
+def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, watch: Watch | None = None) -> None:
+    """Replace ``values`` (int64, on CPU) by the largest of ``group``'s ranks, element by element. The host waits.
+
+    ``device`` is where the ranks' models compute.
+    """
+    where = control_device(group, device)
+    on_device = values.to(where)
+    work = _all_reduce_max(on_device, group, label, asynchronous=where.type == "cpu")
     if work is not None:
         wait_for(work, label, watch, group)
     values.copy_(on_device)
@@ -320,12 +326,13 @@ def agree(values: torch.Tensor, group: Any, label: str, watch: Watch | None = No
 class Agreeing:
     """Whether all ranks have the same number: asked now, answered later, and nobody waits in between."""
 
-    def __init__(self, value: int, group: Any, label: str, streams: Streams) -> None:
+    def __init__(self, value: int, group: Any, device: torch.device, label: str, streams: Streams) -> None:
+        """``device`` is where the ranks' models compute, and ``streams`` are its."""
         self._value, self._group, self._label = value, group, label
         self._work: Any = None
-        device = control_device(group)
+        device = control_device(group, device)
         if device.type == "cpu":
-            self._votes = torch.tensor([value, -value])
+            self._votes = torch.tensor([value, -value], device="cpu")
             self._work = _all_reduce_max(self._votes, group, label, asynchronous=True)
             self._arrived: Event = None
             return
@@ -360,21 +367,22 @@ def _all_reduce_max(values: torch.Tensor, group: Any, label: str, *, asynchronou
 def group_store(group: Any) -> Any | None:
     """The store through which ``group``'s ranks met; its keys are the group's own. None for a stand-in."""
     met: Any = dist.distributed_c10d._world.pg_map.get(group)
-    return None if met is None or _backend(group) == "fake" else met[1]
+    return None if met is None or _backend(group, torch.device("cpu")) == "fake" else met[1]
 
 
 def group_timeout(group: Any) -> timedelta:
     """How long a collective of ``group`` may take."""
     try:
-        options = group._get_backend(control_device(group)).options
-        return timedelta(seconds=options._timeout.total_seconds())
-    except (AttributeError, RuntimeError):
+        device = next(iter(group._device_types))
+        return timedelta(seconds=group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError, StopIteration):
         return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else timedelta(minutes=30)
 
 
-def control_device(group: Any) -> torch.device:
-    """Where ``group`` takes small control messages: on CPU if its backend can, else on the accelerator."""
-    return default_device() if _backend(group) in ("nccl", "xccl", "hccl") else torch.device("cpu")
+def control_device(group: Any, device: torch.device) -> torch.device:
+    """Where ``group`` takes small control messages: on CPU if it can, else on ``device``, where the models compute."""
+    host = torch.device("cpu")
+    return device if _backend(group, host) == "unknown" and _backend(group, device) != "unknown" else host
 
 
 def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
@@ -402,11 +410,11 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
 
 
-def _backend(group: Any) -> str:
-    """The group's backend name; a stand-in that torch.distributed does not know is none of ours."""
+def _backend(group: Any, device: torch.device) -> str:
+    """What serves ``group`` on ``device``: "gloo", "nccl", ...; "unknown" for what torch.distributed does not know."""
     try:
-        return str(dist.get_backend(group))
-    except (ValueError, TypeError, KeyError):
+        return str(group._get_backend(device).name()).lower()
+    except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
         return "unknown"
 
 
@@ -416,11 +424,11 @@ def _debug_detail() -> bool:
     return bool(level == dist.DebugLevel.DETAIL)
 
 
-def _direct_threshold(group: Any) -> float:
+def _direct_threshold(group: Any, device: torch.device) -> float:
     """From how many bytes on the direct exchange is used in ``group``."""
     choice = os.environ.get("FSDP_COLLECTIVES", "auto")
     if choice not in ("auto", "native", "direct"):
         raise ValueError(f"FSDP_COLLECTIVES is {choice!r}; it may be auto, native or direct")
-    if choice == "native" or _backend(group) != "gloo" or _debug_detail():
+    if choice == "native" or _backend(group, device) != "gloo" or _debug_detail():
         return float("inf")
     return 0 if choice == "direct" else DIRECT_MIN_NBYTES

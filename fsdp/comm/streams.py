@@ -13,13 +13,12 @@ and waited for at its first use.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-
-from fsdp.comm.versions import current_device_index
 
 Event = Any  # torch.Event, or None on devices without streams
 
@@ -53,7 +52,7 @@ class AcceleratorStreams:
     asynchronous_work = False  # collectives run on the stream that is current when they are called
 
     def __init__(self, device: torch.device) -> None:
-        self._gather = torch.Stream(device)
+        self._gather = torch.Stream(device, priority=-1)  # a gather that queues behind the compute stalls everything
         self._reduce = torch.Stream(device)
         self._device = device
 
@@ -74,32 +73,41 @@ class AcceleratorStreams:
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """A copy in host memory, and the event after which it holds the values; the host does not wait."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         return copy, self.record()
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
         before = torch.accelerator.current_stream(self._device)
-        torch.accelerator.set_stream(stream)
+        device = torch.accelerator.current_device_index()
+        torch.accelerator.set_stream(stream)  # makes its device the current one as well
         try:
             yield
         finally:
             torch.accelerator.set_stream(before)
+            if device != self._device.index:
+                torch.accelerator.set_device_index(device)
 
 
 Streams = HostStreams | AcceleratorStreams
 
 
+@functools.cache
 def streams_for(device: torch.device) -> Streams:
-    """New streams for work on ``device``."""
+    """The streams of ``device``. All models on it share them: an allocator keeps freed memory per stream, so streams of
+    their own would have each model reserve its own."""
     return HostStreams() if device.type == "cpu" else AcceleratorStreams(device)
 
 
 def default_device() -> torch.device:
     """Where modules go when nobody says: the current device of the accelerator, or the CPU where there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device(accelerator.type, current_device_index()) if accelerator is not None else torch.device("cpu")
+    return (
+        torch.device(accelerator.type, torch.accelerator.current_device_index())
+        if accelerator is not None
+        else torch.device("cpu")
+    )
 
 
 def resolve_device(device: int | str | torch.device) -> torch.device:
@@ -110,5 +118,5 @@ def resolve_device(device: int | str | torch.device) -> torch.device:
         return torch.device(resolved)
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and resolved.type == accelerator.type:
-        return torch.device(resolved.type, current_device_index())
+        return torch.device(resolved.type, torch.accelerator.current_device_index())
     return torch.device(resolved)

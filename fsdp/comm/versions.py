@@ -13,9 +13,3 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 # Exchanging the memory of two storages costs nothing; without it a storage is resized, which asks the allocator each
 # time.
 STORAGES_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-
-def current_device_index() -> int:
-    """The index of the current device of the machine's accelerator."""
-    name = "current_device_index" if hasattr(torch.accelerator, "current_device_index") else "current_device_idx"
-    return int(getattr(torch.accelerator, name)())

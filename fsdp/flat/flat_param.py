@@ -150,7 +150,7 @@ class MemoryPool:
             self._streams.wait(last_use)
         else:
             self._shrink_to(self.kept_nbytes - buffer.nbytes)
-            block = torch.UntypedStorage(buffer.nbytes, device=self._device)
+            block = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
         buffer.attach(block)
 
     def take_back(self, buffer: LentTensor, last_use: Event) -> None:

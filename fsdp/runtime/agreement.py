@@ -69,8 +69,10 @@ class Ticket(NamedTuple):
 class Agreement:
     """What the ranks of one group have agreed on; its members are the tree's units that communicate over the group."""
 
-    def __init__(self, group: Any, members: Sequence[Member], streams: Streams) -> None:
+    def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
+        """``device`` is where the members compute, and ``streams`` are its."""
         self._group = group
+        self._device = device
         self._streams = streams
         self._rank, self._size = group.rank(), group.size()
         self._members = [weakref.ref(member) for member in members]
@@ -96,8 +98,8 @@ class Agreement:
             return
         lines = [f"{m.name}: {m.signature()}" for m in (reference() for reference in self._members) if m is not None]
         digest = _hash("\n".join(line.partition(": ")[2] for line in lines))
-        votes = torch.tensor([digest, -digest, random.SystemRandom().getrandbits(62)])
-        agree(votes, self._group, "agree on the layout")
+        votes = torch.tensor([digest, -digest, random.SystemRandom().getrandbits(62)], device="cpu")
+        agree(votes, self._group, self._device, "agree on the layout")
         if votes[:2].tolist() != [digest, -digest]:
             raise OutOfStep(self._first_difference(self._all_texts("\n".join(lines))))
         self._nonce = int(votes[2])
@@ -118,11 +120,11 @@ class Agreement:
     def _all_texts(self, own: str) -> list[str]:
         """Every rank's text; all ranks have to ask."""
         data = own.encode()
-        length = torch.tensor([len(data)])
-        agree(length, self._group, "agree on what differs")
-        table = torch.zeros(self._size, int(length), dtype=torch.int64)
-        table[self._rank, : len(data)] = torch.tensor(list(data), dtype=torch.int64)
-        agree(table, self._group, "agree on what differs")
+        length = torch.tensor([len(data)], device="cpu")
+        agree(length, self._group, self._device, "agree on what differs")
+        table = torch.zeros(self._size, int(length), dtype=torch.int64, device="cpu")
+        table[self._rank, : len(data)] = torch.tensor(list(data), dtype=torch.int64, device="cpu")
+        agree(table, self._group, self._device, "agree on what differs")
         return [bytes(row[row > 0].tolist()).decode() for row in table]
 
     # -- the order -----------------------------------------------------------------------------------------------------
@@ -143,7 +145,9 @@ class Agreement:
             RuntimeError: they are not through, or this pass or the one before was not the same.
         """
         ticket = self._next(END, "", len(self._members) * len(_KINDS))
-        self._questions.append((ticket, Agreeing(self._before, self._group, f"agree on {self._pass}", self._streams)))
+        self._questions.append(
+            (ticket, Agreeing(self._before, self._group, self._device, f"agree on {self._pass}", self._streams))
+        )
         while self._questions and (wait or len(self._questions) > 1) and self._questions[0][1].answered():
             asked, question = self._questions.popleft()
             if question.differs(asked):
@@ -175,8 +179,8 @@ class Agreement:
         return ticket
 
     def _ask_all(self, ticket: Ticket, event: int) -> None:
-        votes = torch.tensor([event, -event])
-        agree(votes, self._group, f"agree to {ticket}", ticket)
+        votes = torch.tensor([event, -event], device="cpu")
+        agree(votes, self._group, self._device, f"agree to {ticket}", ticket)
         if votes.tolist() != [event, -event]:
             raise self._out_of_step(self._talk(PATIENCE))
 
@@ -288,13 +292,13 @@ def _hash(text: str) -> int:
 class Agreements:
     """The agreements of one tree, one per group of several ranks."""
 
-    def __init__(self, members: Iterable[tuple[Any, Member]], streams: Streams) -> None:
+    def __init__(self, members: Iterable[tuple[Any, Member]], device: torch.device, streams: Streams) -> None:
         """``members`` are (group or None, unit), in the order of the tree."""
         by_group: dict[int, tuple[Any, list[Member]]] = {}
         for group, member in members:
             if group is not None:
                 by_group.setdefault(id(group), (group, []))[1].append(member)
-        self._by_group = {key: Agreement(group, units, streams) for key, (group, units) in by_group.items()}
+        self._by_group = {key: Agreement(group, units, device, streams) for key, (group, units) in by_group.items()}
 
     def about_to(self, kind: str, group: Any, member: Member) -> Ticket | None:
         agreement = self._by_group.get(id(group))

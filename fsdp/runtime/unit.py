@@ -240,6 +240,7 @@ class Unit:
                 context.make_room(self)
                 self.gather(context)
             elif stale:
+                torch.clear_autocast_cache()  # its casts are of what was there before
                 self.gather(context)
             for handle in self.handles:
                 handle.wait()
@@ -262,6 +263,7 @@ class Unit:
             with context.streams.on_gather_stream():
                 for handle in self.handles:
                     handle.release(context.gather_pool, last_use)
+            torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
     def apply_to_shards(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
         """Replace each shard, and each gradient of a shard, by ``change`` of it, as ``nn.Module._apply`` does with
@@ -361,7 +363,7 @@ class Unit:
     def agree_on_maximum(self, values: torch.Tensor) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""
         assert self._communicator is not None
-        self._communicator.maximum(values, f"agreement of {self.name}")
+        self._communicator.maximum(values, self.device, f"agree on {self.name}")
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -551,6 +553,13 @@ class Unit:
                     gradients.open(context.reductions, synchronize=False)
                 gradients.expose()
 
+    def backward_failed(self, error: BaseException, event: str) -> None:
+        """A door of the unit raises ``error``: the backward ends here."""
+        hooks.report(error, self.name, event)
+        context = self.context
+        if context is not None:
+            context.failed = True
+
     def end_backward(self, context: RootContext) -> None:
         """The whole backward is over; nothing of it may stay."""
         if self.synchronize and self.groups.reduces and not any(gradients.is_open for gradients in self.gradients):
@@ -606,7 +615,7 @@ def _leaf_door(unit_ref: weakref.ref[Unit], key: tuple[int, int]) -> Callable[[t
         try:
             unit.leaf_ready(key, leaf)
         except BaseException as error:
-            hooks.report(error, unit.name, "gradient of a parameter")
+            unit.backward_failed(error, "gradient of a parameter")
             raise
 
     return door
@@ -617,7 +626,7 @@ def _output_door(unit: Unit, call: ForwardCall | None) -> Callable[[], None]:
         try:
             unit.pre_backward(call)
         except BaseException as error:
-            hooks.report(error, unit.name, "start of backward")
+            unit.backward_failed(error, "start of backward")
             raise
 
     return door
@@ -680,7 +689,7 @@ class RootContext:
             self.units.append(unit)
         for pool in (self.gather_pool, self.reductions.pool):
             pool.kept_nbytes = pool.KEPT_BLOCKS * self._largest_unit()
-        self._agreements = Agreements(((unit.group, unit) for unit in self.units), self.streams)
+        self._agreements = Agreements(((unit.group, unit) for unit in self.units), root.device, self.streams)
 
     def _largest_unit(self) -> int:
         """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
@@ -753,7 +762,7 @@ class RootContext:
     def enter_backward(self, unit: Unit) -> None:
         """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
         nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
-        if self.in_backward and self._end_of_backward() is not None:
+        if self.in_backward and not self.failed and self._end_of_backward() is not None:
             return
         if self.failed or self.in_backward:  # the last backward raised: its graph task is gone, its callback as well
             self._clear()
