@@ -37,9 +37,10 @@ from fsdp.flat.ownership import (
     synchronize,
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
+from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.full_params import SummonOptions, summon
 from fsdp.runtime.nested import to_device
-from fsdp.runtime.unit import WRAPPER_PARTS, Phase, RootContext, Unit, UnitPolicy, units_in
+from fsdp.runtime.unit import WRAPPER_PARTS, Phase, Unit, units_in
 from fsdp.wrap import auto_wrap
 
 FLAT_PARAM = "_flat_param"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from fsdp.flat.flat_param import parameter_views
-from fsdp.runtime.unit import Phase, RootContext, Unit
+from fsdp.runtime.context import RootContext
+from fsdp.runtime.unit import Phase, Unit
 
 
 @dataclass(frozen=True)

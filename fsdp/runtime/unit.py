@@ -1,4 +1,4 @@
-"""One unit's life: gathered before it computes, resharded when nothing will read it again; and what a tree shares.
+"""One unit's life: gathered before it computes, resharded when nothing will read it again.
 
 [Note: When a unit's backward is over]
 Two things end it, and they are not the same. When the *last leaf that this backward will reach* has delivered its
@@ -8,17 +8,12 @@ which leaves it will reach. The expected ones are kept per graph task, because r
 inside an open outer one; the unit is done when no task expects anything. So an unused parameter blocks nothing, a
 module used twice reduces once, and ranks that reach the same units start their collectives at the same places in the
 graph.
-
-[Note: Idle units]
-A unit may be gathered without being in use: gathered ahead, or left so by a recomputation whose backward is about to
-come. It stays while there is room (``RootContext.make_room``) and is resharded first when there is not.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -27,14 +22,14 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.comm.collectives import Communicator, Groups, Tag
-from fsdp.comm.streams import Streams, streams_for
-from fsdp.flat.flat_param import BufferState, FlatParamHandle, pool_for
+from fsdp.flat.flat_param import BufferState, FlatParamHandle
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import GATHER, REDUCE, Agreements, Ticket
+from fsdp.runtime.agreement import GATHER, REDUCE
+from fsdp.runtime.context import Idle, RootContext, UnitPolicy
+from fsdp.runtime.forward_call import ForwardCall
 from fsdp.runtime.nested import map_tensors, tensors_in
-from fsdp.runtime.order import ExecutionOrder
-from fsdp.runtime.reduction import BucketGradients, ReductionQueue
+from fsdp.runtime.reduction import BucketGradients
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -44,67 +39,6 @@ class Phase(Enum):
     FORWARD = auto()
     BACKWARD = auto()
     SUMMONED = auto()  # its parameters are shown whole; forwards inside leave it so
-
-
-@dataclass(frozen=True)
-class UnitPolicy:
-    """When a unit is resharded and which ones are gathered ahead while it computes.
-
-    Attributes:
-        reshard_after_forward: whether it is gathered again for backward.
-        forward_prefetch, backward_prefetch: how many of the next units to gather ahead.
-        prefetch_after_gradients: in backward, gather ahead only once the gradients under way are computed.
-    """
-
-    reshard_after_forward: bool = True
-    forward_prefetch: int = 0
-    backward_prefetch: int = 1
-    prefetch_after_gradients: bool = False
-
-
-class Idle(Enum):
-    """Why a unit is gathered that nothing uses."""
-
-    AHEAD = auto()  # it will be needed soon
-    RECOMPUTED = auto()  # its forward was recomputed, its backward follows
-
-
-class ForwardCall:
-    """One forward of a unit, as its backward needs to know it: which inputs' gradients end it.
-
-    Lives as long as the graph that the forward built, and keeps the tree's context alive with it.
-    """
-
-    __slots__ = ("__weakref__", "_handles", "context", "inputs", "waiting")
-
-    def __init__(self, context: RootContext) -> None:
-        self.context = context
-        self.inputs: list[Any] = []  # the graph nodes behind which the inputs' gradients are complete
-        self.waiting: set[int] = set()  # the inputs whose gradients this backward has still to compute
-        self._handles: list[Any] = []
-
-    def watch(self, tensor: torch.Tensor, unit: Unit) -> None:
-        """Have the unit told when ``tensor``'s gradient is complete."""
-        index, call_ref, unit_ref = len(self.inputs), weakref.ref(self), unit.ref
-
-        def door() -> None:
-            call, unit = call_ref(), unit_ref()
-            if call is not None and unit is not None:
-                unit.input_ready(call, index)
-
-        self.inputs.append(hooks.gradient_node(tensor))
-        self._handles.append(hooks.on_gradient(tensor, door))
-
-    def forget(self, node: Any) -> None:
-        """Stop waiting for an input that is an output as well: its gradient is there when the backward begins, and
-        keeping its node here would tie the graph into a circle that nobody frees."""
-        for index, kept in enumerate(self.inputs):
-            if kept is node:
-                self.inputs[index] = None
-
-    def __del__(self) -> None:
-        for handle in self._handles:  # a leaf input outlives the graph
-            handle.remove()
 
 
 class Unit:
@@ -451,7 +385,7 @@ class Unit:
         context.exit_forward(backward_follows=True, failed=True)
 
     def _leave_forward(self, context: RootContext) -> None:
-        self._depth -= 1
+        self._depth = max(0, self._depth - 1)  # a failed backward inside a forward has reset it
         if self._depth > 0:
             return
         self._phase = Phase.BACKWARD if self._in_backward else self._resting_phase
@@ -639,217 +573,6 @@ def _leaf_output_door(unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
             _output_door(unit, None)()
 
     return door
-
-
-class _EndOfBackward:
-    """The callback at the end of a backward; lives as long as the graph task that it is queued on."""
-
-    def __init__(self, context: RootContext) -> None:
-        self._context = context
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._context.finish_backward()
-
-    def __del__(self) -> None:
-        if not self._called:  # the backward raised
-            self._context.reset()
-
-
-class RootContext:
-    """What the units of one tree share: streams, order, memory pools, reductions, and where in a step they are.
-
-    Owned by the root's wrapper; units refer to it weakly. The graph of a forward keeps it alive.
-    """
-
-    # Gathered units beside live ancestors, the root and those that their strategy keeps: the one that computes and the
-    # one that comes next.
-    MAX_GATHERED = 2
-
-    def __init__(self, root: Unit, units: Iterable[tuple[str, Unit, frozenset[int]]]) -> None:
-        """Takes the units over from the contexts they were in. ``units`` are (name, unit, the units around it)."""
-        self.streams: Streams = streams_for(root.device)
-        self.root = root
-        self.order: ExecutionOrder[Unit] = ExecutionOrder()
-        self.gather_pool = pool_for(root.device, self.streams)
-        self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams)
-        self.gathered: dict[Unit, None] = {}  # in the order in which they were gathered
-        self.idle: dict[Unit, Idle] = {}  # those of them that nothing uses now; see [Note: Idle units]
-        self.watched = WeakIdKeyDictionary()  # the inputs of units in this forward
-        self.generation = 0  # counts outermost forwards: what was gathered before is not trusted by the next
-        self.expects_backward = False  # whether the outermost forward runs with gradients enabled
-        self.failed = False  # a forward raised
-        self.in_backward = False
-        self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
-        self._depth = 0  # forwards under way
-        self.units: list[Unit] = []
-        for index, (name, unit, ancestors) in enumerate(units):
-            unit.join(self, index, f"unit {name!r}" if name else "the root unit", ancestors)
-            self.units.append(unit)
-        for pool in (self.gather_pool, self.reductions.pool):
-            pool.kept_nbytes = pool.KEPT_BLOCKS * self._largest_unit()
-        self._agreements = Agreements(((unit.group, unit) for unit in self.units), root.device, self.streams)
-
-    def _largest_unit(self) -> int:
-        """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
-        sizes = [sum(handle.full_nbytes for handle in unit.handles) for unit in self.units if unit is not self.root]
-        return max(sizes, default=sum(handle.full_nbytes for handle in self.root.handles))
-
-    def __del__(self) -> None:
-        """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
-        waits for the last use."""
-        for unit in list(self.gathered):
-            unit.forget_output(self)
-            unit.reshard(self)
-        self._trim()
-
-    def about_to(self, kind: str, unit: Unit) -> Ticket | None:
-        """``unit`` is about to communicate: see that its group's ranks agree."""
-        return self._agreements.about_to(kind, unit.group, unit)
-
-    def release(self, unit: Unit) -> None:
-        """Let ``unit`` go to another context."""
-        unit.forget_output(self)
-        unit.reshard(self)
-        self.units.remove(unit)
-
-    # -- forward -------------------------------------------------------------------------------------------------------
-
-    def enter_forward(self, unit: Unit) -> None:
-        """``unit`` is about to run; the outermost one begins a new forward of the tree."""
-        if hooks.current_backward() != hooks.NO_BACKWARD:
-            self.enter_backward(unit)
-        elif self._depth == 0:
-            self._begin_forward(unit)
-        self._depth += 1
-
-    def _begin_forward(self, unit: Unit) -> None:
-        if self.failed or self.in_backward:  # the last pass ended in an error
-            self._clear()
-        for other in self.units:
-            other.forget_output(self)
-            other.refresh()
-        self.generation += 1
-        self.watched.clear()
-        self.expects_backward = torch.is_grad_enabled()
-        self.order.start(unit, backward=False)
-        self._agreements.begin(f"forward of {unit.name}")
-        self.gathers_follow_compute()
-
-    def gathers_follow_compute(self) -> None:
-        """Gathers from now on read what has been written on the current stream, by the optimizer for instance."""
-        updated = self.streams.record()
-        with self.streams.on_gather_stream():
-            self.streams.wait(updated)
-
-    def exit_forward(self, *, backward_follows: bool, failed: bool = False) -> None:
-        self._depth -= 1
-        if self._depth > 0 or hooks.current_backward() != hooks.NO_BACKWARD:
-            return
-        self.order.stop()
-        if failed:
-            self.reset()
-            return
-        self._agreements.end(wait=False)
-        for unit in list(self.gathered if not backward_follows else self.idle):
-            unit.reshard(self)
-        if not backward_follows:
-            self._trim()
-
-    # -- backward ------------------------------------------------------------------------------------------------------
-
-    def enter_backward(self, unit: Unit) -> None:
-        """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
-        nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
-        if self.in_backward and not self.failed and self._end_of_backward() is not None:
-            return
-        if self.failed or self.in_backward:  # the last backward raised: its graph task is gone, its callback as well
-            self._clear()
-        self.in_backward = True
-        self.order.start(unit, backward=True)
-        self._agreements.begin("backward")
-        end = _EndOfBackward(self)
-        self._end_of_backward = weakref.ref(end)
-        hooks.at_end_of_backward(end)
-
-    def finish_backward(self) -> None:
-        try:
-            with torch.no_grad():
-                for unit in self.units:
-                    unit.end_backward(self)
-                self._agreements.end(wait=True)
-                self.reductions.drain(attach=True)
-        except BaseException as error:
-            hooks.report(error, self.root.name, "end of backward")
-            self.reset()
-            raise
-        self.order.stop()
-        self.in_backward = False
-        self._trim()
-
-    def reset(self) -> None:
-        """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet
-        are dropped. Waits for nothing: other ranks may be gone. What is still under way is waited for by the next pass.
-        """
-        for unit in self.units:
-            unit.reset(self)
-        self._agreements.forget_pass()
-        self.order.stop()
-        self._depth = 0
-        self.in_backward = False
-        self.failed = True
-
-    def _clear(self) -> None:
-        """Wait for what a failed pass left under way."""
-        self.reset()
-        for unit in self.units:
-            unit.reshard(self)
-        self.reductions.drain(attach=False)
-        self.failed = False
-        self._trim()
-
-    # -- room ----------------------------------------------------------------------------------------------------------
-
-    def _has_room(self, unit: Unit) -> bool:
-        """Whether ``unit`` may be gathered without more full buffers than the bound allows."""
-        counted = (
-            other
-            for other in self.gathered
-            if other is not self.root and other.policy.reshard_after_forward and other.index not in unit.ancestors
-        )
-        return sum(1 for _ in counted) < self.MAX_GATHERED
-
-    def make_room(self, unit: Unit) -> None:
-        """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
-        for other in list(self.idle):
-            if self._has_room(unit):
-                return
-            other.reshard(self)
-
-    def gather_ahead(self, unit: Unit) -> None:
-        """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
-        policy = unit.policy
-        if not self.in_backward:
-            # One ahead in any case. Asked for only after the unit before it was resharded, a gather would get that
-            # unit's memory and wait for its compute, even where the host runs ahead.
-            count = max(policy.forward_prefetch, 1)
-        elif policy.prefetch_after_gradients and any(other.awaits_leaves for other in self.gathered):
-            return
-        else:
-            count = policy.backward_prefetch
-        for candidate in self.order.upcoming(count):
-            if candidate.is_gathered:
-                continue
-            if not self._has_room(candidate):
-                return
-            candidate.gather(self)
-            self.idle[candidate] = Idle.AHEAD
-
-    def _trim(self) -> None:
-        """Give the pools' spare memory back."""
-        with self.streams.on_gather_stream():
-            self.gather_pool.trim()
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:

@@ -1,0 +1,294 @@
+"""What the units of one tree share: streams, order, memory, reductions, and where in a step they are.
+
+[Note: Idle units]
+A unit may be gathered without being in use: gathered ahead, or left so by a recomputation whose backward is about to
+come. It stays while there is room (``RootContext.make_room``) and is resharded first when there is not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp.comm.streams import Streams, streams_for
+from fsdp.flat.flat_param import FlatParamHandle, pool_for
+from fsdp.runtime import hooks
+from fsdp.runtime.agreement import Agreements, Ticket
+from fsdp.runtime.order import ExecutionOrder
+from fsdp.runtime.reduction import ReductionQueue
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """When a unit is resharded and which ones are gathered ahead while it computes.
+
+    Attributes:
+        reshard_after_forward: whether it is gathered again for backward.
+        forward_prefetch, backward_prefetch: how many of the next units to gather ahead.
+        prefetch_after_gradients: in backward, gather ahead only once the gradients under way are computed.
+    """
+
+    reshard_after_forward: bool = True
+    forward_prefetch: int = 0
+    backward_prefetch: int = 1
+    prefetch_after_gradients: bool = False
+
+
+class Idle(Enum):
+    """Why a unit is gathered that nothing uses."""
+
+    AHEAD = auto()  # it will be needed soon
+    RECOMPUTED = auto()  # its forward was recomputed, its backward follows
+
+
+class TreeUnit(Protocol):
+    """A unit as its tree sees it; ``Unit`` is the one there is, and tells what each of these does."""
+
+    name: str
+    index: int
+    ancestors: frozenset[int]
+    device: torch.device
+    handles: list[FlatParamHandle]
+    policy: UnitPolicy
+
+    @property
+    def group(self) -> Any | None: ...
+
+    @property
+    def is_gathered(self) -> bool: ...
+
+    @property
+    def awaits_leaves(self) -> bool: ...
+
+    def signature(self) -> str: ...
+
+    def join(self, context: RootContext, index: int, name: str, ancestors: frozenset[int]) -> None: ...
+
+    def refresh(self) -> None: ...
+
+    def gather(self, context: RootContext) -> None: ...
+
+    def reshard(self, context: RootContext) -> None: ...
+
+    def forget_output(self, context: RootContext) -> None: ...
+
+    def end_backward(self, context: RootContext) -> None: ...
+
+    def reset(self, context: RootContext) -> None: ...
+
+
+class _EndOfBackward:
+    """The callback at the end of a backward; lives as long as the graph task that it is queued on."""
+
+    def __init__(self, context: RootContext) -> None:
+        self._context = context
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._context.finish_backward()
+
+    def __del__(self) -> None:
+        if not self._called:  # the backward raised
+            self._context.reset()
+
+
+class RootContext:
+    """What the units of one tree share: streams, order, memory pools, reductions, and where in a step they are.
+
+    Owned by the root's wrapper; units refer to it weakly. The graph of a forward keeps it alive.
+    """
+
+    # Gathered units beside live ancestors, the root and those that their strategy keeps: the one that computes and the
+    # one that comes next.
+    MAX_GATHERED = 2
+
+    def __init__(self, root: TreeUnit, units: Iterable[tuple[str, TreeUnit, frozenset[int]]]) -> None:
+        """Takes the units over from the contexts they were in. ``units`` are (name, unit, the units around it)."""
+        self.streams: Streams = streams_for(root.device)
+        self.root = root
+        self.order: ExecutionOrder[TreeUnit] = ExecutionOrder()
+        self.gather_pool = pool_for(root.device, self.streams)
+        self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams)
+        self.gathered: dict[TreeUnit, None] = {}  # in the order in which they were gathered
+        self.idle: dict[TreeUnit, Idle] = {}  # those of them that nothing uses now; see [Note: Idle units]
+        self.watched = WeakIdKeyDictionary()  # the inputs of units in this forward
+        self.generation = 0  # counts outermost forwards: what was gathered before is not trusted by the next
+        self.expects_backward = False  # whether the outermost forward runs with gradients enabled
+        self.failed = False  # a forward raised
+        self.in_backward = False
+        self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
+        self._depth = 0  # forwards under way
+        self.units: list[TreeUnit] = []
+        for index, (name, unit, ancestors) in enumerate(units):
+            unit.join(self, index, f"unit {name!r}" if name else "the root unit", ancestors)
+            self.units.append(unit)
+        for pool in (self.gather_pool, self.reductions.pool):
+            pool.kept_nbytes = pool.KEPT_BLOCKS * self._largest_unit()
+        self._agreements = Agreements(((unit.group, unit) for unit in self.units), root.device, self.streams)
+
+    def _largest_unit(self) -> int:
+        """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
+        sizes = [sum(handle.full_nbytes for handle in unit.handles) for unit in self.units if unit is not self.root]
+        return max(sizes, default=sum(handle.full_nbytes for handle in self.root.handles))
+
+    def __del__(self) -> None:
+        """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
+        waits for the last use."""
+        for unit in list(self.gathered):
+            unit.forget_output(self)
+            unit.reshard(self)
+        self._trim()
+
+    def about_to(self, kind: str, unit: TreeUnit) -> Ticket | None:
+        """``unit`` is about to communicate: see that its group's ranks agree."""
+        return self._agreements.about_to(kind, unit.group, unit)
+
+    def release(self, unit: TreeUnit) -> None:
+        """Let ``unit`` go to another context."""
+        unit.forget_output(self)
+        unit.reshard(self)
+        self.units.remove(unit)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: TreeUnit) -> None:
+        """``unit`` is about to run; the outermost one begins a new forward of the tree."""
+        if hooks.current_backward() != hooks.NO_BACKWARD:
+            self.enter_backward(unit)
+        elif self._depth == 0:
+            self._begin_forward(unit)
+        self._depth += 1
+
+    def _begin_forward(self, unit: TreeUnit) -> None:
+        if self.failed or self.in_backward:  # the last pass ended in an error
+            self._clear()
+        for other in self.units:
+            other.forget_output(self)
+            other.refresh()
+        self.generation += 1
+        self.watched.clear()
+        self.expects_backward = torch.is_grad_enabled()
+        self.order.start(unit, backward=False)
+        self._agreements.begin(f"forward of {unit.name}")
+        self.gathers_follow_compute()
+
+    def gathers_follow_compute(self) -> None:
+        """Gathers from now on read what has been written on the current stream, by the optimizer for instance."""
+        updated = self.streams.record()
+        with self.streams.on_gather_stream():
+            self.streams.wait(updated)
+
+    def exit_forward(self, *, backward_follows: bool, failed: bool = False) -> None:
+        self._depth = max(0, self._depth - 1)  # a failed backward inside a forward has reset it
+        if self._depth > 0 or hooks.current_backward() != hooks.NO_BACKWARD:
+            return
+        self.order.stop()
+        if failed:
+            self.reset()
+            return
+        self._agreements.end(wait=False)
+        for unit in list(self.gathered if not backward_follows else self.idle):
+            unit.reshard(self)
+        if not backward_follows:
+            self._trim()
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def enter_backward(self, unit: TreeUnit) -> None:
+        """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
+        nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
+        if self.in_backward and not self.failed and self._end_of_backward() is not None:
+            return
+        if self.failed or self.in_backward:  # the last backward raised: its graph task is gone, its callback as well
+            self._clear()
+        self.in_backward = True
+        self.order.start(unit, backward=True)
+        self._agreements.begin("backward")
+        end = _EndOfBackward(self)
+        self._end_of_backward = weakref.ref(end)
+        hooks.at_end_of_backward(end)
+
+    def finish_backward(self) -> None:
+        try:
+            with torch.no_grad():
+                for unit in self.units:
+                    unit.end_backward(self)
+                self._agreements.end(wait=True)
+                self.reductions.drain(attach=True)
+        except BaseException as error:
+            hooks.report(error, self.root.name, "end of backward")
+            self.reset()
+            raise
+        self.order.stop()
+        self.in_backward = False
+        self._trim()
+
+    def reset(self) -> None:
+        """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet
+        are dropped. Waits for nothing: other ranks may be gone. What is still under way is waited for by the next pass.
+        """
+        for unit in self.units:
+            unit.reset(self)
+        self._agreements.forget_pass()
+        self.order.stop()
+        self._depth = 0
+        self.in_backward = False
+        self.failed = True
+
+    def _clear(self) -> None:
+        """Wait for what a failed pass left under way."""
+        self.reset()
+        for unit in self.units:
+            unit.reshard(self)
+        self.reductions.drain(attach=False)
+        self.failed = False
+        self._trim()
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _has_room(self, unit: TreeUnit) -> bool:
+        """Whether ``unit`` may be gathered without more full buffers than the bound allows."""
+        counted = (
+            other
+            for other in self.gathered
+            if other is not self.root and other.policy.reshard_after_forward and other.index not in unit.ancestors
+        )
+        return sum(1 for _ in counted) < self.MAX_GATHERED
+
+    def make_room(self, unit: TreeUnit) -> None:
+        """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
+        for other in list(self.idle):
+            if self._has_room(unit):
+                return
+            other.reshard(self)
+
+    def gather_ahead(self, unit: TreeUnit) -> None:
+        """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
+        policy = unit.policy
+        if not self.in_backward:
+            # One ahead in any case. Asked for only after the unit before it was resharded, a gather would get that
+            # unit's memory and wait for its compute, even where the host runs ahead.
+            count = max(policy.forward_prefetch, 1)
+        elif policy.prefetch_after_gradients and any(other.awaits_leaves for other in self.gathered):
+            return
+        else:
+            count = policy.backward_prefetch
+        for candidate in self.order.upcoming(count):
+            if candidate.is_gathered:
+                continue
+            if not self._has_room(candidate):
+                return
+            candidate.gather(self)
+            self.idle[candidate] = Idle.AHEAD
+
+    def _trim(self) -> None:
+        """Give the pools' spare memory back."""
+        with self.streams.on_gather_stream():
+            self.gather_pool.trim()
