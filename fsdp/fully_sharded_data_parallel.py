@@ -33,6 +33,7 @@ from fsdp.flat.ownership import (
     build_handles,
     materialize,
     move_to,
+    own_modules,
     owned_params,
     synchronize,
 )
@@ -219,8 +220,9 @@ class FullyShardedDataParallel(nn.Module, _State):
         for submodule in module.modules():  # torch.compile and tools look for these two
             submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
             submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
-        for kind in ("state_dict", "load_state_dict"):
-            getattr(module, f"register_{kind}_pre_hook")(_refuse_state_dict)
+        for _, owner in own_modules(module):
+            owner.register_state_dict_pre_hook(_refuse_state_dict)
+            owner.register_load_state_dict_pre_hook(_refuse_state_dict)
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
@@ -306,6 +308,8 @@ class FullyShardedDataParallel(nn.Module, _State):
     def _become_root(self) -> RootContext:
         units = list(units_in(self))
         wrappers = self.fsdp_modules(self)
+        for unit in (unit for _, unit, _ in units):
+            _check_no_optimizer_in_backward(unit, self._use_orig_params)
         for attribute in ("_use_orig_params", "limit_all_gathers"):
             values = {getattr(wrapper, attribute) for wrapper in wrappers}
             if len(values) > 1:
@@ -457,6 +461,15 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     def _clean(self, name: str) -> str:
         return name.replace(f"{WRAPPED_MODULE}.", "") if self._fsdp_unit.phase is Phase.SUMMONED else name
+
+    @property
+    def _sync_gradients(self) -> bool:
+        """Whether a backward reduces this unit's gradients; ``no_sync`` turns it off for the whole tree."""
+        return self._fsdp_unit.synchronize
+
+    @_sync_gradients.setter
+    def _sync_gradients(self, value: bool) -> None:
+        self._fsdp_unit.synchronize = value
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -621,6 +634,19 @@ def _inside_checkpoint(module: nn.Module) -> nn.Module:
     return getattr(module, _CHECKPOINTED_MODULE, module)
 
 
+def _check_no_optimizer_in_backward(unit: Unit, use_orig_params: bool) -> None:
+    """Raises where torch's ``_apply_optimizer_in_backward`` was asked for: its optimizers would never step."""
+    for visible in (visible for views in unit.views for visible in views.visible):
+        if hasattr(visible.param, "_in_backward_optimizers"):
+            if not use_orig_params:
+                raise RuntimeError(
+                    f"{visible.name!r} has an optimizer in backward, which is only supported with use_orig_params=True"
+                )
+            raise NotImplementedError(
+                f"FullyShardedDataParallel does not support this yet: an optimizer in backward ({visible.name!r})"
+            )
+
+
 def _asks_for_anything(precision: MixedPrecision) -> bool:
     dtypes = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
     return any(dtype is not None for dtype in dtypes) or precision.keep_low_precision_grads
@@ -628,6 +654,8 @@ def _asks_for_anything(precision: MixedPrecision) -> bool:
 
 def _check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
     if strategy not in _HYBRID:
+        if isinstance(group, tuple):
+            raise ValueError(f"a pair of process groups is for hybrid strategies, and sharding_strategy is {strategy}")
         return
     if group is None and mesh is None and policy is None:
         raise ValueError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -294,8 +294,39 @@ def auto_wrap(
     # Whatever else decides how submodules are wrapped has its place here: the choice is made, the tree is untouched.
     targets = {module: targets[module] for module in root_module.modules() if module in targets}
     targets.pop(root_module, None)
+    _check_ties(root_module, targets, ignored_modules, ignored_params)
     _post_order_apply(root_module, _construct_wrap_fn(root_module, targets, wrapper_cls))
     return len(targets)
+
+
+def _check_ties(
+    root_module: nn.Module,
+    targets: Collection[nn.Module],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+) -> None:
+    """Raises ValueError if a parameter would belong to two units, with its two names. A shared module is one unit."""
+    homes: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+
+    def visit(module: nn.Module, unit: nn.Module, path: str) -> None:
+        if module in ignored_modules:
+            return
+        unit = module if module in targets else unit
+        for attribute, param in module._parameters.items():
+            if param is None or param in ignored_params:
+                continue
+            first, name = homes.setdefault(param, (unit, f"{path}{attribute}"))
+            if first is not unit:
+                raise ValueError(
+                    f"parameter {path + attribute!r} is shared with {name!r}, and auto_wrap_policy puts the two into "
+                    f"different units ({type(unit).__name__} and {type(first).__name__}). A parameter can be sharded "
+                    "by one unit only: wrap the lowest module that contains both, and neither of the two apart"
+                )
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(child, unit, f"{path}{name}.")
+
+    visit(root_module, root_module, "")
 
 
 def _recursive_wrap(

@@ -20,6 +20,16 @@ class Mutation:
 
 
 LAYOUT = ("tests/test_layout.py",)
+ACCUMULATION = ("tests/test_accumulation.py",)
+AGREEMENT = ("tests/test_agreement.py",)
+BACKWARD = ("tests/test_backward.py",)
+COMMUNICATION = ("tests/test_communication.py",)
+FULL_PARAMS = ("tests/test_full_params.py",)
+LIFECYCLE = ("tests/test_lifecycle.py",)
+NUMERICS = ("tests/test_reliability_numerics.py",)
+PARITY = ("tests/test_parity.py",)
+STAGES = ("tests/test_stages.py",)
+STREAMS = ("tests/test_streams.py",)
 
 MUTATIONS = [
     Mutation(
@@ -42,5 +52,310 @@ MUTATIONS = [
         "end = _clamp(shard_end - param.offset, param.numel - 1)",
         "the last element of a parameter belongs to nobody",
         LAYOUT,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "                self.gather(context)\n"
+        "            for handle in self.handles:\n"
+        "                handle.wait()\n"
+        "        for view in self.views:",
+        "                self.gather(context)\n        for view in self.views:",
+        "the modules compute before the gather is over",
+        COMMUNICATION,
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
+        "        for work in works:\n            wait_for(work",
+        "        for work in works[:0]:\n            wait_for(work",
+        "a collective is not waited for",
+        COMMUNICATION,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "            item.pending.wait()\n",
+        "            pass\n",
+        "a reduction is attached before it is over",
+        COMMUNICATION,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "                handle.wait()  # gathered ahead in vain: whoever writes to the shard next must not overtake the gather\n",
+        "                pass\n",
+        "nobody waits for a gather that turned out useless",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        with self.streams.on_gather_stream():\n            self.streams.wait(updated)\n",
+        "        pass\n",
+        "gathers do not wait for the optimizer",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "            streams.wait(written)\n",
+        "            pass\n",
+        "the reduction does not wait for the slots",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "            block, last_use = self._free.pop(min(fitting)[1])\n            self._streams.wait(last_use)\n",
+        "            block, last_use = self._free.pop(min(fitting)[1])\n",
+        "a block is lent while another stream still uses it",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "            self._streams.wait(last_use)  # the allocator may hand it out on this stream at once\n"
+        "            total -=",
+        "            total -=",
+        "a block is freed while another stream still uses it",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
+        "        event, self._event = self._event, None\n        self._streams.wait(event)\n",
+        "        self._event = None\n",
+        "the compute stream does not wait for a collective",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        if any(item.source is buffer for item in self._in_flight):  # its last reduction still reads the slots\n"
+        "            self._complete_all_but(0)\n",
+        "",
+        "slots are overwritten while their last reduction reads them",
+        BACKWARD,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        stale = [slot for slot, written in zip(target.slots, self._written) if not written and slot.numel()]\n",
+        "        stale = []\n",
+        "slots that nobody wrote keep what the memory held",
+        NUMERICS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        stale += [target.flat[start:end] for start, end in self.handle.layout.gaps]\n",
+        "",
+        "the padding of the gradient keeps what the memory held",
+        NUMERICS,
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "values = torch.zeros(layout.padded_numel,",
+        "values = torch.empty(layout.padded_numel,",
+        "the padding of the shard is born with what the memory held",
+        NUMERICS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        self._written = [False] * len(self._written)\n        accumulator",
+        "        accumulator",
+        "a slot counts as written by an earlier backward",
+        PARITY,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "                for handle in self.handles:\n"
+        "                    handle.release(context.gather_pool, last_use)\n",
+        "",
+        "full buffers are never released",
+        STAGES,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            if keeps and context.expects_backward:\n",
+        "            if context.expects_backward:\n",
+        "every unit stays gathered between forward and backward",
+        STAGES,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        for unit in list(self.gathered if not backward_follows else self.idle):\n"
+        "            unit.reshard(self)\n",
+        "",
+        "what was gathered ahead in vain stays",
+        COMMUNICATION,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        if not backward_follows:\n            self._trim()\n",
+        "",
+        "an evaluation leaves memory in the pool",
+        STAGES,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "            if attach:\n                item.finish()\n        self.pool.trim()\n",
+        "            if attach:\n                item.finish()\n",
+        "the reduce buffers' memory stays after the backward",
+        STAGES,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "            self.give_back(source)\n",
+        "            pass\n",
+        "a reduce buffer is not given back",
+        STAGES,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "            if self._has_room(unit):\n                return\n            other.reshard(self)\n",
+        "            return\n",
+        "idle units are not resharded to make room",
+        STAGES,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        if not call.waiting and call in self._open_calls:\n"
+        "            self._open_calls.discard(call)\n"
+        "            self._maybe_reshard(self.context or call.context)\n",
+        "        self._open_calls.discard(call)\n",
+        "a unit stays gathered until the end of the backward",
+        STAGES,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            if call.waiting:\n                self._open_calls.add(call)\n",
+        "",
+        "a unit is resharded at its last leaf, though a frozen weight is still to be read",
+        BACKWARD,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        shared = {key: tensor.view_as(tensor) for key, tensor in tensors.items() if tensor in watched}\n",
+        "        shared: dict[int, torch.Tensor] = {}\n",
+        "an input that units share keeps them all gathered",
+        STAGES,
+    ),
+    Mutation(
+        "fsdp/runtime/forward_call.py",
+        "        for handle in self._handles:  # a leaf input outlives the graph\n            handle.remove()\n",
+        "        pass\n",
+        "hooks pile up on an input that is used again",
+        LIFECYCLE,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            elif tensor not in self._hooked_leaves:  #",
+        "            elif True:  #",
+        "hooks pile up on a parameter that is an output",
+        LIFECYCLE,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            torch.clear_autocast_cache()  # it keeps",
+        "            pass  # it keeps",
+        "autocast keeps a copy of every unit",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            stale = refill and self._generation != context.generation\n",
+        "            stale = False\n",
+        "a full copy of an earlier forward is trusted",
+        BACKWARD,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        self.generation += 1\n",
+        "",
+        "a full copy of an earlier forward counts as fresh",
+        BACKWARD,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "            other.refresh()\n",
+        "",
+        "what the user did to the parameters is not followed",
+        BACKWARD,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            self._accumulators[key] = hooks.accumulator_of(self.handles[key[0]].leaves[key[1]])\n",
+        "            pass\n",
+        "after a cast the engine waits for nodes that are gone",
+        FULL_PARAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "            if touched and parked is not None:  # zeroed",
+        "            if False:  # zeroed",
+        "zeroing an accumulator leaves what it hides",
+        ACCUMULATION,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "                    gradients.open(context.reductions, synchronize=True)\n"
+        "        self.finish_gradients(context, at_end=True)\n",
+        "                    pass\n        self.finish_gradients(context, at_end=True)\n",
+        "an accumulator that the synchronised backward does not reach stays local",
+        ACCUMULATION,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "                if not gradients.is_open:  # unused beside a used one: zeros, on every rank alike\n"
+        "                    gradients.open(context.reductions, synchronize=True)\n",
+        "                if not gradients.is_open:\n                    continue\n",
+        "an unused bucket beside a used one gets no gradient",
+        BACKWARD,
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
+        "            if after != 1:\n                out.div_(after)\n",
+        "",
+        "gradients are summed, not averaged",
+        PARITY,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        if self._written[index]:\n            slot.add_(grad)\n        else:\n",
+        "        if False:\n            slot.add_(grad)\n        else:\n",
+        "the second gradient of a leaf replaces the first",
+        BACKWARD,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "            torch._foreach_add_(present, added)\n",
+        "            pass\n",
+        "a second backward's gradient is lost",
+        ACCUMULATION,
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
+        "            total.copy_(received[0])\n            for piece in received[1:]:\n",
+        "            total.copy_(received[0])\n            for piece in received[:0]:\n",
+        "the direct exchange forgets the other ranks' pieces",
+        PARITY,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        if self.failed or self.in_backward:  # the last pass ended in an error\n            self._clear()\n",
+        "",
+        "a failed pass is not healed by the next forward",
+        BACKWARD,
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "        if votes[:2].tolist() != [digest, -digest]:\n",
+        "        if False:\n",
+        "ranks that wrapped different models go on",
+        AGREEMENT,
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "        elif recorded != event:\n            self._announce(ticket, event)\n",
+        "",
+        "a rank leaves the recorded order without a word",
+        AGREEMENT,
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "        if recorded is None:\n            self._ask_all(ticket, event)\n",
+        "        if recorded is None:\n            pass\n",
+        "nobody is asked in the first step",
+        AGREEMENT,
     ),
 ]

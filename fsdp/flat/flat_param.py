@@ -242,6 +242,7 @@ class FlatParamHandle:
         requires_grad = any(param.requires_grad for param in params)
         self._shard = shard
         self.flat_param: Any = FlatParameter(shard, requires_grad=requires_grad)
+        setattr(self.flat_param, "_fqns", [param.name for param in layout.params])  # noqa: B010, tools read it
         self._make_full_buffer(values if groups.sharded and layout.compute_dtype == layout.dtype else None)
         self.leaves = [
             nn.Parameter(torch.empty(0, dtype=layout.compute_dtype, device=device), requires_grad=param.requires_grad)

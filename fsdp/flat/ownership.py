@@ -49,9 +49,11 @@ class OwnedParam:
 
 def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(name, module) for ``module`` and its descendants, every path to each, without entering nested units."""
+    if WRAPPED_MODULE in module._modules:
+        return
     yield prefix, module
     for name, child in module._modules.items():
-        if child is not None and not hasattr(child, WRAPPED_MODULE):
+        if child is not None:
             yield from own_modules(child, f"{prefix}.{name}" if prefix else name)
 
 

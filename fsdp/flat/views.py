@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer, collect, point_at
+from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer, assign_full_grad, collect, point_at
 from fsdp.flat.ownership import OwnedParam, Place
 
 
@@ -90,12 +90,29 @@ class _BucketViews:
         self._shown: list[nn.Parameter] | None = None
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
+    def grad(self, position: int) -> torch.Tensor | None:
+        """The gradient that belongs to visible parameter ``position``."""
+        return self.visible[position].param.grad
+
+    def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
+        """Make ``grad``, sharded or in full shape, the gradient of visible parameter ``position``."""
+        param = self.visible[position].param
+        if grad is None or grad.shape == param.shape:
+            param.grad = grad
+        else:
+            assign_full_grad(param, grad)
+
     def use_leaves(self) -> None:
         """The modules compute with the full parameters from here on."""
         for owner, attribute, leaf in self._leaf_writes:
             owner[attribute] = leaf
         for slot in self._careful:
             slot.put(slot.leaf)
+
+    @property
+    def shows_grads(self) -> bool:
+        """Whether full gradients are summoned."""
+        return False
 
     def unregister(self) -> None:
         """Nothing of the bucket is registered until ``use_resting`` (or ``follow``)."""
@@ -164,6 +181,21 @@ class OriginalViews(_BucketViews):
         """Each visible parameter's part of a sharded gradient, in the shape that its data has now."""
         return self.handle.sharded_views(flat_shard)
 
+    @property
+    def shows_grads(self) -> bool:
+        return self._shown_grads is not None
+
+    def grad(self, position: int) -> torch.Tensor | None:
+        return self._hidden_grads[position] if self._shown is not None else super().grad(position)
+
+    def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
+        if (
+            self._shown is not None
+        ):  # what is visible now has the full shape; its gradients, if shown, are another matter
+            self._hidden_grads[position] = grad
+        else:
+            super().set_grad(position, grad)
+
     def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """The originals hold ``values`` (in their true shapes), and ``grads`` or no gradient, until ``hide_full``."""
         self._hidden_grads = [original.grad for original in self._originals]
@@ -183,7 +215,7 @@ class OriginalViews(_BucketViews):
             original.grad = None
         self.handle.point_at_shard(self._originals)
         for index, (original, hidden, shown) in enumerate(zip(self._originals, self._hidden_grads, shown_grads)):
-            original.grad = hidden
+            self.set_grad(index, hidden)
             if self._shown_grads is None or not write_grads or self.visible[index].absent:
                 continue
             if shown is None:

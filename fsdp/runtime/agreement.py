@@ -83,7 +83,8 @@ class Agreement:
         self._pass = ""
         self._passes = 0
         self._position = 0
-        self._questions: deque[tuple[Ticket, Agreeing]] = deque()  # whether passes were the same, not yet answered
+        self._together = True  # no rank has begun anything since all of them were asked
+        self._questions: deque[tuple[Ticket, Agreeing]] = deque()  # not yet answered
         self._recent: deque[Ticket] = deque(maxlen=16)  # of the pass under way
 
     # -- the layout ----------------------------------------------------------------------------------------------------
@@ -130,25 +131,38 @@ class Agreement:
     # -- the order -----------------------------------------------------------------------------------------------------
 
     def begin(self, what: str) -> None:
-        """A pass begins; whether all ranks have begun the same one is known when it is over."""
+        """A pass begins.
+
+        After a backward all ranks are together. After anything else some may be about to begin another pass, whose
+        messages have other sizes, and gloo aborts the process when such messages meet: asks whether all ranks begin
+        this one here. Where the group serves the CPU, its first collective waits for the answer.
+        """
+        together, self._together = self._together, False
+        before, self._before = self._before, _hash(what)
         self._pass, self._position = what, 0
         self._passes += 1
-        self._before = _hash(what)
         self._recent.clear()
+        if not together:
+            self._ask_later((before * 1000003 + self._before) & _MASK, f"agree to begin the {what}")
 
     def end(self, *, wait: bool) -> None:
-        """The pass is over; all ranks have to be through.
-
-        Asks all ranks whether theirs was the same. Without ``wait``, looks at the answer at the end of the next pass.
+        """The pass is over. With ``wait`` all ranks have to be through, and are asked whether theirs was the same.
 
         Raises:
-            RuntimeError: they are not through, or this pass or the one before was not the same.
+            RuntimeError: they are not through, or this pass was not the same.
         """
-        ticket = self._next(END, "", len(self._members) * len(_KINDS))
-        self._questions.append(
-            (ticket, Agreeing(self._before, self._group, self._device, f"agree on {self._pass}", self._streams))
-        )
-        while self._questions and (wait or len(self._questions) > 1) and self._questions[0][1].answered():
+        self._next(END, "", len(self._members) * len(_KINDS))
+        if wait:
+            self._ask_later(self._before, f"agree on the {self._pass}")
+            self._look_at_answers()
+            self._together = True
+
+    def _ask_later(self, value: int, label: str) -> None:
+        ticket = Ticket(self, self._position, END, "")
+        self._questions.append((ticket, Agreeing(value, self._group, self._device, label, self._streams)))
+
+    def _look_at_answers(self) -> None:
+        while self._questions and self._questions[0][1].answered():
             asked, question = self._questions.popleft()
             if question.differs(asked):
                 raise self._out_of_step(self._talk(PATIENCE))
@@ -166,6 +180,7 @@ class Agreement:
         return self._next(kind, member.name, self._index[id(member)] * len(_KINDS) + _KINDS.index(kind))
 
     def _next(self, kind: str, name: str, event: int) -> Ticket:
+        self._look_at_answers()
         ticket = Ticket(self, self._position, kind, name)
         recorded = self._record.get(self._before)
         self._recent.append(ticket)

@@ -88,6 +88,11 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
 def _gather_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
     """Each bucket's gradients in full shape; None where no rank has one, zeros from ranks that have none."""
     result = []
+    if any(gradients.accumulates for gradients in unit.gradients):
+        raise RuntimeError(
+            f"summon_full_params(with_grads=True): {unit.name} has unsharded gradients from no_sync(): finish the "
+            "accumulation, or set them to None, before"
+        )
     for bucket, handle in enumerate(unit.handles):
         originals = [visible.param for visible in unit.views[bucket].visible]
         present = torch.tensor([original.grad is not None for original in originals], dtype=torch.int64, device="cpu")

@@ -20,7 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
 from fsdp.comm.streams import Streams
-from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer, assign_full_grad
+from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer
 from fsdp.flat.views import BucketViews
 
 
@@ -175,7 +175,7 @@ class BucketGradients:
         if not self._continues:
             self._parked = [None] * len(grads)
         for position, visible in enumerate(self.views.visible):
-            current = visible.param.grad
+            current = self.views.grad(position)
             if current is not None and current is before[position]:
                 grads[position] = current
             elif visible.param.requires_grad:
@@ -183,7 +183,7 @@ class BucketGradients:
                     self._parked[position] = current
                 elif current is not None:  # one rank: sharded and unsharded gradients are the same thing
                     grads[position].add_(current)
-                assign_full_grad(visible.param, grads[position])
+                self.views.set_grad(position, grads[position])
         self._exposed = [TensorWeakRef(grad) for grad in grads]
         self._exposed_shapes = [grad.shape for grad in grads]
         self._exposed_version = accumulator.flat._version
@@ -216,7 +216,7 @@ class BucketGradients:
         accumulation makes one."""
         found = []
         for position, shape in enumerate(self._exposed_shapes if self._exposed else ()):
-            grad = self.views.visible[position].param.grad
+            grad = self.views.grad(position)
             if grad is not None and grad.shape == shape:
                 found.append((position, grad))
         return found
@@ -246,7 +246,7 @@ class BucketGradients:
         for position in range(len(exposed)):
             if position not in positions:
                 self._parked[position] = None
-        held = any(grad is not None and self.views.visible[p].param.grad is not grad for p, grad in enumerate(exposed))
+        held = any(grad is not None and self.views.grad(p) is not grad for p, grad in enumerate(exposed))
         if accumulator is None or held or len(kept) > sum(grad is exposed[position] for position, grad in kept):
             # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
             layout = self.handle.layout
@@ -254,15 +254,15 @@ class BucketGradients:
             grads = self.views.full_grads(SlotBuffer(layout, accumulator))
             for position, grad in kept:
                 grads[position].copy_(grad)
-                assign_full_grad(self.views.visible[position].param, grads[position])
+                self.views.set_grad(position, grads[position])
                 self._exposed[position] = TensorWeakRef(grads[position])
         return accumulator
 
     def _conceal(self) -> None:
         """Take the accumulator out of sight, and bring back what it hid."""
-        for visible, exposed, parked in zip(self.views.visible, self._exposed_grads(), self._parked):
-            if exposed is not None and visible.param.grad is exposed:
-                visible.param.grad = parked
+        for position, (exposed, parked) in enumerate(zip(self._exposed_grads(), self._parked)):
+            if exposed is not None and self.views.grad(position) is exposed:
+                self.views.set_grad(position, parked)
         self._exposed, self._parked = [], []
 
     def _attach(self, shard: torch.Tensor) -> None:
@@ -270,13 +270,15 @@ class BucketGradients:
         if shard.dtype != self.handle.layout.dtype:
             shard = shard.to(self.handle.layout.dtype)
         present, added = [], []
-        for visible, grad in zip(self.views.visible, self.views.sharded_grads(shard)):
+        for position, grad in enumerate(self.views.sharded_grads(shard)):
+            visible = self.views.visible[position]
             if visible.absent or not visible.param.requires_grad:
                 continue
-            if visible.param.grad is None:
-                visible.param.grad = grad
+            current = self.views.grad(position)
+            if current is None:
+                self.views.set_grad(position, grad)
             else:
-                present.append(visible.param.grad)
+                present.append(current)
                 added.append(grad)
         if present:
             torch._foreach_add_(present, added)

@@ -412,6 +412,11 @@ class Unit:
                 f"a backward with create_graph=True reached {self.name}: gradients of gradients of sharded parameters "
                 "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
             )
+        if any(view.shows_grads for view in self.views):
+            raise RuntimeError(
+                f"a backward of {self.name} inside summon_full_params(with_grads=True), where .grad holds the full "
+                "gradients of before: run it outside, or summon without gradients"
+            )
         context.enter_backward(self)
         self.unshard(context, refill=False)
         self._phase = Phase.BACKWARD
