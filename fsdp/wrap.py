@@ -307,10 +307,11 @@ def _check_ties(
 ) -> None:
     """Raises ValueError if a parameter would belong to two units, with its two names. A shared module is one unit."""
     homes: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-
-    def visit(module: nn.Module, unit: nn.Module, path: str) -> None:
+    pending = [(root_module, root_module, "")]
+    while pending:
+        module, unit, path = pending.pop()
         if module in ignored_modules:
-            return
+            continue
         unit = module if module in targets else unit
         for attribute, param in module._parameters.items():
             if param is None or param in ignored_params:
@@ -322,11 +323,8 @@ def _check_ties(
                     f"different units ({type(unit).__name__} and {type(first).__name__}). A parameter can be sharded "
                     "by one unit only: wrap the lowest module that contains both, and neither of the two apart"
                 )
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(child, unit, f"{path}{name}.")
-
-    visit(root_module, root_module, "")
+        children = [(child, unit, f"{path}{name}.") for name, child in module._modules.items() if child is not None]
+        pending += reversed(children)
 
 
 def _recursive_wrap(

@@ -63,18 +63,23 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str) -> list[Ow
     Raises:
         ValueError: a parameter already belongs to another unit, or its kind cannot be flattened.
     """
-    found: dict[nn.Parameter, OwnedParam] = {}
+    owned = []
+    for param, places in _places(module, ignored).items():
+        _check(param, places[0].name, unit_name)
+        owned.append(OwnedParam(param, places))
+    return owned
+
+
+def _places(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, list[Place]]:
+    """Every parameter below ``module`` that is neither ignored nor in a nested unit, with all its registrations."""
+    found: dict[nn.Parameter, list[Place]] = {}
     for prefix, owner in own_modules(module):
         for attribute, param in owner._parameters.items():
-            if param is None or param in ignored.params:
-                continue
-            name = f"{prefix}.{attribute}" if prefix else attribute
-            if param not in found:
-                _check(param, name, unit_name)
-                found[param] = OwnedParam(param)
-            if all((place.module, place.attribute) != (owner, attribute) for place in found[param].places):
-                found[param].places.append(Place(owner, attribute, name))
-    return list(found.values())
+            if param is not None and param not in ignored.params:
+                places = found.setdefault(param, [])
+                if all((place.module, place.attribute) != (owner, attribute) for place in places):
+                    places.append(Place(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute))
+    return found
 
 
 def _check(param: nn.Parameter, name: str, unit_name: str) -> None:
@@ -226,6 +231,7 @@ def materialize(
     modules = [(name, owner) for name, owner in _breadth_first(module) if owner not in ignored.modules]
     if not any(_is_meta(owner, ignored) for _, owner in modules):
         return
+    ties = [places for places in _places(module, ignored).values() if len(places) > 1]
     if param_init_fn is not None:
         for _, owner in modules:
             param_init_fn(owner)
@@ -242,6 +248,9 @@ def materialize(
             for _, owner in own:
                 owner.to_empty(device=device, recurse=False)
                 owner.reset_parameters()  # type: ignore[operator]
+    for first, *others in ties:  # each module was given parameters of its own
+        for place in others:
+            setattr(place.module, place.attribute, getattr(first.module, first.attribute))
     for name, owner in modules:
         if _is_meta(owner, ignored):
             raise ValueError(
