@@ -330,6 +330,7 @@ class Agreeing:
         """``device`` is where the ranks' models compute, and ``streams`` are its."""
         self._value, self._group, self._label = value, group, label
         self._work: Any = None
+        self._host_may_wait = streams.asynchronous_work
         device = control_device(group, device)
         if device.type == "cpu":
             self._votes = torch.tensor([value, -value], device="cpu")
@@ -344,8 +345,10 @@ class Agreeing:
             self._votes, self._arrived = streams.fetch(votes)
 
     def answered(self) -> bool:
-        """Whether ``differs()`` can tell without making the host wait for an accelerator."""
-        return self._arrived is None or bool(self._arrived.query())
+        """Whether ``differs()`` can tell, where an accelerator's host should not be made to wait."""
+        if self._arrived is not None:
+            return bool(self._arrived.query())
+        return self._host_may_wait or not isinstance(self._work, dist.Work) or bool(self._work.is_completed())
 
     def differs(self, watch: Watch) -> bool:
         """Whether some rank has another number. On CPU it waits for the answer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ class OwnedParam:
     """A parameter of the unit and every place where it is registered; the first place names it."""
 
     param: nn.Parameter
-    places: list[Place] = field(default_factory=list)
+    places: list[Place]
 
     @property
     def name(self) -> str:

@@ -95,7 +95,7 @@ class _EndOfBackward:
         self._context.finish_backward()
 
     def __del__(self) -> None:
-        if not self._called:  # the backward raised
+        if not self._called and self._context.in_backward:  # the backward raised, and no later pass has found out
             self._context.reset()
 
 
@@ -141,6 +141,8 @@ class RootContext:
     def __del__(self) -> None:
         """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
         waits for the last use."""
+        if not hasattr(self, "gathered"):
+            return  # its constructor raised
         for unit in list(self.gathered):
             unit.forget_output(self)
             unit.reshard(self)

@@ -1,0 +1,496 @@
+"""Races between streams, found without an accelerator.
+
+`trace_streams()` gives the engine simulated streams in place of an accelerator's. Everything runs at once, on the CPU
+and in the order of the host, so results are right whatever the synchronisation. But each stream keeps a vector clock:
+`record()` takes a snapshot of the current stream's, `wait()` merges one into it, and nothing else orders two streams.
+Every operation that touches memory (the mode sees each aten and c10d call, in forward, backward and optimizer) is
+stamped with the clock of the stream that is current then. Reported are
+
+* a race: two accesses of one block of memory from two streams, at least one of them a write, of which neither happens
+  before the other. Allocating is a write.
+* a use after free: memory belongs to the stream that was current when it was allocated, and once freed it may serve the
+  next allocation on that stream, as in torch's caching allocator without `record_stream`. So whatever other streams did
+  with it must happen before that allocation. What is left when the context ends must be settled then.
+* a host synchronisation: a call that on an accelerator would make the host wait or read the device's memory, and a
+  collective that hands out a work object.
+
+A block of memory is identified by its address while something holds it, so memory that moves between storages
+(`_swap_data_ptr_`) stays one block. Blocks are whole: two parts of one block are not told apart.
+
+`Sync` is one way in which the program ordered its streams: where the event was recorded and who waited for it where.
+`trace_streams(drop=...)` ignores some of them, which shows whether they are needed.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp.runtime.context as context_module
+from fsdp.comm import collectives
+from fsdp.runtime.unit import units_in
+
+PACKAGE = Path(context_module.__file__).parents[1]
+
+# Collectives as the dispatcher knows them: which arguments are written and read.
+_COLLECTIVES = {
+    "_allgather_base_": (("output_tensor",), ("input_tensor",)),
+    "_reduce_scatter_base_": (("output_tensor",), ("input_tensor",)),
+    "allreduce_": (("tensors",), ("tensors",)),
+    "broadcast_": (("tensors",), ("tensors",)),
+}
+# Operations whose result has a size that depends on the values, or is a value on the host: a device must be waited for.
+_READ_BY_HOST = {
+    "_local_scalar_dense",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+    "nonzero_numpy",
+    "unique_dim",
+    "_unique",
+    "_unique2",
+}
+# Operations that ask a tensor for its shape only.
+_LIKE = {
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "zeros_like",
+    "new_zeros",
+    "ones_like",
+    "full_like",
+    "new_full",
+}
+
+
+class Site(NamedTuple):
+    """A line of the package."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        text = linecache.getline(str(PACKAGE / self.file), self.line).strip()
+        return f"{self.file}:{self.line} in {self.function}: {text}"
+
+
+class Sync(NamedTuple):
+    """Events recorded at one line, on one stream, and waited for at another."""
+
+    recorded: Site
+    waited: Site
+    by: str  # the stream that waits
+    on: str  # the one that is waited for
+
+    def __str__(self) -> str:
+        return f"{self.by} waits for {self.on}: [{self.recorded}] -> [{self.waited}]"
+
+
+class SimulatedStream:
+    """A queue of work. `clock` says, per stream, up to which of its operations this one has waited."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock: dict[SimulatedStream, int] = {self: 0}
+
+    @property
+    def time(self) -> int:
+        return self.clock[self]
+
+    def advance(self) -> None:
+        self.clock[self] += 1
+
+    def follows(self, access: Access) -> bool:
+        """Whether what this stream does next happens after `access`."""
+        return self.clock.get(access.stream, -1) >= access.time
+
+
+class _Event:
+    """What `record()` returns; has nothing that the host could wait for."""
+
+    __slots__ = ("clock", "site", "stream")
+
+    def __init__(self, stream: SimulatedStream, site: Site) -> None:
+        self.stream, self.clock, self.site = stream, dict(stream.clock), site
+
+    def query(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Access:
+    """One operation on one block. `storage` is the address of the storage object through which it went."""
+
+    stream: SimulatedStream
+    time: int
+    operation: str
+    storage: int
+
+
+class Collective(NamedTuple):
+    """One collective: what for, and the clock of its stream when it was issued."""
+
+    label: str
+    stream: SimulatedStream
+    clock: dict[SimulatedStream, int]
+
+    @property
+    def time(self) -> int:
+        return self.clock[self.stream]
+
+
+class _Block:
+    """Memory that was allocated once: its owner, who holds it, and the last accesses from each stream."""
+
+    __slots__ = ("address", "freed", "holder", "owner", "reads", "writes")
+
+    def __init__(self, address: int, owner: SimulatedStream, storage: torch.UntypedStorage) -> None:
+        self.address, self.owner = address, owner
+        self.holder = StorageWeakRef(storage)
+        self.freed = False
+        self.writes: dict[SimulatedStream, Access] = {}
+        self.reads: dict[SimulatedStream, Access] = {}
+
+    @property
+    def is_free(self) -> bool:
+        if not self.freed:
+            storage = torch.UntypedStorage._new_with_weak_ptr(self.holder.cdata)
+            self.freed = storage is None or storage.data_ptr() != self.address
+        return self.freed
+
+    @property
+    def foreign(self) -> Iterable[Access]:
+        return [a for accesses in (self.writes, self.reads) for a in accesses.values() if a.stream is not self.owner]
+
+
+class StreamRace(AssertionError):
+    """The streams were not ordered enough."""
+
+
+class TracingStreams:
+    """Stands for an accelerator's streams; see the module's docstring."""
+
+    asynchronous_work = False
+
+    def __init__(self, tracer: StreamTracer) -> None:
+        self._tracer = tracer
+        self.gather, self.reduce = SimulatedStream("gather"), SimulatedStream("reduce")
+
+    def on_gather_stream(self) -> Any:
+        return self._tracer.on(self.gather)
+
+    def on_reduce_stream(self) -> Any:
+        return self._tracer.on(self.reduce)
+
+    def record(self) -> _Event:
+        return _Event(self._tracer.current, _site(sys._getframe(1)))
+
+    def wait(self, event: _Event | None) -> None:
+        stream = self._tracer.current
+        if event is None or event.stream is stream:
+            return
+        sync = Sync(event.site, _site(sys._getframe(1)), stream.name, event.stream.name)
+        self._tracer.syncs.add(sync)
+        if sync not in self._tracer.drop:
+            for other, time in event.clock.items():
+                stream.clock[other] = max(stream.clock.get(other, -1), time)
+
+    def fetch(self, tensor: Tensor) -> tuple[Tensor, _Event]:
+        return tensor.clone(), self.record()
+
+
+def _site(frame: FrameType) -> Site:
+    path = Path(frame.f_code.co_filename)
+    name = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else str(path)
+    return Site(name, frame.f_lineno, frame.f_code.co_name)
+
+
+@dataclass
+class _Schema:
+    """Of one operation: the arguments that it reads and writes, if it touches memory at all."""
+
+    reads: list[tuple[int, str]]
+    writes: list[tuple[int, str]]
+
+
+class StreamTracer(TorchDispatchMode):
+    """What `trace_streams()` yields."""
+
+    def __init__(self, drop: Collection[Sync] = ()) -> None:
+        super().__init__()
+        self.drop = frozenset(drop)
+        self.compute = SimulatedStream("compute")
+        self.current = self.compute
+        self.streams = TracingStreams(self)
+        self.syncs: set[Sync] = set()
+        self.races: list[str] = []
+        self.host_synchronisations: list[str] = []
+        self.collectives: list[Collective] = []
+        self.marks: dict[str, dict[SimulatedStream, int]] = {}  # name -> the compute stream's clock
+        self._reported: set[tuple[str, str, str, str]] = set()
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._blocks: dict[int, _Block] = {}
+        self._shared: list[_Block] = []  # those that another stream than their owner has used
+        self._schemas: dict[Any, _Schema] = {}
+
+    # -- for the program that is traced --------------------------------------------------------------------------------
+
+    def watch(self, model: nn.Module) -> None:
+        """Name the buffers of the units in `model` in what is reported."""
+        self._models.append(weakref.ref(model))
+
+    def mark(self, name: str) -> None:
+        """Note the compute stream's clock as it is now, in place of what `name` noted before."""
+        self.marks[name] = dict(self.compute.clock)
+
+    def check(self) -> None:
+        """Raise StreamRace if anything was found so far."""
+        __tracebackhide__ = True
+        if self.races:
+            more = f"\n  and {len(self.races) - 5} more" if len(self.races) > 5 else ""
+            raise StreamRace("streams are not ordered:\n  " + "\n  ".join(self.races[:5]) + more)
+
+    @contextmanager
+    def on(self, stream: SimulatedStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    # -- operations ----------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = self._schemas.get(func)
+        if schema is None:
+            schema = self._schemas[func] = _schema_of(func)
+        self.current.advance()
+        operation = str(func)
+        if func.namespace == "c10d":
+            operation = self._note_collective(func, args, kwargs)
+        elif _name(func) in _READ_BY_HOST or _indexes_by_mask(func, args):
+            self._note_host(operation)
+        for write, arguments in ((False, schema.reads), (True, schema.writes)):
+            for position, name in arguments:
+                for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name)):
+                    storage = _storage(tensor)
+                    if storage is not None:
+                        self._access(self._find(storage), storage, operation, write=write)
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            storage = _storage(tensor)
+            if storage is not None and not self._is_known(storage):
+                self._allocate(storage, operation)
+        return result
+
+    def _note_collective(self, func: Any, args: Any, kwargs: Any) -> str:
+        label = collectives.current_label or "no unit"
+        operation = f"{_name(func)} ({label})"
+        given = dict(zip([argument.name for argument in func._schema.arguments], args)) | kwargs
+        if given.get("async_op", True) and not label.startswith("agree"):  # those are about numbers in host memory
+            self._note_host(f"{operation} hands out a work object")
+        self.collectives.append(Collective(label, self.current, dict(self.current.clock)))
+        return operation
+
+    def _note_host(self, operation: str) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and Path(frame.f_code.co_filename) == Path(__file__):
+            frame = frame.f_back
+        inside = frame
+        while inside is not None and not Path(inside.f_code.co_filename).is_relative_to(PACKAGE):
+            inside = inside.f_back
+        frame = inside or frame
+        self.host_synchronisations.append(f"{operation} at {_site(frame)}" if frame is not None else operation)
+
+    # -- memory --------------------------------------------------------------------------------------------------------
+
+    def _is_known(self, storage: torch.UntypedStorage) -> bool:
+        block = self._blocks.get(storage.data_ptr())
+        return block is not None and block.holder.cdata == storage._cdata and not block.freed
+
+    def _find(self, storage: torch.UntypedStorage) -> _Block:
+        """The block that `storage` holds; memory from before the trace belongs to the compute stream."""
+        if not self._is_known(storage):
+            self._blocks[storage.data_ptr()] = _Block(storage.data_ptr(), self.compute, storage)
+        return self._blocks[storage.data_ptr()]
+
+    def _allocate(self, storage: torch.UntypedStorage, operation: str) -> None:
+        """`storage` got new memory, from the current stream's part of the allocator."""
+        self._settle(self.current)
+        block = self._blocks[storage.data_ptr()] = _Block(storage.data_ptr(), self.current, storage)
+        self._access(block, storage, f"allocation by {operation}", write=True)
+
+    def _settle(self, stream: SimulatedStream) -> None:
+        """Freed memory of `stream` may be used from now on: others must be done with it."""
+        for block in [block for block in self._shared if block.owner is stream and block.is_free]:
+            self._shared.remove(block)
+            for access in block.foreign:
+                if not stream.follows(access):
+                    self._report("use after free", access, Access(stream, stream.time, "reuse of freed memory", 0))
+
+    def _access(self, block: _Block, storage: torch.UntypedStorage, operation: str, *, write: bool) -> None:
+        stream = self.current
+        access = Access(stream, stream.time, operation, storage._cdata)
+        for earlier in (*block.writes.values(), *(block.reads.values() if write else ())):
+            if not stream.follows(earlier):
+                self._report("race", earlier, access)
+        if stream is not block.owner and not any(block is other for other in self._shared):
+            self._shared.append(block)
+        (block.writes if write else block.reads)[stream] = access
+
+    def _swapped(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+        """The two storages are about to exchange their memory."""
+        for storage, new_holder in ((one, other), (other, one)):
+            if storage.data_ptr():
+                if not self._is_known(storage):
+                    self.current.advance()
+                    self._allocate(storage, "a storage's constructor")
+                self._blocks[storage.data_ptr()].holder = StorageWeakRef(new_holder)
+
+    def _resizing(self, storage: torch.UntypedStorage) -> None:
+        """The storage is about to free its memory."""
+        if storage.data_ptr():
+            self._find(storage).freed = True
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage.data_ptr():
+            self.current.advance()
+            self._allocate(storage, "resize_")
+
+    # -- reports -------------------------------------------------------------------------------------------------------
+
+    def _report(self, kind: str, earlier: Access, later: Access) -> None:
+        key = (kind, earlier.operation, later.operation, f"{earlier.stream.name}/{later.stream.name}")
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        roles = self._roles()
+        first, second = (
+            f"{access.operation} on the {access.stream.name} stream"
+            + (f", as {roles.get(access.storage, 'memory of no unit')}" if access.storage else "")
+            for access in (earlier, later)
+        )
+        self.races.append(f"{kind}: {first}; then, without waiting for it, {second}")
+
+    def _roles(self) -> dict[int, str]:
+        """What the storages of the watched models are, by the storage's address."""
+        roles: dict[int, str] = {}
+        for model in filter(None, (reference() for reference in self._models)):
+            for _, unit, _ in units_in(model):
+                for handle, gradients in zip(unit.handles, unit.gradients):
+                    parts = {"full buffer": handle.full, "shard": handle.shard}
+                    for buffer in (gradients._scratch, gradients._target):
+                        if buffer is not None:
+                            parts["reduce buffer"] = buffer.flat
+                    for visible in gradients.views.visible:
+                        if visible.param.grad is not None:
+                            parts[f"gradient of {visible.name}"] = visible.param.grad
+                    for what, tensor in parts.items():
+                        roles.setdefault(tensor.untyped_storage()._cdata, f"{what} of {unit.name}")
+        return roles
+
+
+@contextmanager
+def trace_streams(*, drop: Collection[Sync] = (), check: bool = True) -> Iterator[StreamTracer]:
+    """Trace what models that are wrapped and run inside do on their streams, on one thread.
+
+    Leaving the context raises StreamRace if anything was found; with `check=False` it is only noted in `races`.
+    """
+    __tracebackhide__ = True
+    tracer = StreamTracer(drop)
+    with ExitStack() as stack:
+        _replace(stack, context_module, "streams_for", lambda device: tracer.streams)
+        _wrap_storage(stack, "_swap_data_ptr_", tracer._swapped, None)
+        _wrap_storage(stack, "resize_", lambda storage, size: tracer._resizing(storage), tracer._resized)
+        for module in (torch.accelerator, torch.cuda):
+            _replace(stack, module, "synchronize", lambda *_: tracer._note_host("synchronize"))
+        with tracer:
+            yield tracer
+        for stream in {block.owner for block in tracer._shared}:
+            stream.advance()
+            tracer._settle(stream)
+    if check:
+        tracer.check()
+
+
+def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    stack.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def _wrap_storage(
+    stack: ExitStack, name: str, before: Callable[..., None], after: Callable[[torch.UntypedStorage], None] | None
+) -> None:
+    """Have a method of storages, which torch defines in a base class, announced."""
+    real = getattr(torch.UntypedStorage, name, None)
+    if real is None:
+        return
+
+    def method(self: torch.UntypedStorage, *args: Any) -> Any:
+        before(self, *args)
+        result = real(self, *args)
+        if after is not None:
+            after(self)
+        return result
+
+    setattr(torch.UntypedStorage, name, method)
+    stack.callback(delattr, torch.UntypedStorage, name)
+
+
+# -- reading operations ------------------------------------------------------------------------------------------------
+
+
+def _name(func: Any) -> str:
+    return func._schema.name.partition("::")[2]
+
+
+def _schema_of(func: Any) -> _Schema:
+    arguments = list(enumerate(argument.name for argument in func._schema.arguments))
+    if func.namespace == "c10d":
+        if _name(func) not in _COLLECTIVES:
+            raise NotImplementedError(f"the stream tracer does not know {func}")
+        written, read = _COLLECTIVES[_name(func)]
+        return _Schema([a for a in arguments if a[1] in read], [a for a in arguments if a[1] in written])
+    is_written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    if not any(is_written):
+        if any(r.alias_info is not None for r in func._schema.returns) or _name(func) in _LIKE:
+            return _Schema([], [])  # a view touches no memory
+        return _Schema(arguments, [])
+    return _Schema(arguments, [a for a, written in zip(arguments, is_written) if written])
+
+
+def _indexes_by_mask(func: Any, args: Any) -> bool:
+    if _name(func) not in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        return False
+    return any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1]))
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor that has memory."""
+    if tensor.layout != torch.strided or tensor.numel() == 0:
+        return None
+    storage = tensor.untyped_storage()
+    return storage if storage.data_ptr() else None

@@ -1,0 +1,646 @@
+"""The engine orders its streams, shown without an accelerator: see `tests.harness.stream_tracer`.
+
+First the tracer itself; then that the engine runs without a race, that each of its synchronisations is needed (and so
+seen by the tracer when it is missing), that work which may overlap does, and that the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp.flat.flat_param as flat_param_module
+from fsdp import BackwardPrefetch, ShardingStrategy
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.comm.collectives import Communicator
+from fsdp.flat.flat_param import FlatParamHandle, MemoryPool
+from fsdp.runtime.reduction import BucketGradients, ReductionQueue
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import ZOO
+from tests.harness.pool import run_ranks
+from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamRace, StreamTracer, Sync, trace_streams
+
+WIDTH = 8
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+
+
+# -- the tracer --------------------------------------------------------------------------------------------------------
+
+
+def test_unordered_accesses_are_a_race() -> None:
+    with trace_streams(check=False) as tracer:
+        streams = tracer.streams
+        x = torch.zeros(3)
+        with streams.on_gather_stream():
+            x.add_(1)
+        assert len(tracer.races) == 1 and "allocation by aten.zeros" in tracer.races[0]
+        assert "aten.add_.Tensor on the gather stream" in tracer.races[0]
+
+
+def test_events_order_accesses() -> None:
+    with trace_streams() as tracer:
+        streams = tracer.streams
+        x = torch.zeros(3)
+        made = streams.record()
+        with streams.on_gather_stream():
+            streams.wait(made)
+            x.add_(1)
+            added = streams.record()
+        with streams.on_reduce_stream():  # ordered through the gather stream
+            streams.wait(added)
+            x.mul_(2)
+            doubled = streams.record()
+        streams.wait(doubled)
+        x.clone()
+
+
+def test_an_event_covers_only_what_came_before_it() -> None:
+    with trace_streams(check=False) as tracer:
+        streams = tracer.streams
+        x = torch.zeros(3)
+        made = streams.record()
+        x.add_(1)
+        with streams.on_gather_stream():
+            streams.wait(made)
+            x.clone()
+    with pytest.raises(StreamRace, match=r"aten\.add_\S* on the compute stream"):
+        tracer.check()
+
+
+def test_reads_do_not_conflict_with_reads_nor_views_with_anything() -> None:
+    with trace_streams() as tracer:
+        streams = tracer.streams
+        x, y = torch.zeros(4), torch.zeros(4)
+        made = streams.record()
+        with streams.on_gather_stream():
+            streams.wait(made)
+            x.clone()
+            y.add_(1)
+        x.clone()
+        y.view(2, 2).t()
+
+
+def test_memory_is_followed_from_storage_to_storage() -> None:
+    with trace_streams(check=False) as tracer:
+        streams = tracer.streams
+        buffers = [flat_param_module.LentTensor(torch.empty(4)) for _ in range(2)]
+        block = torch.UntypedStorage(16)
+        buffers[0].attach(block)
+        buffers[0].tensor.fill_(1)
+        buffers[1].attach(buffers[0].detach())
+        buffers[1].tensor.clone()
+        assert not tracer.races
+        with streams.on_gather_stream():
+            buffers[1].tensor.clone()
+        assert len(tracer.races) == 1 and "aten.fill_.Scalar on the compute stream" in tracer.races[0]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("frees", ["del", "resize", "exit"])
+def test_freed_memory_serves_the_stream_that_owned_it(frees: str, waits: bool) -> None:
+    with trace_streams(check=False) as tracer:
+        streams = tracer.streams
+        x = torch.zeros(100)
+        made = streams.record()
+        with streams.on_gather_stream():
+            streams.wait(made)
+            x.clone()
+            used = streams.record()
+        if frees == "resize":
+            x.untyped_storage().resize_(0)
+        else:
+            del x
+        if waits:
+            streams.wait(used)
+        if frees != "exit":
+            torch.zeros(100)
+    assert [race.partition(":")[0] for race in tracer.races] == ([] if waits else ["use after free"])
+
+
+def test_what_makes_a_host_wait_is_noted() -> None:
+    with trace_streams() as tracer:
+        x = torch.ones(3)
+        x.sum().item()
+        x[x > 0]
+        torch.accelerator.synchronize()
+    noted = [text.partition(" at ")[0] for text in tracer.host_synchronisations]
+    assert noted == ["aten._local_scalar_dense.default", "aten.index.Tensor", "synchronize"]
+
+
+def trace_collectives() -> tuple[list[str], list[str]]:
+    with trace_streams(check=False) as tracer:
+        streams = tracer.streams
+        x = torch.ones(3)
+        dist.all_reduce(x, async_op=True).wait()
+        with streams.on_reduce_stream():
+            dist.all_reduce(x)
+    return tracer.races, tracer.host_synchronisations
+
+
+def test_collectives_run_on_the_current_stream_and_give_no_work_to_wait_for() -> None:
+    (races, noted), *_ = run_ranks(1, trace_collectives)
+    assert len(races) == 1 and races[0].endswith("allreduce_ (no unit) on the reduce stream, as memory of no unit")
+    assert len(noted) == 1 and noted[0].startswith("allreduce_ (no unit) hands out a work object")
+
+
+# -- what is traced ----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A frozen layer that is used first, and so read last in backward, beside trained ones."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, hidden).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 3), nn.Linear(3, hidden)
+        self.out = nn.Linear(hidden, WIDTH)
+        self.at_end: dict[str, Callable[[], None]] = {}  # "forward" or "backward" -> what to call when it is over
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "backward" in self.at_end:
+            at_end = self.at_end["backward"]
+            x.register_hook(lambda _: at_end())
+        y = x + self.out(torch.tanh(self.base(x) + self.up(self.down(x))))
+        if "forward" in self.at_end:
+            self.at_end["forward"]()
+        return y
+
+
+class Tower(nn.Module):
+    """Blocks of several sizes that can be skipped, and that can be checkpointed."""
+
+    def __init__(self, sizes: tuple[int, ...] = (7, 13, 13, 29, 5, 7)) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList([Block(hidden) for hidden in sizes])
+        self.skipped: set[int] = set()
+        self.segments: str | None = None
+        self.returns_weight = False
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if index in self.skipped:
+                continue
+            if self.segments is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.segments == "reentrant")
+        return (self.last(x), self.last.weight) if self.returns_weight else self.last(x)
+
+
+class Link(nn.Linear):
+    pass
+
+
+class Chain(nn.Sequential):
+    """Units of one size in a root without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Link(WIDTH, WIDTH) for _ in range(5)))
+
+
+class Training:
+    """A wrapped model with its optimizer, and what can be done with it."""
+
+    def __init__(self, tracer: StreamTracer, model: nn.Module, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = FSDP(model, **{"auto_wrap_policy": ModuleWrapPolicy({Block, Link}), **options})
+        tracer.watch(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [block.module for block in self.model.module.blocks]
+
+    def loss(self) -> Tensor:
+        return self.model(torch.randn(4, WIDTH)).square().mean()
+
+    def step(self, *passes: bool, set_to_none: bool = True) -> None:
+        for synchronised in passes or (True,):
+            with nullcontext() if synchronised else self.model.no_sync():
+                self.loss().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none)
+
+    def steps(self) -> None:
+        for _ in range(3):
+            self.step()
+
+    def accumulation(self) -> None:
+        self.step(False, False, True)
+        self.step(True, False, True, set_to_none=False)
+        self.step(False, True, True)
+
+    def evaluation(self) -> None:
+        self.model.eval()
+        for mode in (torch.no_grad(), torch.inference_mode()):
+            with mode:
+                self.loss()
+                self.loss()
+            self.step()
+        self.model.train()
+
+    def several_forwards(self) -> None:
+        first, second = self.loss(), self.loss()
+        first.backward()
+        second.backward()
+        (self.loss() + self.loss()).backward()
+        self.step()
+
+    def input_gradients(self) -> None:
+        x = torch.randn(4, WIDTH, requires_grad=True)
+        torch.autograd.grad(self.model(x).sum(), x)
+        self.step()
+
+    def checkpointing(self) -> None:
+        tower = self.model.module
+        for tower.segments in ("reentrant", "non-reentrant"):
+            self.step()
+            self.step(False, True)
+        tower.segments = None
+
+    def skipping(self) -> None:
+        """What was gathered ahead is not always used."""
+        tower = self.model.module
+        for tower.skipped in (set(), {0}, {0, 4}, {5}, {2, 3}, set()):
+            self.step(set_to_none=False)
+
+    def failures(self) -> None:
+        for block in (self.blocks[0], self.blocks[3]):
+            block.at_end["forward"] = fail
+            with pytest.raises(ArithmeticError):
+                self.loss()
+            del block.at_end["forward"]
+            self.step()
+            block.at_end["backward"] = fail
+            loss = self.loss()
+            del block.at_end["backward"]
+            with pytest.raises(ArithmeticError):
+                loss.backward()
+            del loss
+            self.step()
+
+    def freezing(self) -> None:
+        params = [p for name, p in self.model.named_parameters() if "blocks.1" in name or "blocks.4" in name]
+        before = [param.requires_grad for param in params]
+        for param in params:
+            param.requires_grad_(False)
+        self.step()
+        for param, value in zip(params, before):
+            param.requires_grad_(value)
+        self.step()
+
+    def summoning(self) -> None:
+        for writeback in (False, True):
+            self.step()
+            with FSDP.summon_full_params(self.model, writeback=writeback):
+                for param in self.model.parameters():
+                    param.sum()
+            self.step()
+
+    def unsharding(self) -> None:
+        for wait in (True, False):
+            self.step()
+            handle = self.model._unshard(async_op=True)
+            if wait:
+                handle.wait()
+            self.step()
+
+    def moving(self) -> None:
+        self.model._apply(torch.clone)
+        self.step()
+
+    def returned_parameter(self) -> None:
+        self.model.module.returns_weight = True
+        output, weight = self.model(torch.randn(4, WIDTH))
+        (output.mean() + weight.sum()).backward()
+        weight.sum()
+        self.model.module.returns_weight = False
+        self.step()
+
+    def deletion(self) -> None:
+        self.step()
+        self.loss()
+        del self.model, self.optimizer
+
+
+def fail() -> None:
+    raise ArithmeticError("failed on purpose")
+
+
+Part = Callable[[Training], None]
+PARTS: tuple[Part, ...] = (
+    Training.steps,
+    Training.accumulation,
+    Training.evaluation,
+    Training.several_forwards,
+    Training.input_gradients,
+    Training.checkpointing,
+    Training.skipping,
+    Training.failures,
+    Training.freezing,
+    Training.summoning,
+    Training.unsharding,
+    Training.moving,
+    Training.returned_parameter,
+    Training.deletion,
+)
+
+
+class Setting(NamedTuple):
+    ranks: int
+    strategy: ShardingStrategy
+    use_orig_params: bool
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+
+    def __str__(self) -> str:
+        prefetch = getattr(self.backward_prefetch, "name", "no prefetch")
+        return f"{self.strategy.name}-{'original' if self.use_orig_params else 'flat'}-{prefetch}-{self.ranks}"
+
+
+SETTINGS = (
+    Setting(2, FULL_SHARD, False),
+    Setting(1, FULL_SHARD, True),
+    Setting(1, FULL_SHARD, False, backward_prefetch=BackwardPrefetch.BACKWARD_POST),
+    Setting(1, FULL_SHARD, True, backward_prefetch=None),
+    Setting(1, SHARD_GRAD_OP, False),
+    Setting(1, SHARD_GRAD_OP, True),
+    Setting(2, NO_SHARD, False),
+    Setting(2, NO_SHARD, True),
+)
+
+
+# -- no races ----------------------------------------------------------------------------------------------------------
+
+
+def force_sharded() -> None:
+    """One rank communicates with itself, in buffers of their own."""
+    os.environ["FSDP_FORCE_SHARDED"] = "1"
+
+
+def trace_parts(setting: Setting) -> tuple[list[str], list[str]]:
+    """The races, and what made the host wait once the order of the units was known."""
+    force_sharded()
+    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # some parts fail on purpose
+    with trace_streams(check=False) as tracer:
+        options = dict(zip(("sharding_strategy", *Setting._fields[2:]), setting[1:]))
+        training = Training(tracer, Tower(), **options)
+        training.step()
+        tracer.host_synchronisations.clear()
+        for part in PARTS:
+            part(training)
+    return tracer.races, tracer.host_synchronisations
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_no_race_and_a_host_that_waits_for_nothing(setting: Setting) -> None:
+    for races, waits in run_ranks(setting.ranks, trace_parts, setting):
+        assert not races, "\n".join(races)
+        assert not waits, "\n".join(waits)
+
+
+def trace_zoo() -> dict[str, list[str]]:
+    force_sharded()
+    races = {}
+    for name, case in ZOO.items():
+        with trace_streams(check=False) as tracer:
+            model = FSDP(case.build(), auto_wrap_policy=ModuleWrapPolicy(case.blocks), use_orig_params=True)
+            tracer.watch(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for seed in range(3):
+                case.loss(model, case.make_batch(seed, 2)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        races[name] = tracer.races
+    return races
+
+
+def test_no_race_in_other_models() -> None:
+    races = run_ranks(1, trace_zoo)[0]
+    assert not any(races.values()), races
+
+
+@contextmanager
+def memory(kind: str) -> Iterator[None]:
+    """How full buffers get their memory: "lent", "resized" (where storages cannot exchange it), or "poisoned"."""
+    swap = flat_param_module.STORAGES_SWAP
+    flat_param_module.STORAGES_SWAP = swap and kind != "resized"
+    os.environ["FSDP_DEBUG"] = "1" if kind == "poisoned" else "0"
+    try:
+        yield
+    finally:
+        flat_param_module.STORAGES_SWAP = swap
+
+
+PROGRAMS: dict[str, tuple[str, type[nn.Module], tuple[Part, ...]]] = {
+    "lent": (
+        "lent",
+        Tower,
+        (Training.steps, Training.several_forwards, Training.skipping, Training.summoning, Training.deletion),
+    ),
+    "equal": ("lent", Chain, (Training.steps, Training.several_forwards)),
+    "resized": ("resized", Tower, (Training.steps, Training.skipping, Training.deletion)),
+    "poisoned": ("poisoned", Tower, (Training.steps, Training.skipping)),
+}
+
+
+def trace_program(name: str, drop: tuple[Sync, ...] = ()) -> StreamTracer:
+    force_sharded()
+    kind, model, parts = PROGRAMS[name]
+    with memory(kind), trace_streams(drop=drop, check=False) as tracer:
+        training = Training(tracer, model())
+        for part in parts:
+            if not tracer.races:
+                part(training)
+        del training
+    return tracer
+
+
+def trace_programs() -> dict[str, list[str]]:
+    return {name: trace_program(name).races for name in PROGRAMS}
+
+
+def test_no_race_whatever_lends_the_memory() -> None:
+    races = run_ranks(1, trace_programs)[0]
+    assert not any(races.values()), races
+
+
+def trace_other_stream() -> list[str]:
+    force_sharded()
+    with trace_streams(check=False) as tracer:
+        training = Training(tracer, Tower())
+        training.step()
+        streams = tracer.streams
+        before = streams.record()
+        with tracer.on(SimulatedStream("user")):
+            streams.wait(before)
+            training.steps()
+            training.accumulation()
+            after = streams.record()
+        streams.wait(after)
+        training.steps()
+    return tracer.races
+
+
+def test_no_race_on_a_stream_that_the_user_made_current() -> None:
+    assert run_ranks(1, trace_other_stream) == [[]]
+
+
+def trace_joining() -> list[str]:
+    force_sharded()
+    with trace_streams(check=False) as tracer:
+        inner = FSDP(Block(13), sharding_strategy=SHARD_GRAD_OP)
+        tracer.watch(inner)
+        x = torch.randn(4, WIDTH)
+        inner(x).sum().backward()
+        inner(x)
+        training = Training(tracer, nn.Sequential(FSDP(Block(7)), inner, FSDP(Block(7))), auto_wrap_policy=None)
+        training.steps()
+    return tracer.races
+
+
+def test_no_race_when_a_tree_joins_another() -> None:
+    assert run_ranks(1, trace_joining) == [[]]
+
+
+# -- what is missing is seen, and nothing is superfluous ---------------------------------------------------------------
+
+
+def drop_each() -> tuple[set[tuple[str, int]], dict[str, str | None]]:
+    """The lines that record or wait, and for each synchronisation a race that shows when it is left out."""
+    syncs = {name: trace_program(name).syncs for name in PROGRAMS}
+    seen: dict[str, str | None] = {}
+    for name in PROGRAMS:
+        for sync in sorted(syncs[name]):
+            if seen.get(str(sync)) is None:
+                seen[str(sync)] = next(iter(trace_program(name, (sync,)).races), None)
+    sites = {site for found in syncs.values() for sync in found for site in (sync.recorded, sync.waited)}
+    return {(site.file, site.line) for site in sites}, seen
+
+
+def lines_that_synchronise() -> set[tuple[str, int]]:
+    """Where the package calls `record()` and `wait()` of streams."""
+    found = set()
+    for path in Path(PACKAGE).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            call = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if call.endswith(("streams.record", "streams.wait")):
+                found.add((path.relative_to(PACKAGE).as_posix(), node.lineno))
+    return found
+
+
+def test_each_synchronisation_is_needed_and_its_lack_is_seen() -> None:
+    lines, seen = run_ranks(1, drop_each)[0]
+    assert lines_that_synchronise() == lines, "some are not exercised here"
+    assert [sync for sync, race in seen.items() if race is None] == []
+
+
+@contextmanager
+def on_stream(tracer: StreamTracer, owner: type, name: str, stream: str) -> Iterator[None]:
+    """Have a method of the engine run on another stream than it should; pools of the reductions are left alone."""
+    real = getattr(owner, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if owner is MemoryPool and tracer.current is tracer.compute:
+            return real(self, *args, **kwargs)
+        with tracer.on(tracer.compute if stream == "compute" else getattr(tracer.streams, stream)):
+            return real(self, *args, **kwargs)
+
+    setattr(owner, name, method)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
+
+
+MISPLACED = (
+    (MemoryPool, "lend", "compute"),
+    (MemoryPool, "lend", "reduce"),
+    (MemoryPool, "trim", "compute"),
+    (FlatParamHandle, "release", "compute"),
+    (Communicator, "gather", "compute"),
+    (ReductionQueue, "lend", "reduce"),
+    (BucketGradients, "open", "reduce"),
+    (BucketGradients, "add", "reduce"),
+    (BucketGradients, "reduce", "reduce"),
+)
+
+
+def misplace_each() -> dict[str, list[str]]:
+    force_sharded()
+    races: dict[str, list[str]] = {}
+    for owner, name, stream in MISPLACED:
+        found = races[f"{owner.__name__}.{name} on the {stream} stream"] = []
+        for kind, model in (("lent", Chain), ("lent", Tower), ("poisoned", Chain)):
+            if not found:
+                with (
+                    memory(kind),
+                    trace_streams(check=False) as tracer,
+                    on_stream(tracer, owner, name, stream),
+                ):
+                    training = Training(tracer, model())
+                    training.steps()
+                    training.several_forwards()
+                found += tracer.races
+    return races
+
+
+def test_work_on_the_wrong_stream_is_seen() -> None:
+    races = run_ranks(1, misplace_each)[0]
+    assert [what for what, found in races.items() if not found] == []
+
+
+# -- what may overlap does ---------------------------------------------------------------------------------------------
+
+
+def trace_overlap(strategy: ShardingStrategy) -> list[str]:
+    """One step after some others: every two things that should be able to run at the same time and are not."""
+    force_sharded()
+    count = 4
+    with trace_streams(check=False) as tracer:
+        training = Training(tracer, Tower((7,) * count), sharding_strategy=strategy)
+        training.steps()
+        for index, block in enumerate(training.blocks):
+            for what in ("forward", "backward"):
+                block.at_end[what] = partial(tracer.mark, f"{what} of {index}")
+        tracer.collectives.clear()
+        training.step()
+    compute, reduce = tracer.compute, tracer.streams.reduce
+    issued = {what: [c for c in tracer.collectives if c.label.startswith(what)] for what in ("gather", "reduce")}
+    found = []
+    passes = [("forward", range(count), issued["gather"])]
+    if strategy is FULL_SHARD:  # gathered again
+        passes.append(("backward", reversed(range(count)), list(reversed(issued["gather"]))))
+    for kind, order, gathers in passes:
+        for before, index in pairwise(order):
+            gather = next(c for c in gathers if f"'blocks.{index}'" in c.label)
+            if gather.clock.get(compute, 0) >= tracer.marks[f"{kind} of {before}"][compute]:
+                found.append(f"the gather of {index} waits for the {kind} of {before}")
+    for before, index in pairwise(reversed(range(count))):
+        reduction = next(c for c in issued["reduce"] if f"'blocks.{before}'" in c.label)
+        if tracer.marks[f"backward of {index}"].get(reduce, 0) >= reduction.time:
+            found.append(f"the backward of {index} waits for the reduction of {before}")
+    return found
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+def test_communication_overlaps_with_compute(strategy: ShardingStrategy) -> None:
+    assert run_ranks(1, trace_overlap, strategy) == [[]]
