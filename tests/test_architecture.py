@@ -1,0 +1,491 @@
+"""The rules that keep the package standing, read from its sources: what may be imported where, and who may do what.
+
+Each rule is a function from a `Source` to what it finds wrong there. Every rule is held against the package, and is fed
+snippets that break it and snippets that look alike and do not, so that it cannot pass by seeing nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+# Bottom to top. A file may import from the floors below its own, and from its own floor without a circle.
+FLOORS = [
+    ["fsdp/api.py", "fsdp/wrap.py"],
+    ["fsdp/comm/"],
+    ["fsdp/flat/", "fsdp/sharded_grad_scaler.py"],
+    ["fsdp/runtime/"],
+    ["fsdp/tools/"],
+    ["fsdp/checkpoint/"],
+    ["fsdp/fully_sharded_data_parallel.py"],
+    ["fsdp/__init__.py"],
+    ["fsdp/compat.py"],
+]
+LOWEST_OF_COMM = ["fsdp/comm/versions.py", "fsdp/comm/streams.py"]  # each may import those before it
+
+TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+COLLECTIVE = re.compile(
+    r"torch\.distributed\.(distributed_c10d\.)?(reduce|P2POp|((all_|reduce_scatter|broadcast|gather|scatter|batch_|barrier"
+    r"|monitored_barrier)\w*)|i?(send|recv)(_\w+)?)"
+)
+GROUP_METHODS = {"allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "alltoall", "alltoall_base"}
+ACCELERATORS = ("torch.cuda", "torch.accelerator", "torch.xpu", "torch.npu", "torch.mtia", "torch.mps")
+STREAM_METHODS = {"record_stream", "wait_stream", "wait_event", "record_event", "current_stream", "set_stream"}
+REPLACES_MEMORY = {"resize_", "_swap_data_ptr_", "set_", "swap_tensors"}
+AUTOGRAD_HOOKS = {
+    "queue_callback",
+    "register_hook",
+    "register_prehook",
+    "register_multi_grad_hook",
+    "register_post_accumulate_grad_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "saved_tensors_hooks",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: `name` is its path from the repository's root."""
+
+    name: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.name)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imports(self) -> list[tuple[ast.Import | ast.ImportFrom, list[str]]]:
+        """Every import, wherever it stands, with the full names of what it imports."""
+        found: list[tuple[ast.Import | ast.ImportFrom, list[str]]] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found.append((node, [alias.name for alias in node.names]))
+            elif isinstance(node, ast.ImportFrom):
+                base = self._base(node)
+                found.append((node, [f"{base}.{alias.name}" for alias in node.names]))
+        return found
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = self.name.removesuffix(".py").split("/")[: -node.level]
+        return ".".join([*package, *([node.module] if node.module else [])])
+
+    @cached_property
+    def _aliases(self) -> dict[str, str]:
+        """What each imported name stands for."""
+        aliases: dict[str, str] = {}
+        for node, names in self.imports:
+            for alias, name in zip(node.names, names, strict=True):
+                if alias.asname or isinstance(node, ast.ImportFrom):
+                    aliases[alias.asname or alias.name] = name
+                else:
+                    aliases[alias.name.split(".")[0]] = alias.name.split(".")[0]
+        return aliases
+
+    def full_name(self, node: ast.AST) -> str | None:
+        """`torch.distributed.all_reduce` for `dist.all_reduce`; None for what does not start at an import."""
+        if isinstance(node, ast.Name):
+            return self._aliases.get(node.id)
+        if isinstance(node, ast.Attribute):
+            base = self.full_name(node.value)
+            return f"{base}.{node.attr}" if base else None
+        return None
+
+    @cached_property
+    def references(self) -> list[tuple[int, str]]:
+        """(line, full name) of everything that is imported, and of what is used through an import."""
+        found = [(node.lineno, name) for node, names in self.imports for name in names]
+        for node in self.nodes:
+            name = self.full_name(node)
+            if name is not None:
+                found.append((node.lineno, name))  # type: ignore[attr-defined]
+        return found
+
+    def calls(self, function: str) -> list[ast.Call]:
+        return [node for node in self.nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == function]
+
+    def attributes(self, names: set[str]) -> Iterator[tuple[int, str]]:
+        """(line, name) wherever one of `names` is an attribute, an import, or a string that could be used as one.
+
+        Asking `hasattr` for it is no use of it.
+        """
+        asked = {argument for call in self.calls("hasattr") for argument in call.args}
+        for node in self.nodes:
+            if isinstance(node, ast.Attribute) and node.attr in names:
+                yield node.lineno, node.attr
+            elif isinstance(node, ast.Constant) and node.value in names and node not in asked:
+                yield node.lineno, str(node.value)
+        for imported, full_names in self.imports:
+            for name in full_names:
+                if name.rpartition(".")[2] in names:
+                    yield imported.lineno, name
+
+
+def package() -> list[Source]:
+    return _read("fsdp")
+
+
+def _read(folder: str) -> list[Source]:
+    paths = sorted((REPOSITORY / folder).rglob("*.py"))
+    return [Source(path.relative_to(REPOSITORY).as_posix(), path.read_text()) for path in paths]
+
+
+def below(name: str, packages: Iterable[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+# -- rule 1: imports -----------------------------------------------------------------------------------------------
+
+
+def imports_at_the_top(source: Source) -> list[str]:
+    top: set[ast.AST] = set(source.tree.body)
+    for node in source.tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            top.update(node.body)
+    lazy = [f"line {node.lineno}: import inside of something" for node, _ in source.imports if node not in top]
+    by_name = [f"line {line}: {name}" for line, name in source.references if name == "importlib.import_module"]
+    names = [node for node in source.nodes if isinstance(node, ast.Name)]
+    return lazy + by_name + [f"line {name.lineno}: {name.id}" for name in names if name.id == "__import__"]
+
+
+def torch_and_the_standard_library_alone(source: Source) -> list[str]:
+    allowed = sys.stdlib_module_names | {"torch", "fsdp"}
+    return [
+        f"line {node.lineno}: {name}"
+        for node, names in source.imports
+        for name in names
+        if name.split(".")[0] not in allowed
+    ]
+
+
+def nothing_of_torchs_fsdp(source: Source) -> list[str]:
+    if source.name == "fsdp/compat.py":  # puts our names where torch's are, when the user asks for it
+        return []
+    return [f"line {line}: {name}" for line, name in source.references if below(name, TORCHS_OWN)]
+
+
+def floor_of(name: str) -> int:
+    for number, floor in enumerate(FLOORS):
+        if any(name == place or (place.endswith("/") and name.startswith(place)) for place in floor):
+            return number
+    raise LookupError(f"{name} is on no floor")
+
+
+def files_imported(source: Source, files: Iterable[str]) -> list[tuple[int, str]]:
+    """(line, file) of the package's own files that `source` imports; importing a name imports the file it is in."""
+    modules = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
+    found = []
+    for node, names in source.imports:
+        for name in names:
+            if name.split(".")[0] == "fsdp":
+                while name not in modules:
+                    name = name.rpartition(".")[0]
+                found.append((node.lineno, modules[name]))
+    return found
+
+
+def downward_only(source: Source, files: Iterable[str]) -> list[str]:
+    wrong = []
+    for line, target in files_imported(source, files):
+        up = floor_of(target) > floor_of(source.name)
+        for place in LOWEST_OF_COMM:
+            lower = LOWEST_OF_COMM[: LOWEST_OF_COMM.index(place)]
+            up = up or (source.name == place and target.startswith("fsdp/comm/") and target not in lower)
+        if up:
+            wrong.append(f"line {line}: {target} is above {source.name}")
+    return wrong
+
+
+def circles(sources: Iterable[Source]) -> list[str]:
+    sources = list(sources)
+    files = [source.name for source in sources]
+    graph = {source.name: {file for _, file in files_imported(source, files)} for source in sources}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" <- ".join(error.args[1])]
+    return []
+
+
+# -- rule 2: who may do what ---------------------------------------------------------------------------------------
+
+
+def collectives_in_collectives(source: Source) -> list[str]:
+    if source.name == "fsdp/comm/collectives.py":
+        return []
+    wrong = [
+        f"line {line}: {name}"
+        for line, name in source.references
+        if COLLECTIVE.fullmatch(name)
+        or below(name, ("torch.distributed._functional_collectives", "torch.distributed.nn", "torch.ops.c10d"))
+    ]
+    for call in source.calls("getattr"):  # by a name that is only known when it runs
+        if (source.full_name(call.args[0]) or "").startswith("torch.distributed"):
+            wrong.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return wrong + [f"line {line}: .{name}()" for line, name in source.attributes(GROUP_METHODS)]
+
+
+def streams_in_streams(source: Source) -> list[str]:
+    if source.name == "fsdp/comm/streams.py":
+        return []
+    wrong = [
+        f"line {line}: {name}"
+        for line, name in source.references
+        if name in ("torch.Stream", "torch.Event") or below(name, ACCELERATORS)
+    ]
+    return wrong + [f"line {line}: .{name}" for line, name in source.attributes(STREAM_METHODS)]
+
+
+def memory_in_flat_param(source: Source) -> list[str]:
+    if source.name in ("fsdp/flat/flat_param.py", "fsdp/flat/ownership.py"):
+        return []
+    wrong = [
+        f"line {node.lineno}: .data is assigned"
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and node.attr == "data" and not isinstance(node.ctx, ast.Load)
+    ]
+    for call in source.calls("setattr"):
+        if ast.unparse(call.args[1]) == "'data'":
+            wrong.append(f"line {call.lineno}: .data is assigned")
+    return wrong + [f"line {line}: {name}" for line, name in source.attributes(REPLACES_MEMORY)]
+
+
+def registrations_in_views(source: Source) -> list[str]:
+    if source.name == "fsdp/flat/views.py":
+        return []
+    wrong = [f"line {line}: {name}" for line, name in source.attributes({"_parameters", "register_parameter"})]
+    if source.name != "fsdp/flat/ownership.py":
+        return wrong
+    # It reads them while a unit is built.
+    wrong = [line for line in wrong if not line.endswith(" _parameters")]
+    for node in source.nodes:
+        if not isinstance(node, (ast.Subscript, ast.Attribute)):
+            continue
+        stored = not isinstance(node.ctx, ast.Load)
+        mutated = isinstance(node, ast.Attribute) and node.attr in ("pop", "popitem", "update", "setdefault", "clear")
+        for written in (node, node.value):
+            if (stored or mutated) and isinstance(written, ast.Attribute) and written.attr == "_parameters":
+                wrong.append(f"line {node.lineno}: _parameters is changed")
+    return wrong
+
+
+def hooks_in_hooks(source: Source) -> list[str]:
+    if source.name == "fsdp/runtime/hooks.py":
+        return []
+    return [f"line {line}: {name}" for line, name in source.attributes(AUTOGRAD_HOOKS)]
+
+
+Rule = Callable[[Source], list[str]]
+RULES: list[Rule] = [
+    imports_at_the_top,
+    torch_and_the_standard_library_alone,
+    nothing_of_torchs_fsdp,
+    collectives_in_collectives,
+    streams_in_streams,
+    memory_in_flat_param,
+    registrations_in_views,
+    hooks_in_hooks,
+]
+
+
+# -- the package ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_package_keeps(rule: Rule) -> None:
+    wrong = {source.name: found for source in package() if (found := rule(source))}
+    assert not wrong
+
+
+def test_imports_lead_downward_and_in_no_circle() -> None:
+    files = [source.name for source in package()]
+    assert not {source.name: found for source in package() if (found := downward_only(source, files))}
+    assert not circles(package())
+
+
+def test_every_file_is_read_and_on_a_floor() -> None:
+    names = [source.name for source in package()]
+    assert {"fsdp/__init__.py", "fsdp/comm/collectives.py", "fsdp/flat/views.py", "fsdp/runtime/unit.py"} <= set(names)
+    for name in names:
+        assert name.endswith("/__init__.py") or floor_of(name) >= 0
+
+
+def test_examples_use_nothing_of_torchs_fsdp() -> None:
+    examples = _read("examples")
+    assert examples
+    assert not {source.name: found for source in examples if (found := nothing_of_torchs_fsdp(source))}
+
+
+def test_importing_the_package_loads_nothing_of_torchs_fsdp() -> None:
+    """Right after the bare import: parts of torch load it themselves later on."""
+    program = "import sys, fsdp; print(*sorted(m for m in sys.modules if m.startswith('torch.distributed.fsdp')))"
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
+
+
+# -- the rules themselves ------------------------------------------------------------------------------------------
+
+RUNTIME, VIEWS, OWNERSHIP = "fsdp/runtime/unit.py", "fsdp/flat/views.py", "fsdp/flat/ownership.py"
+DIST = "import torch.distributed as dist\n"
+BROKEN: list[tuple[Rule, str, str]] = [
+    (imports_at_the_top, RUNTIME, "def f():\n    import os"),
+    (imports_at_the_top, RUNTIME, "class C:\n    from os import path"),
+    (imports_at_the_top, RUNTIME, "try:\n    import os\nexcept ImportError:\n    pass"),
+    (imports_at_the_top, RUNTIME, "if True:\n    import os"),
+    (imports_at_the_top, RUNTIME, "import importlib\nimportlib.import_module('os')"),
+    (imports_at_the_top, RUNTIME, "from importlib import import_module as load\nload('os')"),
+    (imports_at_the_top, RUNTIME, "os = __import__('os')"),
+    (torch_and_the_standard_library_alone, RUNTIME, "import numpy as np"),
+    (torch_and_the_standard_library_alone, RUNTIME, "from tests.harness import pool"),
+    (
+        torch_and_the_standard_library_alone,
+        RUNTIME,
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm",
+    ),
+    (nothing_of_torchs_fsdp, "fsdp/api.py", "import torch.distributed.fsdp"),
+    (nothing_of_torchs_fsdp, "fsdp/api.py", "from torch.distributed import fsdp"),
+    (nothing_of_torchs_fsdp, "fsdp/api.py", "from torch.distributed.fsdp.api import ShardingStrategy"),
+    (nothing_of_torchs_fsdp, "examples/train.py", "import torch\nx = torch.distributed.fsdp.FullyShardedDataParallel"),
+    (nothing_of_torchs_fsdp, "fsdp/api.py", DIST + "x = dist.fsdp"),
+    (collectives_in_collectives, RUNTIME, DIST + "dist.all_reduce(x)"),
+    (collectives_in_collectives, RUNTIME, "import torch\ntorch.distributed.reduce_scatter_tensor(x, y)"),
+    (collectives_in_collectives, RUNTIME, "from torch.distributed import barrier as wait\nwait()"),
+    (collectives_in_collectives, RUNTIME, "from torch import distributed as d\nd.distributed_c10d.broadcast(x)"),
+    (collectives_in_collectives, RUNTIME, DIST + "dist.P2POp(dist.isend, x, 1)"),
+    (collectives_in_collectives, RUNTIME, DIST + "getattr(dist, NAME)(x, y)"),
+    (collectives_in_collectives, RUNTIME, "import torch.distributed._functional_collectives as funcol"),
+    (collectives_in_collectives, RUNTIME, "group.allreduce([x])"),
+    (streams_in_streams, RUNTIME, "import torch\ns = torch.Stream('cuda')"),
+    (streams_in_streams, RUNTIME, "import torch\ntorch.cuda.synchronize()"),
+    (streams_in_streams, RUNTIME, "from torch import accelerator\naccelerator.current_stream()"),
+    (streams_in_streams, RUNTIME, "from torch.cuda import Event"),
+    (streams_in_streams, RUNTIME, "tensor.record_stream(s)"),
+    (memory_in_flat_param, VIEWS, "param.data = value"),
+    (memory_in_flat_param, VIEWS, "a, b.data = c"),
+    (memory_in_flat_param, VIEWS, "param.data += value"),
+    (memory_in_flat_param, VIEWS, "setattr(param, 'data', value)"),
+    (memory_in_flat_param, VIEWS, "tensor.untyped_storage().resize_(0)"),
+    (memory_in_flat_param, VIEWS, "storage._swap_data_ptr_(block)"),
+    (memory_in_flat_param, VIEWS, "getattr(storage, '_swap_data_ptr_')(block)"),
+    (memory_in_flat_param, VIEWS, "tensor.set_(storage)"),
+    (registrations_in_views, RUNTIME, "for name, param in module._parameters.items(): pass"),
+    (registrations_in_views, RUNTIME, "module.__dict__['_parameters'][name] = p"),
+    (registrations_in_views, RUNTIME, "module.register_parameter(name, p)"),
+    (registrations_in_views, OWNERSHIP, "module._parameters[name] = p"),
+    (registrations_in_views, OWNERSHIP, "del module._parameters[name]"),
+    (registrations_in_views, OWNERSHIP, "module._parameters.pop(name)"),
+    (registrations_in_views, OWNERSHIP, "module._parameters = {}"),
+    (registrations_in_views, OWNERSHIP, "module.register_parameter(name, p)"),
+    (hooks_in_hooks, RUNTIME, "tensor.register_hook(f)"),
+    (hooks_in_hooks, RUNTIME, "leaf.register_post_accumulate_grad_hook(f)"),
+    (hooks_in_hooks, RUNTIME, "getattr(leaf, 'register_hook')(f)"),
+    (hooks_in_hooks, RUNTIME, "Variable._execution_engine.queue_callback(f)"),
+    (hooks_in_hooks, VIEWS, "from torch.autograd.graph import saved_tensors_hooks\nuse = saved_tensors_hooks(f, g)"),
+]
+KEPT: list[tuple[Rule, str, str]] = [
+    (imports_at_the_top, RUNTIME, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import os"),
+    (torch_and_the_standard_library_alone, RUNTIME, "import os.path\nfrom torch import nn\nfrom ..flat import views"),
+    (nothing_of_torchs_fsdp, "fsdp/compat.py", "import torch.distributed.fsdp"),
+    (nothing_of_torchs_fsdp, "fsdp/api.py", "import fsdp\nfrom torch import distributed\n'torch.distributed.fsdp'"),
+    (
+        collectives_in_collectives,
+        RUNTIME,
+        DIST + "dist.get_rank()\ndist.ReduceOp.MAX\nself.gather(x)\nhasattr(dist, 'gather')",
+    ),
+    (collectives_in_collectives, "fsdp/comm/collectives.py", DIST + "dist.all_reduce(x)"),
+    (streams_in_streams, RUNTIME, "from fsdp.comm.streams import Event, Streams\nstreams.wait(streams.record())"),
+    (streams_in_streams, "fsdp/comm/streams.py", "import torch\ntorch.accelerator.set_stream(s)"),
+    (memory_in_flat_param, VIEWS, "x = param.data\nx.data.copy_(y)"),
+    (memory_in_flat_param, OWNERSHIP, "param.data = x"),
+    (memory_in_flat_param, "fsdp/comm/versions.py", "SWAP = hasattr(torch.UntypedStorage, '_swap_data_ptr_')"),
+    (registrations_in_views, OWNERSHIP, "x = module._parameters[name]\nmodule._parameters.items()"),
+    (registrations_in_views, VIEWS, "module._parameters[name] = p"),
+    (hooks_in_hooks, RUNTIME, "hooks.on_gradient(tensor, f)\nmodule.register_state_dict_pre_hook(f)"),
+    (hooks_in_hooks, "fsdp/runtime/hooks.py", "tensor.register_hook(f)"),
+]
+
+
+def _label(value: object) -> str:
+    return value.__name__ if callable(value) else str(value).replace("\n", "; ")[:60]
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), BROKEN, ids=_label)
+def test_a_broken_rule_is_seen(rule: Rule, name: str, text: str) -> None:
+    assert rule(Source(name, text))
+
+
+@pytest.mark.parametrize(("rule", "name", "text"), KEPT, ids=_label)
+def test_what_keeps_a_rule_passes(rule: Rule, name: str, text: str) -> None:
+    assert not rule(Source(name, text))
+
+
+def test_every_rule_is_shown_broken_and_kept() -> None:
+    assert {rule for rule, _, _ in BROKEN} == {rule for rule, _, _ in KEPT} == set(RULES)
+
+
+FILES = [
+    "fsdp/__init__.py",
+    "fsdp/api.py",
+    "fsdp/comm/__init__.py",
+    "fsdp/comm/collectives.py",
+    "fsdp/comm/streams.py",
+    "fsdp/comm/versions.py",
+    "fsdp/flat/views.py",
+    "fsdp/runtime/unit.py",
+    "fsdp/fully_sharded_data_parallel.py",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        ("fsdp/flat/views.py", "from fsdp.runtime.unit import Unit", False),
+        ("fsdp/flat/views.py", "from fsdp.runtime import unit", False),
+        ("fsdp/flat/views.py", "from ..runtime.unit import Unit", False),
+        ("fsdp/flat/views.py", "import fsdp.runtime.unit", False),
+        ("fsdp/runtime/unit.py", "from fsdp import FullyShardedDataParallel", False),
+        ("fsdp/runtime/unit.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fsdp", False),
+        ("fsdp/api.py", "from fsdp.comm import streams", False),
+        ("fsdp/comm/streams.py", "from fsdp.comm.collectives import Groups", False),
+        ("fsdp/comm/versions.py", "from fsdp.comm.streams import Event", False),
+        ("fsdp/comm/streams.py", "from fsdp.comm.versions import STORAGES_SWAP", True),
+        ("fsdp/comm/collectives.py", "from fsdp.comm.streams import Event", True),
+        ("fsdp/runtime/unit.py", "from fsdp.flat.views import BucketViews\nfrom fsdp.api import CPUOffload", True),
+        ("fsdp/__init__.py", "from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel", True),
+    ],
+    ids=_label,
+)
+def test_direction_of_imports(name: str, text: str, allowed: bool) -> None:
+    assert (not downward_only(Source(name, text), FILES)) is allowed
+
+
+def test_circles_are_seen() -> None:
+    one = Source("fsdp/runtime/unit.py", "from fsdp.runtime.order import a")
+    two = Source("fsdp/runtime/order.py", "from fsdp.runtime import hooks")
+    back = Source("fsdp/runtime/hooks.py", "from fsdp.runtime.unit import b")
+    away = Source("fsdp/runtime/hooks.py", "import torch")
+    assert circles([one, two, back]) and not circles([one, two, away])
+
+
+def test_a_file_on_no_floor_is_an_error() -> None:
+    with pytest.raises(LookupError, match="is on no floor"):
+        floor_of("fsdp/elsewhere.py")

@@ -1,0 +1,668 @@
+"""Collectives, counted exactly: how many, how large, in which order, and how early.
+
+Per step, for a unit whose bucket has F bytes (padded to a multiple of the N ranks), in collectives and (bytes given,
+bytes got) of each, natively:
+
+                    gathers                 reductions                 under no_sync       without gradients
+    FULL_SHARD      2 of (F/N, F); root 1   1 reduce-scatter (F, F/N)  as many gathers,    1 gather
+    SHARD_GRAD_OP   1                       1                          no reduction        1 gather
+    NO_SHARD        0                       1 all-reduce (F, F)        0                   0
+
+A frozen bucket is gathered like any other and never reduced; a unit that no gradient reaches is gathered in forward
+only. By the direct exchange each collective is one exchange of ((N - 1) F/N, (N - 1) F/N). At world size 1 there is
+none. What the package says to itself besides (do the ranks agree?) are small all-reduces of integers: not counted.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from fsdp.runtime.context import RootContext
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
+from tests.harness.models import ZOO
+from tests.harness.oracle import Schedule, adamw, assert_bit_equal, clean_name, rank_batch, sgd
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
+from tests.harness.sharded import run_fsdp, wrap
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+ROOT = "the root unit"
+
+# (what it is for, operation, bytes given, bytes got) of each collective, and how often
+Counts = Counter[tuple[str, str, int, int]]
+
+
+def data(log: CollectiveLog) -> list[Collective]:
+    """The collectives that move parameters and gradients. What else there is must be small and of integers."""
+    moved = []
+    for record in log.records:
+        if record.dtype is not None and record.dtype.is_floating_point:
+            moved.append(record)
+        else:
+            assert record.op == "all_reduce" and record.nbytes <= 1024, f"unexpected: {record}"
+    return moved
+
+
+def counts(log: CollectiveLog) -> Counts:
+    return Counter((str(r.label), r.op, r.input_nbytes, r.output_nbytes) for r in data(log))
+
+
+def order(log: CollectiveLog, what: str = "") -> list[str]:
+    """Labels of the collectives, or with `what` ("gather") the names of the units they were for."""
+    labels = [str(r.label) for r in data(log)]
+    return [label.removeprefix(what + " ") for label in labels if label.startswith(what)]
+
+
+def differences(found: Counts, expected: Counts) -> str:
+    lines = [f"\n  {found[key]} of {key}, expected {expected[key]}" for key in sorted(found | expected)]
+    return "".join(line for line, key in zip(lines, sorted(found | expected)) if found[key] != expected[key])
+
+
+# -- the formulas --------------------------------------------------------------------------------------------------
+
+
+class Piece(nn.Module):
+    """A unit of odd sizes with buckets as asked for: parameters, in order, by (dtype, trained)."""
+
+    def __init__(self, *buckets: tuple[torch.dtype, bool]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList()
+        for number, (dtype, trained) in enumerate(buckets or ((torch.float32, True),)):
+            self.weights.append(nn.Parameter(torch.full((5, 5), 0.1, dtype=dtype), requires_grad=trained))
+            self.weights.append(nn.Parameter(torch.full((number + 1,), 0.1, dtype=dtype), requires_grad=trained))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for matrix, vector in zip(self.weights[0::2], self.weights[1::2]):
+            x = torch.tanh(x @ matrix.to(x.dtype)) + vector.sum().to(x.dtype)
+        return x
+
+
+class Chain(nn.Module):
+    """Units one after the other, and a root with a layer of its own at the end."""
+
+    def __init__(self, *units: nn.Module) -> None:
+        super().__init__()
+        self.units = nn.Sequential(*units)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.units(x))
+
+
+class Formula:
+    """What each unit's collectives should be, from the plain model's parameters alone."""
+
+    def __init__(self, strategy: ShardingStrategy, world_size: int, use_orig_params: bool, way: str) -> None:
+        self.strategy = strategy if world_size > 1 else NO_SHARD
+        self.world_size, self.use_orig_params, self.way = world_size, use_orig_params, way
+
+    def nbytes(self, parameters: list[nn.Parameter]) -> int:
+        """Of a bucket's vector: parameters start at multiples of 16 bytes with original parameters, and the end is
+        padded to equal shards."""
+        itemsize = parameters[0].element_size()
+        alignment = 16 // itemsize if self.use_orig_params else 1
+        end = 0
+        for parameter in parameters:
+            end = -(-end // alignment) * alignment + parameter.numel()
+        ranks = 1 if self.strategy is NO_SHARD else self.world_size
+        return -(-end // ranks) * ranks * itemsize
+
+    def unit(self, name: str, parameters: list[nn.Parameter], gathers: int, reductions: int) -> Counts:
+        """Of one unit that is gathered and reduced so often; each of its buckets is."""
+        buckets: dict[tuple[torch.dtype, bool], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            buckets.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
+        found: Counts = Counter()
+        for (_, trained), members in buckets.items():
+            whole = self.nbytes(members)
+            part = whole // self.world_size
+            others = (self.world_size - 1) * part
+            if self.strategy is NO_SHARD:
+                forms = (None, ("all_reduce", whole, whole))
+            elif self.way == "direct":
+                forms = (("exchange", others, others), ("exchange", others, others))
+            else:
+                forms = (("all_gather", part, whole), ("reduce_scatter", whole, part))
+            if forms[0] is not None:
+                found[(f"gather {name}", *forms[0])] += gathers
+            if trained and self.world_size > 1:
+                found[(f"reduce {name}", *forms[1])] += reductions
+        return +found
+
+    def gathers(self, is_root: bool, reached: bool) -> int:
+        """In one step; `reached` by its backward."""
+        return 2 if self.strategy is FULL_SHARD and reached and not is_root else 1
+
+    def step(self, model: Chain, kind: str, unreached: tuple[int, ...] = ()) -> Counts:
+        """One step of kind "step", "no_sync" or "no_grad"; the gradient never gets to the `unreached` units."""
+        total: Counts = Counter()
+        parts: list[tuple[str, nn.Module]] = [(f"unit 'units.{i}'", unit) for i, unit in enumerate(model.units)]
+        for index, (name, module) in enumerate([*parts, (ROOT, model.head)]):
+            reached = kind != "no_grad" and index not in unreached
+            gathers = self.gathers(name == ROOT, reached)
+            total += self.unit(name, list(module.parameters()), gathers, int(kind == "step" and reached))
+        return total
+
+
+def step_of(model: FullyShardedDataParallel, kind: str, x: Tensor) -> None:
+    if kind == "no_grad":
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+    else:
+        with model.no_sync() if kind == "no_sync" else nullcontext():
+            model(x).sum().backward()
+
+
+KINDS = ["step", "step", "no_grad", "no_sync", "no_sync", "step", "no_grad", "step"]
+
+
+def count_steps(
+    units: list[nn.Module], strategy: ShardingStrategy, use_orig_params: bool, kinds: list[str], way: str = "native"
+) -> list[Counts]:
+    os.environ["FSDP_COLLECTIVES"] = way
+    model = wrap(Chain(*units), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece}))
+    found = []
+    for kind in kinds:
+        with record_collectives() as log:
+            step_of(model, kind, torch.ones(2, 5))
+        found.append(counts(log))
+        assert_at_rest(model, kind)
+    return found
+
+
+def check_formulas(
+    world_size: int,
+    units: list[Piece],
+    strategy: ShardingStrategy,
+    use_orig_params: bool,
+    kinds: list[str],
+    *,
+    unreached: tuple[int, ...] = (),
+    way: str = "native",
+) -> None:
+    __tracebackhide__ = True
+    formula = Formula(strategy, world_size, use_orig_params, way)
+    expected = [formula.step(Chain(*units), kind, unreached) for kind in kinds]
+    for found in run_ranks(world_size, count_steps, units, strategy, use_orig_params, kinds, way):
+        for number, kind in enumerate(kinds):
+            wrong = differences(found[number], expected[number])
+            assert not wrong, f"step {number} ({kind}):{wrong}"
+            assert world_size > 1 or not found[number]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_collectives_per_step(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """The first step and later ones, with and without synchronisation and gradients; none at world size 1 (R14)."""
+    check_formulas(world_size, [Piece(), Piece(), Piece()], strategy, use_orig_params, KINDS)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_of_several_buckets(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """One gather for each dtype and for what is frozen, and one reduction for each dtype of what is trained (R29)."""
+    mixed = Piece((torch.float32, True), (torch.float64, True), (torch.float32, False), (torch.float32, True))
+    check_formulas(2, [Piece(), mixed, Piece()], strategy, use_orig_params, ["step", "step", "no_sync", "step"])
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_of_frozen_units(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """A frozen unit that has gradients to pass on is gathered for backward, one that has none is not (R29, R30)."""
+    frozen = (torch.float32, False)
+    units = [Piece(frozen), Piece(frozen), Piece(), Piece(frozen), Piece()]
+    check_formulas(2, units, strategy, use_orig_params, ["step", "step", "no_sync", "step"], unreached=(0, 1))
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives_by_direct_exchange(world_size: int, strategy: ShardingStrategy) -> None:
+    """Bytes on the wire: every rank sends and receives (N - 1) / N of the vector, and nothing else."""
+    check_formulas(world_size, [Piece(), Piece()], strategy, True, ["step", "step", "no_sync", "step"], way="direct")
+
+
+def count_by_size(numel: int, way: str | None) -> list[str]:
+    os.environ.pop("FSDP_COLLECTIVES", None)
+    if way is not None:
+        os.environ["FSDP_COLLECTIVES"] = way
+    unit = nn.Linear(numel, 1, bias=False)
+    model = wrap(unit)
+    with record_collectives() as log:
+        model(torch.ones(1, numel)).sum().backward()
+    return [r.op for r in data(log)]
+
+
+def test_which_way_a_message_goes() -> None:
+    """Direct from 1 MiB on unless the environment says otherwise."""
+    mebibyte = 2**18  # elements
+    native, direct = ["all_gather", "reduce_scatter"], ["exchange", "exchange"]
+    for numel, way, expected in (
+        (mebibyte, None, direct),
+        (mebibyte - 2, None, native),
+        (mebibyte, "native", native),
+        (16, "direct", direct),
+        (mebibyte, "auto", direct),
+    ):
+        assert run_ranks(2, count_by_size, numel, way) == [expected] * 2, (numel, way)
+
+
+# -- a unit used twice ---------------------------------------------------------------------------------------------
+
+
+def count_used_twice(strategy: ShardingStrategy, use_orig_params: bool) -> list[Counter[str]]:
+    case = ZOO["used-twice"]
+    model = wrap(case, strategy, use_orig_params)
+    found = []
+    for step in range(3):
+        with record_collectives() as log:
+            case.loss(model, case.make_batch(step, 2)).backward()
+        found.append(Counter(order(log)))
+        assert_at_rest(model, f"step {step}")
+    return found
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_collectives_of_a_unit_used_twice(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """Gathered for each of its forwards and once for its backward; reduced once."""
+    expected: Counter[str] = Counter()
+    for unit in ("unit 'first'", "unit 'second'", "unit 'shared'", ROOT):
+        if strategy is FULL_SHARD:
+            expected[f"gather {unit}"] = 1 if unit == ROOT else 3 if unit == "unit 'shared'" else 2
+        elif strategy is SHARD_GRAD_OP:
+            expected[f"gather {unit}"] = 1
+        expected[f"reduce {unit}"] = 1
+    for found in run_ranks(2, count_used_twice, strategy, use_orig_params):
+        assert found == [expected] * 3
+
+
+# -- the same on every rank ----------------------------------------------------------------------------------------
+
+
+def record_case(name: str, strategy: ShardingStrategy, use_orig_params: bool) -> list[tuple[str, str, int]]:
+    case = ZOO[name]
+    model = wrap(case, strategy, use_orig_params)
+    with record_collectives() as log:
+        for step in range(3):
+            with model.no_sync() if step == 1 else nullcontext():
+                case.loss(model, case.make_batch(step, 2)).backward()
+    return [(str(r.label), r.op, r.nbytes) for r in log.records]
+
+
+@pytest.mark.parametrize("name", ["encoder-decoder", "used-twice", "unused", "lora", "segment-reentrant"])
+def test_order_is_the_same_on_every_rank(name: str) -> None:
+    for strategy in STRATEGIES:
+        first, *others = run_ranks(3, record_case, name, strategy, strategy is FULL_SHARD)
+        assert first
+        for other in others:
+            assert other == first
+
+
+# -- gathered ahead ------------------------------------------------------------------------------------------------
+
+
+class Nested(nn.Module):
+    """A unit with parameters of its own before, between and after the units inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.inner = nn.ModuleList([Piece(), Piece()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for unit in self.inner:
+            x = torch.tanh(unit(x))
+        return self.after(x)
+
+
+class NestedChain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.outer, self.last = Piece(), Nested(), Piece()
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.last(self.outer(self.first(x))))
+
+
+def mark_passes(model: FullyShardedDataParallel, get_log: Callable[[], CollectiveLog]) -> None:
+    """Note in the log when each unit begins to compute: no operation of that pass inside it has run yet.
+
+    For a unit around others, note besides when it computes again after the last of them.
+    """
+
+    def mark_forward(module: nn.Module, text: str) -> None:
+        module.register_forward_pre_hook(lambda module, args: get_log().mark(text))
+
+    def mark_backward(module: nn.Module, text: str) -> None:
+        def returns(module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.grad_fn is not None:  # before the operation that made it, and after all hooks on the tensor
+                output.grad_fn.register_prehook(lambda grads: get_log().mark(text))
+
+        module.register_forward_hook(returns)
+
+    for path, wrapper in model.named_modules():
+        if isinstance(wrapper, FullyShardedDataParallel):
+            name = f"unit {clean_name(path)!r}" if clean_name(path) else ROOT
+            mark_forward(wrapper.module, f"forward {name}")
+            mark_backward(wrapper.module, f"backward {name}")
+            if isinstance(wrapper.module, Nested):
+                mark_forward(wrapper.module.after, "again forward")
+                mark_backward(wrapper.module.before, "again backward")
+
+
+def trace_passes(name: str, strategy: ShardingStrategy, delayed: bool, options: dict[str, Any]) -> list[list[str]]:
+    """For each of four steps its events: "issue gather X", "wait gather X", "forward X", "backward X" ..."""
+    case = ZOO.get(name)
+    if case is None:
+        model = wrap(NestedChain(), strategy, True, wrap_policy=ModuleWrapPolicy({Piece, Nested}), **options)
+    else:
+        model = wrap(case, strategy, True, **options)
+    logs: list[CollectiveLog] = []
+    mark_passes(model, lambda: logs[-1])
+    steps = []
+    with ExitStack() as stack:
+        if delayed:
+            stack.enter_context(delay_collectives(seed=1, max_ms=1.0))
+        for step in range(4):
+            with record_collectives() as log:
+                logs.append(log)
+                if case is None:
+                    model(torch.ones(2, 5)).sum().backward()
+                else:
+                    case.loss(model, case.make_batch(step, 2)).backward()
+            moved = {record.index for record in data(log)}
+            steps.append(
+                [
+                    str(what) if event == "mark" else f"{event} {log.records[int(what)].label}"
+                    for event, what in log.events
+                    if event == "mark" or what in moved
+                ]
+            )
+    return steps
+
+
+def only(events: list[str], prefix: str) -> list[str]:
+    return [event.removeprefix(prefix + " ") for event in events if event.startswith(prefix + " ")]
+
+
+def split(events: list[str]) -> tuple[list[str], list[str]]:
+    """Forward and backward. The root's output is where the one ends and the other begins."""
+    middle = events.index(f"backward {ROOT}")
+    while middle and events[middle - 1].startswith("issue gather"):  # ahead, in the root's own hook
+        middle -= 1
+    return events[:middle], events[middle:]
+
+
+def overlapped(events: list[str], computes: str) -> int:
+    """Units whose gather was issued before what is computed before them, and awaited after."""
+    marks = [i for i, event in enumerate(events) if event.startswith((f"{computes} ", f"again {computes}"))]
+    count = 0
+    for before, current in zip(marks, marks[1:]):
+        unit = events[current].removeprefix(computes + " ")
+        if f"issue gather {unit}" in events[:before] and f"wait gather {unit}" in events[before:current]:
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("name", ["encoder-decoder", "nested", "mlp"])
+def test_prefetch_follows_the_record(name: str, delayed: bool) -> None:
+    """R19: later steps gather in the order of the first, which gathered on demand; every unit but the first of a pass
+    is gathered while the one before it computes."""
+    forward = {
+        "encoder-decoder": ["encoder.0", "encoder.1", "decoder.0", "decoder.1"],
+        "nested": ["first", "outer", "outer.inner.0", "outer.inner.1", "last"],
+        "mlp": ["blocks.0", "blocks.1", "blocks.2"],
+    }[name]
+    backward = {"nested": ["last", "outer", "outer.inner.1", "outer.inner.0", "first"]}.get(name, forward[::-1])
+    forward, backward = ([ROOT, *(f"unit {unit!r}" for unit in units)] for units in (forward, backward))
+    for steps in run_ranks(2, trace_passes, name, FULL_SHARD, delayed, {}):
+        for number, events in enumerate(steps):
+            there, back = split(events)
+            assert only(there, "forward") == forward and only(back, "backward") == backward
+            assert only(there, "issue gather") == forward, f"step {number}"
+            assert only(back, "issue gather") == backward[1:], f"step {number}"  # the root was kept
+            assert overlapped(there, "forward") == (0 if number == 0 else len(forward) - 1), f"step {number}"
+            assert overlapped(back, "backward") == (0 if number == 0 else len(backward) - 1), f"step {number}"
+
+
+@pytest.mark.parametrize("choice", [BackwardPrefetch.BACKWARD_POST, None])
+def test_backward_prefetch_as_asked(choice: BackwardPrefetch | None) -> None:
+    """BACKWARD_POST gathers the next unit once the gradients of the current one are computed; None not ahead at all."""
+    for steps in run_ranks(2, trace_passes, "mlp", FULL_SHARD, False, {"backward_prefetch": choice}):
+        for number, events in enumerate(steps):
+            _, back = split(events)
+            for before, unit in ((2, 1), (1, 0)):
+                name, earlier = f"unit 'blocks.{unit}'", f"unit 'blocks.{before}'"
+                issue = back.index(f"issue gather {name}")
+                reduced = back.index(f"issue reduce {earlier}")
+                if choice is None or number == 0:
+                    assert back[issue + 1] == f"wait gather {name}"
+                else:
+                    assert reduced < issue < back.index(f"backward {name}")
+                    assert back[issue + 1] != f"wait gather {name}" or back[issue + 2] == f"backward {name}"
+
+
+def test_forward_gathers_under_shard_grad_op_overlap() -> None:
+    forward = [ROOT, *(f"unit 'blocks.{index}'" for index in range(3))]
+    for steps in run_ranks(2, trace_passes, "mlp", SHARD_GRAD_OP, True, {}):
+        for number, events in enumerate(steps):
+            there, back = split(events)
+            assert only(there, "issue gather") == forward and not only(back, "issue gather")
+            assert overlapped(there, "forward") == (0 if number == 0 else 3)
+
+
+# -- an order that changes -----------------------------------------------------------------------------------------
+
+
+class Planned(nn.Module):
+    """Runs its units in an order that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([nn.Linear(7, 7) for _ in range(5)])
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, plan: list[int]) -> Tensor:
+        for index in plan:
+            x = torch.tanh(self.units[index](x))
+        return self.head(x)
+
+
+USUAL = [0, 1, 2, 3, 4]
+PLANS = {
+    "skip": [0, 1, 3, 4],
+    "skip first": [1, 2, 3, 4],
+    "swap": [0, 2, 1, 3, 4],
+    "reverse": [4, 3, 2, 1, 0],
+    "repeat": [0, 1, 1, 2, 3, 4],
+    "repeat later": [0, 1, 2, 3, 1, 4],
+    "early exit": [0, 1],
+}
+
+
+def planned(plans: list[list[int]]) -> Callable[[nn.Module, Data], Iterator[Any]]:
+    def program(model: nn.Module, batches: Data) -> Iterator[Any]:
+        for step, plan in enumerate(plans):
+            x = batches.tensor(step, 2, 7)
+            output = model(x, plan)
+            output.square().mean().backward()
+            yield {"output": output, "input": x.grad}
+            yield STEP
+
+    return program
+
+
+def build_planned() -> nn.Module:
+    torch.manual_seed(0)
+    return Planned()
+
+
+def demanded(plan: list[int], strategy: ShardingStrategy) -> int:
+    """Gathers of one step without any ahead of time: one for each forward, one for each unit's backward, the root's."""
+    if strategy is SHARD_GRAD_OP:
+        return len(set(plan)) + 1
+    forwards = sum(unit != before for before, unit in zip([None, *plan], plan))
+    return forwards + sum(unit == before for before, unit in zip(plan, plan[1:])) + len(set(plan)) + 1
+
+
+def change_order(plans: list[list[int]], strategy: ShardingStrategy, use_orig_params: bool) -> list[tuple[int, int]]:
+    """Gathers in forward and backward of each step, after comparing everything with the plain model."""
+    program = planned(plans)
+    reference = Reference(build_planned, program)
+    model = wrap(build_planned(), strategy, use_orig_params, wrap_policy=units_of)
+    reference.check(model, "parity")  # at rest after every backward, too
+    model = wrap(build_planned(), strategy, use_orig_params, wrap_policy=units_of)
+    found = []
+    for plan in plans:
+        x = torch.ones(2, 7)
+        with record_collectives() as there:
+            output = model(x, plan)
+        with record_collectives() as back:
+            output.sum().backward()
+        found.append((len(order(there, "gather")), len(order(back, "gather"))))
+        assert_at_rest(model, str(plan))
+    return found
+
+
+def units_of(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return recurse or (isinstance(module, nn.Linear) and module.out_features == 7)
+
+
+@pytest.mark.parametrize("change", PLANS)
+def test_order_that_changes(change: str) -> None:
+    """R18: from one step to the next, for good and back again; a change costs at most one gather in each pass."""
+    plan = PLANS[change]
+    plans = [USUAL, USUAL, plan, plan, USUAL, USUAL, plan]
+    for strategy in (FULL_SHARD, SHARD_GRAD_OP):
+        for found in run_ranks(2, change_order, plans, strategy, strategy is FULL_SHARD):
+            for step, (current, (forward, backward)) in enumerate(zip(plans, found)):
+                changed = int(step > 0 and plans[step - 1] != current)
+                used = len(set(current))
+                least = len(current) + 1 if strategy is FULL_SHARD else used + 1
+                assert least <= forward <= least + changed, f"step {step}, forward: {forward} gathers, needs {least}"
+                least = used if strategy is FULL_SHARD else 0
+                assert least <= backward <= least + changed, f"step {step}, backward: {backward} gathers, needs {least}"
+
+
+# -- checkpointing -------------------------------------------------------------------------------------------------
+
+SEGMENT = 4
+
+
+class Checkpointed(nn.Module):
+    """Units with activation checkpointing inside, outside, or over a segment of all of them."""
+
+    def __init__(self, where: str, reentrant: bool, strategy: ShardingStrategy) -> None:
+        super().__init__()
+        self.stem = nn.Linear(5, 5)
+        self.where, self.reentrant = where, reentrant
+        impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        self.units = nn.ModuleList()
+        for _ in range(SEGMENT):
+            unit: nn.Module = Piece()
+            if where == "inside":
+                unit = checkpoint_wrapper(unit, checkpoint_impl=impl)
+            unit = wrap(unit, strategy, True)
+            self.units.append(checkpoint_wrapper(unit, checkpoint_impl=impl) if where == "outside" else unit)
+
+    def run(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return checkpoint(self.run, x, use_reentrant=self.reentrant) if self.where == "segment" else self.run(x)
+
+
+def count_checkpointed(where: str, reentrant: bool, strategy: ShardingStrategy) -> list[Counter[str]]:
+    model = wrap(Checkpointed(where, reentrant, strategy), strategy, True)
+    found = []
+    for step in range(4):
+        with record_collectives() as log:
+            model(torch.ones(2, 5)).sum().backward()
+        assert_at_rest(model, f"step {step}")
+        found.append(Counter(label.split(" unit ")[0] if " unit " in label else label for label in order(log)))
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("where", ["inside", "outside", "segment"])
+def test_gathers_under_checkpointing(where: str, reentrant: bool) -> None:
+    """R20: a unit that is recomputed for its own backward is gathered for both at once, so that checkpointing costs no
+    gather. A segment of k units is recomputed as a whole before its backward: all but the last MAX_GATHERED of them
+    are gathered once more.
+    """
+    for strategy in (FULL_SHARD, SHARD_GRAD_OP):
+        gathers = SEGMENT
+        if strategy is FULL_SHARD:
+            gathers = 2 * SEGMENT
+            if where == "segment":
+                gathers += SEGMENT - RootContext.MAX_GATHERED
+        expected = Counter({"gather": gathers, "reduce": SEGMENT, f"gather {ROOT}": 1, f"reduce {ROOT}": 1})
+        for found in run_ranks(2, count_checkpointed, where, reentrant, strategy):
+            for step, counted in enumerate(found):
+                assert counted == expected, f"{strategy}, step {step}"
+
+
+# -- late collectives ----------------------------------------------------------------------------------------------
+
+
+def train_delayed(name: str, strategy: ShardingStrategy, use_orig_params: bool, way: str, seeds: list[int]) -> None:
+    os.environ["FSDP_COLLECTIVES"] = way
+    case, schedule = ZOO[name], Schedule(steps=3, micro=2)
+    arguments: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params, "no_sync": [True, False]}
+    usual = run_fsdp(case, adamw, schedule, **arguments)
+    for seed in seeds:
+        with delay_collectives(seed, max_ms=1.0):
+            delayed = run_fsdp(case, adamw, schedule, **arguments)
+        for step, (ours, theirs) in enumerate(zip(delayed, usual)):
+            what = f"{name}, seed {seed}, step {step}"
+            assert_bit_equal({"loss": ours.loss}, {"loss": theirs.loss}, what)
+            assert_bit_equal(ours.grads, theirs.grads, what)
+            assert_bit_equal(ours.params, theirs.params, what)
+
+
+DELAYED = [
+    ("mlp", FULL_SHARD, False, "native"),
+    ("mlp", FULL_SHARD, True, "direct"),
+    ("mlp", SHARD_GRAD_OP, True, "native"),
+    ("mlp", NO_SHARD, False, "native"),
+    ("encoder-decoder", FULL_SHARD, True, "native"),
+    ("used-twice", FULL_SHARD, False, "direct"),
+    ("lora", FULL_SHARD, True, "native"),
+    ("lora", SHARD_GRAD_OP, False, "direct"),
+    ("segment-reentrant", FULL_SHARD, True, "native"),
+    ("unused", FULL_SHARD, False, "native"),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "use_orig_params", "way"), DELAYED)
+def test_nothing_is_read_before_its_wait(
+    name: str, strategy: ShardingStrategy, use_orig_params: bool, way: str
+) -> None:
+    """R38: collectives that start late and deliver in `wait()` alone change no bit."""
+    run_ranks(2, train_delayed, name, strategy, use_orig_params, way, [1, 2])

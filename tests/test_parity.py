@@ -1,0 +1,348 @@
+"""Training sharded gives what training plain gives: losses, gradients, parameters and optimizer state at every step.
+
+Every run of 10 steps is compared with three references, bit for bit at each step, and within a bound at three of them:
+
+* **The plain model in the same order of arithmetic** (`run_plain(order="ranks")`): each rank's batch by itself, the
+  gradients summed in rank order and divided by the number of ranks. *Bit for bit* where the engine's order is this one:
+
+  - on 1 rank, where nothing is reduced;
+  - on 2 ranks with any collective, since the sum of two terms has one order, and halving is exact;
+  - on 3 and 4 ranks where parameters are sharded and reductions go by direct exchange, which sums in rank order and
+    then divides. A backend's own collectives sum in an order of their own: there the bound below holds.
+
+  The forward and backward themselves are bit-equal because the leaves have the shapes and strides of the originals.
+* **DDP**, which divides before it sums: bit for bit on 1 and 2 ranks (it is division by a power of two that commutes
+  with rounding), within the bound on 3 and 4.
+* **The plain model on the concatenated batch, in float64**, within the bound. Models with BatchNorm are left out:
+  their statistics are those of the local batch.
+
+The bound is `ULPS` units in the last place of float32, at the largest magnitude among all tensors of the same kind (all
+gradients, all parameters, all momenta). A gradient is a sum of products of activations and of what is handed back
+through the layers; its rounding error is proportional to the terms, which are at most of the order of the model's
+largest gradients, and not to what cancellation leaves. (In units of each tensor's own magnitude there is no bound: the
+gradient of a scalar can cancel to nothing, and that of a key's bias in an attention is zero but for rounding.) One
+backward of these models, some ten layers of sums of some ten to hundred terms, is within 3 units; errors of earlier
+steps come in through the parameters, multiplied by the learning rate, and after 10 steps the references themselves
+are up to 12 units apart. 32 leaves room for other processors' kernels. A tensor of zeros must be zeros in any case.
+
+AdamW divides by the root of the second moment plus eps; with the usual 1e-8 a gradient that is nothing but rounding
+noise takes a step of full size in a direction of its own. So eps is 1e-3 here, which keeps the optimizer's response to
+noise below the bound and changes nothing in what the bit-equal comparisons can see.
+
+A parameter that no forward uses, in a unit that is used, has a gradient of zeros and not None, and weight decay moves
+it. The plain reference is told so; DDP leaves such parameters alone, and they are left out of that comparison.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+import fsdp
+from fsdp import FlatLayout, ShardingStrategy
+from fsdp.flat import ownership
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import ZOO, Case, LoraBlock, MlpBlock
+from tests.harness.oracle import (
+    Schedule,
+    Step,
+    assert_bit_equal,
+    assert_close_ulp,
+    flatten_state,
+    run_ddp,
+    run_plain,
+    sgd,
+    ulp,
+)
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import BLOCKS, run_fsdp, wrap
+
+ULPS = 32
+STEPS = 10
+BOUNDED_STEPS = (0, 4, 9)  # bit-equal comparisons are made at each step
+
+
+def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-3)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+POLICIES: dict[str, Any] = {
+    "blocks": BLOCKS,
+    "one unit": None,
+    "linears": ModuleWrapPolicy({nn.Linear}),
+    "nested": ModuleWrapPolicy({nn.Linear, MlpBlock, LoraBlock}),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run to compare. `collectives` is the value of FSDP_COLLECTIVES; `shard_alignment` is in bytes."""
+
+    world_size: int
+    case: str
+    optimizer: str
+    strategy: str
+    use_orig_params: bool
+    collectives: str = "auto"
+    policy: str = "blocks"
+    micro: int = 1
+    reduce_each: bool = False
+    shard_alignment: int = 1
+
+    def __str__(self) -> str:
+        mode = "originals" if self.use_orig_params else "flat"
+        words = [f"{self.world_size}r", self.case, self.optimizer, self.strategy, mode, self.collectives]
+        words += [self.policy] * (self.policy != "blocks") + [f"micro{self.micro}"] * (self.micro > 1)
+        words += ["each"] * self.reduce_each + [f"align{self.shard_alignment}"] * (self.shard_alignment > 1)
+        return "-".join(words)
+
+    @property
+    def same_order(self) -> bool:
+        """Whether the engine adds up gradients in the order of `run_plain(order="ranks")`."""
+        sharded = self.strategy != "NO_SHARD"
+        return self.world_size <= 2 or (sharded and self.collectives == "direct")
+
+
+def all_pairs(world_size: int, strategies: Iterable[str], collectives: str) -> list[Run]:
+    """Every model with every strategy, and every pair among strategy, mode and optimizer."""
+    modes, optimizers = (True, False), tuple(OPTIMIZERS)
+    return [
+        Run(world_size, case, optimizers[(i // 2 + j) % 2], strategy, modes[(i + j) % 2], collectives)
+        for i, case in enumerate(ZOO)
+        for j, strategy in enumerate(strategies)
+    ]
+
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+RUNS = [
+    *all_pairs(1, STRATEGIES, "auto"),
+    *(Run(2, case, opt, "FULL_SHARD", mode) for case in ZOO for opt in OPTIMIZERS for mode in (True, False)),
+    *all_pairs(2, STRATEGIES[1:], "auto"),
+    *all_pairs(3, STRATEGIES[:2], "direct"),
+    *all_pairs(3, STRATEGIES[2:], "auto")[::2],
+    *all_pairs(4, STRATEGIES[:1], "direct"),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_parity(run: Run) -> None:
+    run_ranks(run.world_size, compare, run)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(2, "encoder-decoder", "adamw", "FULL_SHARD", True, "direct"),
+        Run(2, "segment-reentrant", "sgd", "SHARD_GRAD_OP", False, "direct"),
+        Run(3, "tied-transformer", "adamw", "FULL_SHARD", False, "native"),
+        Run(3, "mlp", "sgd", "SHARD_GRAD_OP", True, "native"),
+        Run(4, "unused", "sgd", "FULL_SHARD", False, "native"),
+        Run(4, "encoder-decoder", "adamw", "NO_SHARD", True, "native"),
+    ],
+    ids=str,
+)
+def test_parity_with_either_kind_of_collective(run: Run) -> None:
+    run_ranks(run.world_size, compare, run)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(2, "mlp", "sgd", "FULL_SHARD", True, policy="one unit"),
+        Run(2, "unused", "adamw", "FULL_SHARD", False, policy="one unit"),
+        Run(3, "lora", "adamw", "FULL_SHARD", False, "direct", policy="linears"),
+        Run(2, "encoder-decoder", "sgd", "SHARD_GRAD_OP", False, policy="linears"),
+        Run(3, "mlp", "adamw", "FULL_SHARD", True, "direct", policy="nested"),
+        Run(2, "lora", "sgd", "SHARD_GRAD_OP", True, policy="nested"),
+        Run(2, "used-twice", "adamw", "FULL_SHARD", False, policy="nested"),
+    ],
+    ids=str,
+)
+def test_parity_however_the_model_is_cut_into_units(run: Run) -> None:
+    run_ranks(run.world_size, compare, run)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(world_size, case, opt, strategy, mode, collectives, micro=3, reduce_each=each)
+        for each in (False, True)
+        for world_size, case, opt, strategy, mode, collectives in [
+            (1, "lora", "sgd", "FULL_SHARD", each, "auto"),
+            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto"),
+            (2, "segment-reentrant", "adamw", "FULL_SHARD", each, "auto"),
+            (2, "unused", "sgd", "NO_SHARD", not each, "auto"),
+            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct"),
+        ]
+    ],
+    ids=str,
+)
+def test_parity_with_accumulated_gradients(run: Run) -> None:
+    """Three micro-batches per step: summed on each rank and reduced once (under `no_sync`), or reduced each."""
+    run_ranks(run.world_size, compare, run)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(2, "mlp", "adamw", "FULL_SHARD", False, shard_alignment=16),
+        Run(2, "lora", "sgd", "SHARD_GRAD_OP", True, shard_alignment=16),
+        Run(3, "tied-transformer", "sgd", "FULL_SHARD", True, "direct", shard_alignment=16),
+        Run(3, "segment-non-reentrant", "adamw", "FULL_SHARD", False, "direct", shard_alignment=16),
+        Run(3, "conv-batchnorm", "sgd", "SHARD_GRAD_OP", False, "direct", shard_alignment=16),
+        Run(4, "unused", "adamw", "FULL_SHARD", True, "direct", shard_alignment=16),
+    ],
+    ids=str,
+)
+def test_parity_with_the_shard_alignment_of_accelerators(run: Run) -> None:
+    """Every run above has the alignment of CPUs, one element. Here shards are multiples of 16 bytes."""
+    run_ranks(run.world_size, compare, run)
+
+
+# -- in the rank processes ---------------------------------------------------------------------------------------
+
+
+def compare(run: Run) -> None:
+    """Train as `run` says and under DDP, and on rank 0 compare with every reference."""
+    os.environ["FSDP_COLLECTIVES"] = run.collectives
+    schedule = Schedule(STEPS, micro=run.micro, reduce_each=run.reduce_each)
+    options: dict[str, Any] = {
+        "strategy": ShardingStrategy[run.strategy],
+        "use_orig_params": run.use_orig_params,
+        "wrap_policy": POLICIES[run.policy],
+    }
+    with shard_alignment(run.shard_alignment):
+        if run.shard_alignment > 1:
+            check_alignment(ZOO[run.case], run, options)
+        steps = run_fsdp(ZOO[run.case], OPTIMIZERS[run.optimizer], schedule, **options)
+    ddp = ddp_steps(run.case, run.optimizer, run.micro, run.reduce_each)
+    if dist.get_rank() == 0:
+        compare_with_plain(run, steps)
+        compare_with_ddp(run, steps, ddp)
+
+
+@contextmanager
+def shard_alignment(nbytes: int) -> Iterator[None]:
+    """Units built inside have shards of a multiple of so many bytes, as on accelerators."""
+
+    class Aligned:
+        @staticmethod
+        def build(specs: Any, **options: Any) -> FlatLayout:
+            return FlatLayout.build(specs, **{**options, "param_alignment": nbytes, "shard_alignment": nbytes})
+
+    if nbytes == 1:
+        yield
+    else:
+        with mock.patch.object(ownership, "FlatLayout", Aligned):
+            yield
+
+
+def check_alignment(case: Case, run: Run, options: dict[str, Any]) -> None:
+    """The alignment is what was asked for, and makes a difference."""
+    model = wrap(case, options["strategy"], run.use_orig_params, wrap_policy=options["wrap_policy"])
+    layouts = [bucket.layout for unit in fsdp.shard_info(model) for bucket in unit.buckets]
+    assert all(layout.shard_numel * layout.dtype.itemsize % run.shard_alignment == 0 for layout in layouts)
+    assert any(layout.shard_numel > -(-layout.numel // layout.world_size) for layout in layouts)
+
+
+def zero_grads(case: Case, policy: str) -> list[str]:
+    """The parameters that no forward uses in units that are used."""
+    model = case.build()
+    blocks = [name for name, module in model.named_modules() if type(module) in case.blocks and policy != "one unit"]
+
+    def unit_of(name: str) -> str:
+        return max((block for block in blocks if name.startswith(block + ".")), key=len, default="")
+
+    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
+    used = {unit_of(name) for name in trainable if not name.startswith(case.unused)}
+    return [name for name in trainable if name.startswith(case.unused) and unit_of(name) in used]
+
+
+@lru_cache(maxsize=4)
+def plain_steps(
+    case: str, optimizer: str, policy: str, micro: int, reduce_each: bool, order: Any, dtype: torch.dtype
+) -> list[Step]:
+    zeros = zero_grads(ZOO[case], policy)
+    schedule = Schedule(STEPS, micro=micro, reduce_each=reduce_each)
+    world_size = dist.get_world_size()
+    return run_plain(ZOO[case], OPTIMIZERS[optimizer], world_size, schedule, order=order, dtype=dtype, zero_grads=zeros)
+
+
+@lru_cache(maxsize=2)
+def ddp_steps(case: str, optimizer: str, micro: int, reduce_each: bool) -> list[Step]:
+    """Every rank asks for the same runs, so that a cached one is so on all."""
+    return run_ddp(ZOO[case], OPTIMIZERS[optimizer], Schedule(STEPS, micro=micro, reduce_each=reduce_each))
+
+
+def compare_with_plain(run: Run, steps: list[Step]) -> None:
+    reference = (run.case, run.optimizer, run.policy, run.micro, run.reduce_each)
+    plain = [parts_of(step) for step in plain_steps(*reference, "ranks", torch.float32)]
+    compare_steps([parts_of(step) for step in steps], plain, run.same_order, f"{run}, against the plain model by ranks")
+    if not ZOO[run.case].local_statistics:
+        whole = [parts_of(step, by_rank=False) for step in plain_steps(*reference, "batch", torch.float64)]
+        ours = [parts_of(step, by_rank=False) for step in steps]
+        compare_steps(ours, whole, False, f"{run}, against the concatenated batch")
+
+
+def compare_with_ddp(run: Run, steps: list[Step], ddp: list[Step]) -> None:
+    unused = ZOO[run.case].unused
+    ours, theirs = [parts_of(step, unused) for step in steps], [parts_of(step, unused) for step in ddp]
+    same_order = run.world_size <= 2 and not run.reduce_each  # DDP reduces again what it has reduced before
+    compare_steps(ours, theirs, same_order, f"{run}, against DDP")
+
+
+Part = Mapping[str, Tensor | None]
+Parts = dict[str, Part]
+
+
+def parts_of(step: Step, without: tuple[str, ...] = (), by_rank: bool = True) -> Parts:
+    """What there is to compare, in groups of one kind and magnitude; `without` are prefixes of parameter names."""
+    state = flatten_state(step.optim)
+    groups: Parts = {
+        "losses": {str(rank): loss for rank, loss in enumerate(step.rank_losses)} if by_rank else {},
+        "loss": {"mean": step.loss},
+        "gradients": step.grads,
+        "parameters": step.params,
+        "buffers": step.buffers,
+    }
+    for key in sorted({name.rpartition("/")[2] for name in state}):
+        groups[f"optimizer state {key}"] = {n: value for n, value in state.items() if n.endswith(f"/{key}")}
+    return {
+        group: {name: value for name, value in part.items() if not name.startswith(without or ("//",))}
+        for group, part in groups.items()
+    }
+
+
+def compare_steps(actual: list[Parts], expected: list[Parts], same_order: bool, what: str) -> None:
+    __tracebackhide__ = True
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert list(ours) == list(theirs), f"{what}, step {index}"
+        for group in theirs:
+            where = f"{what}, step {index}, {group}"
+            if same_order:
+                assert_bit_equal(ours[group], theirs[group], where)
+            elif index in BOUNDED_STEPS:
+                assert_within_bound(ours[group], theirs[group], where)
+
+
+def assert_within_bound(actual: Part, expected: Part, what: str) -> None:
+    """Each element within `ULPS` units of the group's largest magnitude."""
+    __tracebackhide__ = True
+    assert set(actual) == set(expected), what
+    units = {name: float(ulp(value, torch.float32)) for name, value in expected.items() if value is not None}
+    largest = max(units.values(), default=0.0)
+    for name, value in expected.items():
+        ulps = ULPS * largest / units[name] if units.get(name) else 0.0
+        assert_close_ulp({name: actual[name]}, {name: value}, ulps, what)

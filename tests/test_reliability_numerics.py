@@ -1,0 +1,751 @@
+"""Numbers that must not move: long parity, determinism, memory that nobody wrote, padding, shared and odd parameters.
+
+The number in a test's name is that of the requirement it holds up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.runtime.unit import units_in
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import ZOO, Batch, Case, cross_entropy
+from tests.harness.oracle import (
+    OPTIMIZERS,
+    Schedule,
+    Step,
+    Tensors,
+    assert_bit_equal,
+    assert_close_ulp,
+    flatten_state,
+    rank_batch,
+    run_plain,
+    ulp,
+)
+from tests.harness.poison import poisoned_memory
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import delay_collectives, record_collectives
+from tests.harness.sharded import finish_step, full_gradients, full_parameters, run_fsdp, wrap
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+MODES = (True, False)
+
+
+def assert_same_steps(actual: list[Step], expected: list[Step], what: str) -> None:
+    __tracebackhide__ = True
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        where = f"{what}, step {index}"
+        assert_bit_equal(_by_rank(ours), _by_rank(theirs), f"{where}, losses")
+        assert_bit_equal(ours.grads, theirs.grads, f"{where}, gradients")
+        assert_bit_equal(flatten_state(ours.optim), flatten_state(theirs.optim), f"{where}, optimizer state")
+        assert_bit_equal(ours.params, theirs.params, f"{where}, parameters")
+
+
+def _by_rank(step: Step) -> dict[str, Tensor]:
+    return {f"rank {rank}": loss for rank, loss in enumerate(step.rank_losses)}
+
+
+def buckets_of(model: nn.Module) -> list[fsdp.BucketInfo]:
+    return [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
+
+
+# -- R02: parity over many steps -----------------------------------------------------------------------------------
+
+LONG = Schedule(steps=20)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_r02_twenty_steps_equal_the_same_order_reference(world_size: int, optimizer: str) -> None:
+    """Bit for bit: nothing is reduced on 1 rank, two terms have one order, and a direct exchange sums in rank order."""
+    run_ranks(world_size, twenty_steps, optimizer)
+
+
+def twenty_steps(optimizer: str) -> None:
+    os.environ["FSDP_COLLECTIVES"] = "direct"
+    world_size = dist.get_world_size()
+    for name, mode in (("mlp", True), ("mlp", False), ("tied-transformer", optimizer == "sgd")):
+        steps = run_fsdp(ZOO[name], OPTIMIZERS[optimizer], LONG, use_orig_params=mode)
+        if dist.get_rank() == 0:
+            assert_same_steps(steps, run_plain(ZOO[name], OPTIMIZERS[optimizer], world_size, LONG), name)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_r02_twenty_steps_stay_near_the_concatenated_batch(world_size: int) -> None:
+    """Within 2 units in the last place per step of the plain model in float64, with the backend's own collectives.
+
+    The unit is that of the largest magnitude among the model's tensors of the same kind, since rounding errors are
+    proportional to what is summed and not to what cancellation leaves of it; each step adds the rounding of its sums.
+    """
+    run_ranks(world_size, near_the_batch)
+
+
+def near_the_batch() -> None:
+    os.environ["FSDP_COLLECTIVES"] = "native"
+    world_size, make_optimizer = dist.get_world_size(), OPTIMIZERS["sgd"]
+    for name, mode in (("mlp", False), ("tied-transformer", True)):
+        steps = run_fsdp(ZOO[name], make_optimizer, LONG, use_orig_params=mode)
+        if dist.get_rank() > 0:
+            continue
+        whole = run_plain(ZOO[name], make_optimizer, world_size, LONG, order="batch", dtype=torch.float64)
+        for index, (ours, theirs) in enumerate(zip(steps, whole, strict=True)):
+            allowed = 2.0 * (index + 1)
+            assert_close_ulp({"loss": ours.loss}, {"loss": theirs.loss}, allowed, f"{name}, step {index}")
+            assert_close_to_largest(ours.grads, theirs.grads, allowed, f"{name}, step {index}, gradients")
+            assert_close_to_largest(ours.params, theirs.params, allowed, f"{name}, step {index}, parameters")
+            momenta = flatten_state(ours.optim), flatten_state(theirs.optim)
+            assert_close_to_largest(*momenta, allowed, f"{name}, step {index}, momenta")
+
+
+def assert_close_to_largest(actual: Tensors, expected: Tensors, ulps: float, what: str) -> None:
+    """Every element within `ulps` units of the largest magnitude in all of `expected`."""
+    __tracebackhide__ = True
+    assert set(actual) == set(expected), what
+    units = {name: float(ulp(value, torch.float32)) for name, value in expected.items() if value is not None}
+    for name, value in expected.items():
+        allowed = ulps * max(units.values()) / units[name] if units.get(name) else 0.0
+        assert_close_ulp({name: actual[name]}, {name: value}, allowed, what)
+
+
+# -- R03: determinism ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_r03_two_runs_are_bit_equal_whatever_the_timing(world_size: int, strategy: str) -> None:
+    """The second run's collectives are delayed at random, and their results appear only when they are waited for."""
+    run_ranks(world_size, train_twice, strategy)
+
+
+def train_twice(strategy: str) -> None:
+    for name, mode, collectives in (("mlp", True, "native"), ("segment-reentrant", False, "direct")):
+        os.environ["FSDP_COLLECTIVES"] = collectives
+        train = partial(run_fsdp, ZOO[name], OPTIMIZERS["adamw"], strategy=ShardingStrategy[strategy])
+        first = train(LONG, use_orig_params=mode)
+        with delay_collectives(seed=7, max_ms=0.5):
+            second = train(LONG, use_orig_params=mode)
+        assert_same_steps(second, first, name)
+
+
+# -- R05, R06: memory that nobody wrote, and padding ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_r05_nothing_of_poisoned_memory_gets_into_the_training(world_size: int, strategy: str) -> None:
+    """With fresh memory full of NaN, 10 steps are those without, and padding is zero at the start and at the end."""
+    run_ranks(world_size, train_in_poisoned_memory, strategy)
+
+
+def train_in_poisoned_memory(strategy: str) -> None:
+    os.environ["FSDP_COLLECTIVES"] = "direct"
+    torch.use_deterministic_algorithms(True)  # poisoning needs it: so that both runs have the same kernels
+    for name, optimizer, mode in (
+        ("unused", "adamw", True),
+        ("segment-reentrant", "sgd", False),
+        ("lora", "sgd", True),
+    ):
+        case, what = ZOO[name], f"{name} {optimizer} {mode}"
+        clean = train_checking_padding(case, optimizer, strategy, mode, what)
+        with poisoned_memory():
+            poisoned = train_checking_padding(case, optimizer, strategy, mode, what)
+        assert_same_steps(poisoned, clean, what)
+        for step in poisoned:
+            for part in (step.grads, step.params, flatten_state(step.optim)):
+                assert all(value is None or value.isfinite().all() for value in part.values()), what
+
+
+def train_checking_padding(case: Case, optimizer: str, strategy: str, mode: bool, what: str) -> list[Step]:
+    schedule, rank, world_size = Schedule(10), dist.get_rank(), dist.get_world_size()
+    model = wrap(case, ShardingStrategy[strategy], mode)
+    optim = OPTIMIZERS[optimizer](model.parameters())
+    assert_padding_is_zero(model, optim, f"{what} after init")
+    steps = []
+    for step in range(schedule.steps):
+        loss = case.loss(model, rank_batch(case, schedule, step, 0, rank, world_size))
+        loss.backward()
+        assert_padding_is_zero(model, optim, f"{what} step {step}, with gradients")
+        steps.append(finish_step(model, optim, loss))
+    assert_padding_is_zero(model, optim, f"{what} after training")
+    return steps
+
+
+def padding_of(bucket: fsdp.BucketInfo) -> list[slice]:
+    """This rank's padding, as slices of its shard."""
+    first, last = bucket.layout.shard_range(bucket.rank)
+    ranges = [(max(start, first) - first, min(end, last) - first) for start, end in bucket.layout.gaps]
+    return [slice(start, end) for start, end in ranges if start < end]
+
+
+def assert_padding_is_zero(model: nn.Module, optimizer: Optimizer, what: str) -> None:
+    """In the shards, and where the optimizer holds flat parameters in their gradients and state too."""
+    for bucket in buckets_of(model):
+        flat = bucket.flat_param
+        held = {"shard": flat.data, "gradient": flat.grad, **optimizer.state.get(flat, {})}
+        for kind, value in held.items():
+            if isinstance(value, Tensor) and value.shape == flat.shape:
+                for part in padding_of(bucket):
+                    found = value[part]
+                    assert not found.view(torch.uint8).any(), f"{what}: padding {part} of the {kind} is {found}"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_r06_padding_is_in_no_norm_and_no_optimizer_state(world_size: int) -> None:
+    """Flat parameters carry it, and what is computed of them is what is computed of the full tensors."""
+    padding = run_ranks(world_size, train_and_compare_norms)
+    assert sum(padding) > 0, "nothing was padded"
+
+
+def train_and_compare_norms() -> int:
+    """The number of this rank's elements of padding."""
+    os.environ["FSDP_COLLECTIVES"] = "direct"
+    case, schedule = ZOO["mlp"], Schedule(10)
+    for optimizer in OPTIMIZERS:
+        train_checking_padding(case, optimizer, "FULL_SHARD", False, f"mlp {optimizer}")
+    model = wrap(case)
+    buckets = buckets_of(model)
+    padding = 0
+    for bucket in buckets:
+        assert sum(piece.numel for piece in bucket.pieces) + sum(p.stop - p.start for p in padding_of(bucket)) == (
+            bucket.flat_param.numel()
+        )
+        padding += sum(part.stop - part.start for part in padding_of(bucket))
+    case.loss(model, rank_batch(case, schedule, 0, 0, dist.get_rank(), dist.get_world_size())).backward()
+    grads: list[Any] = [bucket.flat_param.grad for bucket in buckets]
+    for grad in grads:
+        grad.mul_(1000).round_()  # whole numbers: their sums are exact in every order
+    full = [grad for grad in full_gradients(model).values() if grad is not None]
+    squares = torch.stack([grad.double().square().sum() for grad in grads]).sum()
+    largest = torch.stack([grad.abs().max() for grad in grads]).max()
+    dist.all_reduce(squares)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    assert squares.item() == sum(grad.double().square().sum().item() for grad in full) > 0
+    assert largest.item() == max(grad.abs().max().item() for grad in full)
+    return padding
+
+
+# -- R07: tied weights in one unit ---------------------------------------------------------------------------------
+
+ROWS, WIDTH = 37, 6  # 37 rows: no number of ranks here divides them
+
+
+class Tied(nn.Module):
+    """An embedding and an output layer with one weight, which looks at itself whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(ROWS, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, ROWS, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.head.weight is self.tokens.weight and self.head.weight.shape == (ROWS, WIDTH)
+        return self.head(torch.tanh(self.mix(self.tokens(tokens))))
+
+
+class TiedInside(nn.Module):
+    """A unit of its own holds both names, under other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied = Tied()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tied(tokens) * self.scale
+
+
+def make_tokens(generator: torch.Generator, size: int) -> Batch:
+    tokens = torch.randint(ROWS, (size, 5), generator=generator)
+    return Batch((tokens,), tokens.roll(1, dims=1))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_r07_tied_weights_of_one_unit_stay_one_on_every_row(world_size: int) -> None:
+    """After wrapping, backward, step and a change of dtype; and every row moves as it does in the plain model."""
+    run_ranks(world_size, train_tied)
+
+
+def train_tied() -> None:
+    os.environ["FSDP_COLLECTIVES"] = "direct"
+    schedule, make_optimizer = Schedule(4, batch=8), OPTIMIZERS["adamw"]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for model_class, prefix in ((Tied, ""), (TiedInside, "tied.")):
+        case = Case("tied", model_class, make_tokens, cross_entropy, frozenset({Tied}))
+        start = case.build().get_parameter(prefix + "tokens.weight").detach()
+        plain = run_plain(case, make_optimizer, world_size, schedule)
+        for strategy in STRATEGIES:
+            for mode in MODES:
+                what = f"{model_class.__name__} {strategy} {mode}"
+                # A unit that is the root itself is not made twice.
+                policy = ModuleWrapPolicy(case.blocks) if prefix else None
+                model = wrap(case, ShardingStrategy[strategy], mode, wrap_policy=policy)
+                optimizer = make_optimizer(model.parameters())
+                assert_tied(model, mode, what)
+                steps = []
+                for step in range(schedule.steps):
+                    loss = case.loss(model, rank_batch(case, schedule, step, 0, rank, world_size))
+                    loss.backward()
+                    assert_tied(model, mode, what)
+                    steps.append(finish_step(model, optimizer, loss))
+                    assert_tied(model, mode, what)
+                moved = (steps[-1].params[prefix + "tokens.weight"] != start).any(dim=1)
+                assert moved.all(), f"{what}: rows {(~moved).nonzero().flatten().tolist()} never moved"
+                if strategy != "NO_SHARD" or world_size <= 2:
+                    assert_same_steps(steps, plain, what)
+                else:
+                    assert_close_ulp(steps[-1].params, plain[-1].params, 64, what)
+                model.double()
+                assert_tied(model, mode, f"{what} in float64")
+                case.loss(model, rank_batch(case, schedule, 0, 0, rank, world_size)).backward()
+                wide = {name: value.double() for name, value in steps[-1].params.items()}
+                assert_bit_equal(full_parameters(model), wide, f"{what} in float64")
+
+
+def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
+    """One parameter, one record of it with both names, and the same object at both places."""
+    inner: Any = next(module for module in model.modules() if isinstance(module, Tied))
+    assert inner.head.weight is inner.tokens.weight, what
+    records = [record for bucket in buckets_of(model) for record in bucket.layout.params]
+    weight = [record for record in records if record.name.endswith("tokens.weight")]
+    assert len(weight) == 1 and weight[0].aliases == ("head.weight",), what
+    assert sum(record.numel for record in records if "weight" in record.name) == ROWS * WIDTH + WIDTH * WIDTH, what
+    if mode:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        assert sum(name.endswith("head.weight") for name in names) == 1, what
+        assert sum(name.endswith("tokens.weight") for name in names) == 1, what
+
+
+# -- R09: one module in several places -----------------------------------------------------------------------------
+
+
+class SharedBlock(nn.Module):
+    """One block registered under three names and called four times, with others between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.layers = nn.ModuleList([self.first, nn.Linear(5, 5), self.first])
+        self.last = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (self.first, *self.layers, self.last):
+            x = torch.sin(layer(x))
+        return x
+
+
+def make_vectors(generator: torch.Generator, size: int) -> Batch:
+    return Batch((torch.randn(size, 5, generator=generator),), torch.randn(size, 5, generator=generator))
+
+
+SHARED = Case("shared", SharedBlock, make_vectors, F.mse_loss, frozenset({nn.Linear}))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_r09_a_module_in_several_places_is_one_unit_and_trains_like_the_plain_one(world_size: int) -> None:
+    run_ranks(world_size, train_shared_modules)
+
+
+def train_shared_modules() -> None:
+    os.environ["FSDP_COLLECTIVES"] = "direct"
+    schedule, make_optimizer = Schedule(6), OPTIMIZERS["sgd"]
+    for case, policies in ((SHARED, (ModuleWrapPolicy({nn.Linear}), None)), (ZOO["used-twice"], (None,))):
+        plain = run_plain(case, make_optimizer, dist.get_world_size(), schedule)
+        for policy in policies:
+            for strategy in STRATEGIES[:2]:
+                for mode in MODES:
+                    what = f"{case.name} {'one unit' if policy is None else 'units'} {strategy} {mode}"
+                    options: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "use_orig_params": mode}
+                    options["wrap_policy"] = policy
+                    assert_same_steps(run_fsdp(case, make_optimizer, schedule, **options), plain, what)
+    model: Any = wrap(SHARED)
+    assert model.module.layers[0] is model.module.first is model.module.last is model.module.layers[2]
+    assert sorted(unit.name for unit in fsdp.shard_info(model)) == ["", "first", "layers.1"]
+
+
+# -- R14: one rank -------------------------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    """Parameters of one element and of no dimension, in units of their own and in the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Scale((1,)), Scale(()), Scale((1, 1)))
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) * self.gain
+
+
+class Scale(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full(shape, 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+TINY = Case("tiny", Tiny, make_vectors, F.mse_loss, frozenset({Scale}))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_r14_one_rank_trains_every_parameter_without_a_collective(strategy: str) -> None:
+    run_ranks(1, train_alone, strategy)
+
+
+def train_alone(strategy: str) -> None:
+    for case in (TINY, ZOO["segment-reentrant"]):
+        for mode in MODES:
+            for schedule in (Schedule(3), Schedule(3, micro=2)):
+                with record_collectives() as log:
+                    if strategy == "NO_SHARD":
+                        expect: Any = nullcontext()
+                    else:
+                        expect = pytest.warns(
+                            UserWarning, match=f"one rank.*ShardingStrategy.{strategy} works like NO_SHARD"
+                        )
+                    with expect:
+                        model = FullyShardedDataParallel(
+                            case.build(),
+                            sharding_strategy=ShardingStrategy[strategy],
+                            auto_wrap_policy=ModuleWrapPolicy(case.blocks),
+                            use_orig_params=mode,
+                        )
+                    assert model.sharding_strategy is ShardingStrategy.NO_SHARD
+                    optimizer = OPTIMIZERS["adamw"](model.parameters())
+                    steps = []
+                    for step in range(schedule.steps):
+                        for micro in range(schedule.micro):
+                            with model.no_sync() if micro < schedule.micro - 1 else nullcontext():
+                                loss = case.loss(model, rank_batch(case, schedule, step, micro, 0, 1))
+                                loss.backward()
+                        steps.append(finish_step(model, optimizer, loss))
+                assert log.ops() == [], f"{case.name} {mode}: {log.ops()}"
+                if case is TINY:
+                    assert all(grad is not None and grad.all() for each in steps for grad in each.grads.values())
+                zeros = [name for name, grad in steps[0].grads.items() if grad is not None]
+                plain = run_plain(case, OPTIMIZERS["adamw"], 1, schedule, zero_grads=zeros)
+                assert_same_steps(steps, plain, f"{case.name} {mode} {schedule.micro}")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_r14_parameters_of_one_element_have_gradients_on_several_ranks(world_size: int) -> None:
+    run_ranks(world_size, train_tiny)
+
+
+def train_tiny() -> None:
+    os.environ["FSDP_COLLECTIVES"] = "direct"
+    plain = run_plain(TINY, OPTIMIZERS["sgd"], dist.get_world_size(), Schedule(5))
+    for mode in MODES:
+        steps = run_fsdp(TINY, OPTIMIZERS["sgd"], Schedule(5), use_orig_params=mode)
+        assert_same_steps(steps, plain, f"tiny {mode}")
+        assert all(grad is not None and grad.all() for grad in steps[0].grads.values())
+
+
+# -- R24: more units at work at once than there are buffers ----------------------------------------------------------
+
+
+class Link(nn.Module):
+    """Calls the next of a chain that it does not contain, in the middle of its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.next: list[nn.Module] = []  # a list hides it from the module tree
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        for link in self.next:
+            x = x + link(x)
+        return torch.sin(self.after(x))
+
+
+class Chain(nn.Module):
+    """Six units of one size, each at work until the last one is done: none of them contains another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.links = nn.ModuleList([Link() for _ in range(6)])
+        self.head = nn.Linear(5, 5)
+        self.join()
+
+    def join(self) -> None:
+        links = list(self.links)
+        for link, following in pairwise(links):
+            inner: Any = getattr(link, "module", link)
+            inner.next = [following]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.links[0](x))
+
+
+CHAIN = Case("chain", Chain, make_vectors, F.mse_loss, frozenset({Link}))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_r24_units_called_within_units_keep_their_buffers(world_size: int) -> None:
+    """Every unit of the chain is gathered at once, whatever the bound on gathered units that are not at work."""
+    run_ranks(world_size, train_chain)
+
+
+def train_chain() -> None:
+    os.environ["FSDP_COLLECTIVES"] = "direct"
+    schedule, make_optimizer = Schedule(4), OPTIMIZERS["sgd"]
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plain = run_plain(CHAIN, make_optimizer, world_size, schedule)
+    for strategy in STRATEGIES[:2]:
+        for mode in MODES:
+            model: Any = wrap(CHAIN, ShardingStrategy[strategy], mode)
+            model.module.join()  # the links are wrapped now
+            units = [unit for _, unit, _ in units_in(model)]
+            gathered: list[int] = []
+            model.module.links[-1].module.register_forward_hook(  # in the innermost of the nested calls
+                lambda *_, units=units, gathered=gathered: gathered.append(sum(unit.is_gathered for unit in units))
+            )
+            optimizer = make_optimizer(model.parameters())
+            steps = []
+            for step in range(schedule.steps):
+                loss = CHAIN.loss(model, rank_batch(CHAIN, schedule, step, 0, rank, world_size))
+                loss.backward()
+                steps.append(finish_step(model, optimizer, loss))
+            assert_same_steps(steps, plain, f"chain {strategy} {mode}")
+            assert gathered == [7] * schedule.steps, f"chain {strategy} {mode}: {gathered}"
+
+
+# -- R04: parameters of every kind -----------------------------------------------------------------------------------
+
+
+class OddCase(Case):
+    """A model whose parameters keep the dtypes they were made with."""
+
+    def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            return self.model()
+
+
+class Mixed(nn.Module):
+    """Five kinds of parameters in one unit: three dtypes, two of them with a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.usual = nn.Parameter(torch.randn(5, 5))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.narrow = nn.Parameter(torch.randn(5, 5).bfloat16())
+        self.narrow_frozen = nn.Parameter(torch.randn(5).bfloat16(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = (x.bfloat16() @ self.narrow + self.narrow_frozen).float()
+        return torch.tanh(x @ self.usual + self.frozen) * self.wide.sum().float() + narrow
+
+
+class Empty(nn.Module):
+    """A unit without a single element, except for those of the block inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 5))
+        self.inner = Scale(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(torch.cat([x, self.nothing]))
+
+
+class FewElements(nn.Module):
+    """No dimension, no element, one element: used and not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = Empty()
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.none = nn.Parameter(torch.empty(3, 0))
+        self.unused_none = nn.Parameter(torch.empty(0))
+        self.one = nn.Parameter(torch.tensor([[1.3]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(self.empty(x) * self.scalar + self.none.sum()) * self.one
+
+
+class Strided(nn.Module):
+    """Parameters whose memory is not row-major. The leaves have the strides of the originals where those are dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3, padding=1)
+        self.conv.weight.data = self.conv.weight.data.contiguous(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(7, 5).t())
+        self.permuted = nn.Parameter(torch.randn(2, 3, 5).permute(1, 2, 0))
+        self.sliced = nn.Parameter(torch.randn(5, 14)[:, ::2])
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.conv.weight.stride() == (27, 1, 9, 3) and self.transposed.stride() == (1, 5)
+        assert self.permuted.stride() == (5, 1, 15)
+        features = self.conv(x[:, None, :, None].expand(-1, 3, -1, 5)).mean(dim=(1, 2))
+        return (features @ (self.transposed * self.sliced)) @ self.transposed.t() + self.permuted.sum(dim=(0, 2))
+
+
+class Integers(nn.Module):
+    """Frozen parameters that are no floating-point numbers, beside trained ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.tensor([4, 2, 0, 1, 3]), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True, True, True]), requires_grad=False)
+        self.shift = nn.Parameter(torch.tensor([-1, 0, 1, 2, 3], dtype=torch.int8), requires_grad=False)
+        self.weight = nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x[:, self.order] * self.mask + self.shift) @ self.weight
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(5, 7, dtype=torch.complex64))
+        self.second = nn.Parameter(torch.randn(7, 5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = x.to(torch.complex64) @ self.first
+        return ((z / (1 + z.abs())) @ self.second).real
+
+
+class OfDtype(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)).to(dtype)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.to(self.dtype)).float()
+
+
+def odd(name: str, model: Callable[[], nn.Module], *blocks: type[nn.Module]) -> OddCase:
+    return OddCase(name, model, make_vectors, _mean_square, frozenset(blocks))
+
+
+def _mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output[: len(target)], target)
+
+
+ODD = {
+    case.name: case
+    for case in [
+        odd("mixed dtypes", Mixed),
+        odd("few elements", FewElements, Empty, Scale),
+        odd("strided", Strided),
+        odd("integers", Integers),
+        odd("complex64", Complex),
+        odd("float64", partial(OfDtype, torch.float64), nn.Linear),
+        odd("bfloat16", partial(OfDtype, torch.bfloat16), nn.Linear),
+    ]
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_r04_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: str) -> None:
+    """Bit for bit, but the mean of three bfloat16 gradients may be rounded twice: their sum, and the third of it."""
+    run_ranks(world_size, train_odd, name)
+
+
+def sgd_of_halves(params: Iterable[nn.Parameter]) -> Optimizer:
+    """SGD whose factors are powers of two. In low precision torch's kernels round products or not depending on where in
+    a vector an element lies, and shards lie otherwise than whole parameters; products with these factors are exact."""
+    return SGD(params, lr=0.125, momentum=0.5, weight_decay=0.0078125)
+
+
+def train_odd(name: str) -> None:
+    os.environ["FSDP_COLLECTIVES"] = "direct"
+    case, schedule, make_optimizer = ODD[name], Schedule(4), sgd_of_halves
+    world_size = dist.get_world_size()
+    plain = [_comparable(step) for step in run_plain(case, make_optimizer, world_size, schedule)]
+    originals = dict(case.build().named_parameters())
+    for strategy in STRATEGIES:
+        for mode in MODES:
+            what = f"{name} {strategy} {mode}"
+            model = wrap(case, ShardingStrategy[strategy], mode)
+            start = full_parameters(model)
+            assert_bit_equal(start, originals, what)
+            assert all(start[n].stride() == p.stride() for n, p in originals.items() if n != "sliced" and p.numel()), (
+                what
+            )
+            options: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "use_orig_params": mode}
+            steps = [_comparable(step) for step in run_fsdp(case, make_optimizer, schedule, **options)]
+            if world_size < 3 or (strategy != "NO_SHARD" and name not in ("bfloat16", "mixed dtypes")):
+                assert_same_steps(steps, plain, what)
+            else:
+                for part in ("grads", "params"):
+                    assert_close_ulp(getattr(steps[0], part), getattr(plain[0], part), 3, f"{what} {part}")
+
+
+def _comparable(step: Step) -> Step:
+    """Complex numbers as pairs, and without the gradients and state of empty parameters, which no rank holds."""
+    names = [name for name, value in step.params.items() if value.numel()]
+    grads = {name: _real(step.grads[name]) for name in names}
+    params = {name: _real(value) for name, value in step.params.items()}
+    optim = {n: {key: _real(value) for key, value in step.optim[n].items()} for n in names if n in step.optim}
+    return dataclasses.replace(step, grads=grads, params=params, optim=optim)
+
+
+def _real(value: Any) -> Any:
+    return torch.view_as_real(value) if value is not None and value.is_complex() else value
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_r04_an_overlapping_parameter_becomes_a_dense_one(world_size: int) -> None:
+    run_ranks(world_size, train_overlapping)
+
+
+class Overlapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 1).expand(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x @ self.weight)
+
+
+def train_overlapping() -> None:
+    case = odd("overlapping", Overlapping)
+    dense = odd("dense", DenseOverlapping)
+    for mode in MODES:
+        steps = run_fsdp(case, OPTIMIZERS["sgd"], Schedule(3), use_orig_params=mode)
+        assert_same_steps(steps, run_plain(dense, OPTIMIZERS["sgd"], dist.get_world_size(), Schedule(3)), str(mode))
+
+
+class DenseOverlapping(Overlapping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(self.weight.detach().contiguous())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_r04_a_sparse_parameter_is_refused_by_name(mode: bool) -> None:
+    run_ranks(1, wrap_sparse, mode)
+
+
+def wrap_sparse(mode: bool) -> None:
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    module[1].register_parameter("sparse", nn.Parameter(torch.eye(5).to_sparse()))
+    with pytest.raises(ValueError, match=r"'1.sparse' of .* has layout torch.sparse_coo"):
+        wrap(module, ShardingStrategy.NO_SHARD, mode)
+    assert all(type(param) is nn.Parameter for param in module.parameters()) and len(list(module.parameters())) == 5

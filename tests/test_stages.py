@@ -1,0 +1,693 @@
+"""The stage table: what is registered on the modules, and how many bytes exist, at each stage of a unit's life.
+
+The bytes are what the allocator says, compared with formulas over the numbers of elements of the plain model. With N
+ranks, a root of R bytes (its own parameters) and n units of U bytes each, P = R + n * U, and j = units whose backward
+is over, the sharded strategies hold
+
+    built                   P/N                                            the shards
+    forward of unit k       P/N + R + gathered                             the root's full buffer, and units'
+    between the passes      P/N + R + gathered
+    backward of unit k      P/N + R + gathered + reducing
+    after the backward      P/N + P/N                                      the shards and the gradients' shards, only
+    after one in no_sync    P/N + P                                        the shards and the unsharded gradients
+
+where `gathered` is U for each block of the gather pool: under FULL_SHARD never more than MAX_GATHERED lent ones, and
+never more than KEPT_BLOCKS kept ones between the passes; under SHARD_GRAD_OP the units that have run and the next one,
+and in backward those not yet over and up to KEPT_BLOCKS kept blocks. `reducing` is the unit's own slots U, the reduced
+shards (R + j * U) / N, and for the one reduction that is still under way what it reads (U, or R for the root's) and
+what a direct exchange receives ((N - 1) / N of that). NO_SHARD holds P, and in backward one more vector per
+unit, which becomes its gradient.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
+from fsdp.flat.flat_param import MemoryPool
+from fsdp.runtime.reduction import ReductionQueue
+from fsdp.runtime.context import RootContext
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.meter import Meter, meter_available
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import current_label
+from tests.harness.sharded import wrap
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+WIDTH, HIDDEN, UNITS = 511, 513, 4
+# Activations of one sample, the graph, hooks and what torch notes of its last collectives: below the smallest term of a
+# formula, R / 3.
+NOISE = 512 * 1024
+needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+
+
+# -- observing -----------------------------------------------------------------------------------------------------
+
+Observer = Callable[[str], None]
+_observer: Observer | None = None
+
+
+def observe(stage: str) -> None:
+    if _observer is not None:
+        _observer(stage)
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    global _observer
+    _observer = observer
+    try:
+        yield
+    finally:
+        _observer = None
+
+
+class Quiet:
+    """Waits for what was issued natively, so that gloo's scratch memory on its own threads is not measured.
+
+    The package's own buffers stay as they are, since it does not learn of this. Direct exchanges need no scratch (and
+    may be waited for once only).
+    """
+
+    NAMES = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+    NAMES += ("all_reduce",)
+
+    def __init__(self) -> None:
+        self._works: list[Any] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        real = {name: getattr(dist, name) for name in self.NAMES if hasattr(dist, name)}
+        for name, function in real.items():
+            setattr(dist, name, self._noting(function))
+        try:
+            yield
+        finally:
+            for name, function in real.items():
+                setattr(dist, name, function)
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self._works.append(result)
+            return result
+
+        return noting
+
+    def settle(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()  # they hold the tensors of their calls
+
+
+# -- the model -----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two layers and a parameter of one element, observed between the layers in forward and in backward."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(sum(more, x)))
+        observe(f"forward {self.index}")
+        if hidden.requires_grad:
+            index = self.index
+            hidden.register_hook(lambda grad: observe(f"backward {index}"))
+        return self.second(hidden) * self.scale
+
+
+class Net(nn.Module):
+    """Units of one size, and a root with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(index) for index in range(UNITS)))
+        self.head = nn.Linear(WIDTH, 2300)  # larger than two units: the pool never keeps its block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+def nbytes_of(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def build(strategy: ShardingStrategy, use_orig_params: bool) -> FullyShardedDataParallel:
+    return wrap(Net(), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}))
+
+
+# -- bytes ---------------------------------------------------------------------------------------------------------
+
+
+def measure(strategy: ShardingStrategy, use_orig_params: bool, expected: dict[str, int]) -> dict[str, int]:
+    """Bytes beyond what was there before the model was built, by stage. Step 0 has no record of an earlier one."""
+    meter, quiet = Meter(), Quiet()
+    measured: dict[str, int] = {}
+    base, step = 0, "new"
+    patience = 400
+
+    def note(stage: str) -> None:
+        nonlocal patience
+        quiet.settle()
+        name = f"{step}: {stage}"
+        measured[name] = meter.live() - base
+        while measured[name] > expected[name] + NOISE and patience > 0:
+            patience -= 1  # a thread of the backend lets go of a finished call a moment after its end
+            time.sleep(0.005)
+            measured[name] = meter.live() - base
+
+    def train(model: FullyShardedDataParallel) -> None:
+        loss = model(torch.ones(1, WIDTH)).sum()
+        note("between")
+        loss.backward()
+        del loss
+        note("after")
+
+    def clear(model: FullyShardedDataParallel) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        del parameter
+        note("cleared")
+
+    # The second model is measured: the first one fills the caches of everything that is called.
+    with quiet.watching(), observed_by(note):
+        for _ in range(2):
+            gc.collect()
+            base, patience = meter.live(), 400
+            model = build(strategy, use_orig_params)
+            step = "new"
+            note("built")
+            for step in ("step 0", "step 1", "step 2"):
+                train(model)
+                clear(model)
+            for step in ("unsynced", "unsynced again"):
+                with model.no_sync():
+                    train(model)
+            clear(model)
+            step = "unsynced"
+            with model.no_sync():
+                train(model)
+            step = "synced"
+            train(model)
+            clear(model)
+            del model
+    return measured
+
+
+@dataclass
+class Formulas:
+    """Bytes of the parts that a stage is made of; `ahead` units are gathered ahead, none before there is a record."""
+
+    strategy: ShardingStrategy
+    world_size: int
+    unit: int
+    root: int
+
+    @property
+    def whole(self) -> int:
+        return self.root + UNITS * self.unit
+
+    @property
+    def shards(self) -> int:
+        return self.whole if self.strategy is NO_SHARD else self.whole // self.world_size
+
+    def gathered_in_forward(self, index: int, ahead: int) -> int:
+        if self.strategy is NO_SHARD:
+            return 0
+        if self.strategy is FULL_SHARD:
+            return self.root + (1 + ahead) * self.unit
+        return self.root + min(index + 1 + ahead, UNITS) * self.unit
+
+    def gathered_between(self, ahead: int) -> int:
+        """Under FULL_SHARD the units' blocks are kept ones by now, lent to nobody."""
+        assert 1 + ahead <= min(RootContext.MAX_GATHERED, MemoryPool.KEPT_BLOCKS)
+        return self.gathered_in_forward(UNITS - 1, ahead)
+
+    def gathered_in_backward(self, over: int, ahead: int) -> int:
+        """The root's block is gone by now."""
+        if self.strategy is NO_SHARD:
+            return 0
+        if self.strategy is FULL_SHARD:
+            # Without a record a unit is gathered as its backward begins, before the last one has let go.
+            return 2 * self.unit if ahead or over else self.unit
+        return (UNITS - over + min(over, MemoryPool.KEPT_BLOCKS)) * self.unit
+
+    def written(self, over: int) -> int:
+        """Gradients of the root, of the units that are over and of the one that runs, unsharded."""
+        return self.root + (over + 1) * self.unit
+
+    def reducing(self, over: int) -> int:
+        """The slots of this unit and of the reduction under way, what that receives, and the reduced shards."""
+        if self.strategy is NO_SHARD:
+            return self.written(over)  # reduced where they are
+        under_way = self.unit if over else self.root
+        return self.unit + under_way + self.received(under_way) + (self.written(over) - self.unit) // self.world_size
+
+    def reducing_accumulated(self, over: int) -> int:
+        """The same when what is reduced are accumulated gradients: each goes once it is not among the last two."""
+        if self.strategy is NO_SHARD:
+            return self.whole
+        begun = [self.root] + over * [self.unit]
+        over_and_gone, under_way = begun[: -ReductionQueue.MAX_BUFFERS], begun[-ReductionQueue.MAX_BUFFERS :]
+        return self.whole - sum(over_and_gone) + self.received(sum(under_way)) + sum(begun) // self.world_size
+
+    def received(self, nbytes: int) -> int:
+        """What a direct exchange of a vector of `nbytes` receives."""
+        return nbytes * (self.world_size - 1) // self.world_size
+
+
+def expect(strategy: ShardingStrategy, world_size: int) -> dict[str, int]:
+    """The formulas applied to the stages of `measure`."""
+    with torch.device("meta"):
+        net = Net()
+    is_sharded = strategy is not NO_SHARD and world_size > 1
+    f = Formulas(strategy if is_sharded else NO_SHARD, world_size, nbytes_of(net.blocks[0]), nbytes_of(net.head))
+    expected = {"new: built": f.shards}
+    for step in ("step 0", "step 1", "step 2", "unsynced", "unsynced again", "synced"):
+        ahead = 0 if step == "step 0" else 1
+        accumulated = f.whole if step in ("unsynced again", "synced") else 0
+        for index in range(UNITS):
+            expected[f"{step}: forward {index}"] = f.shards + f.gathered_in_forward(index, ahead) + accumulated
+        expected[f"{step}: between"] = f.shards + f.gathered_between(ahead) + accumulated
+        for over, index in enumerate(reversed(range(UNITS))):
+            if step == "unsynced":
+                gradients = f.written(over)
+            elif step == "unsynced again":
+                gradients = f.whole
+            elif step == "synced":
+                gradients = f.reducing_accumulated(over)
+            else:
+                gradients = f.reducing(over)
+            expected[f"{step}: backward {index}"] = f.shards + f.gathered_in_backward(over, ahead) + gradients
+        expected[f"{step}: after"] = f.shards + (f.whole if step.startswith("unsynced") else f.shards)
+        expected[f"{step}: cleared"] = f.shards
+    return expected
+
+
+@needs_meter
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_bytes_at_each_stage(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """At rest: the shards and the gradients' shards, and nothing else (R27, R28)."""
+    expected = expect(strategy, world_size)
+    for measured in run_ranks(world_size, measure, strategy, use_orig_params, expected):
+        wrong = [
+            f"{stage}: {nbytes:,} bytes, expected {expected[stage]:,} ({nbytes - expected[stage]:+,})"
+            for stage, nbytes in measured.items()
+            if abs(nbytes - expected[stage]) > NOISE
+        ]
+        assert not wrong, f"{len(wrong)} of {len(measured)} stages are off by more than {NOISE:,}:\n" + "\n".join(wrong)
+
+
+# -- what is registered --------------------------------------------------------------------------------------------
+
+PARAMETERS = ["first.weight", "first.bias", "second.weight", "second.bias", "scale"]
+
+
+class Small(Block):
+    """The same block with few elements."""
+
+    def __init__(self, index: int) -> None:
+        nn.Module.__init__(self)
+        self.index = index
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 5)
+        self.scale = nn.Parameter(torch.ones(1))  # on one rank only
+
+
+class Registration:
+    """Two small units under a root, what they were before wrapping, and what has to be on their modules."""
+
+    def __init__(self, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+        net = nn.Sequential(Small(0), Small(1), nn.Linear(5, 3))
+        self.originals = dict(net.named_parameters())
+        for index, parameter in enumerate(self.originals.values()):
+            parameter.note = index  # type: ignore[attr-defined]  (stands for whatever users hang on parameters)
+        self.values = {name: parameter.detach().clone() for name, parameter in self.originals.items()}
+        self.modules = dict(net.named_modules())
+        self.strategy, self.use_orig_params = strategy, use_orig_params
+        self.model = wrap(net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Small}))
+        self.is_sharded = self.model.sharding_strategy is not NO_SHARD
+        self.flat = {unit.name: unit.buckets[0].flat_param for unit in shard_info(self.model)}
+        self.pointers = {name: flat.data_ptr() for name, flat in self.flat.items()}
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.seen: list[str] = []
+
+    def unit_of(self, name: str) -> str:
+        first = name.split(".")[0]
+        return first if first in ("0", "1") else ""
+
+    def registered(self, name: str) -> Any:
+        path, _, attribute = name.rpartition(".")
+        return getattr(self.modules[path], attribute)
+
+    def check(self, stage: str, gathered: set[str]) -> None:
+        """The units in `gathered` show leaves, the others what stands for their parameters while they are sharded."""
+        self.seen.append(stage)
+        self.check_flat_parameters()
+        self.check_names(gathered)
+        for name in self.originals:
+            what = f"{stage}: {name}"
+            if self.unit_of(name) in gathered:
+                self.check_leaf(name, what)
+            elif self.use_orig_params:
+                self.check_original(name, what)
+            elif self.is_sharded:
+                self.check_placeholder(name, what)
+            else:
+                self.check_leaf(name, what)  # nothing is ever taken away
+
+    def check_flat_parameters(self) -> None:
+        """Their data is the shard, at the same place, at every stage."""
+        for unit, flat in self.flat.items():
+            numel = sum(v.numel() for name, v in self.values.items() if self.unit_of(name) == unit)
+            assert flat.data_ptr() == self.pointers[unit] and isinstance(flat, FlatParameter)
+            assert type(flat) is nn.Parameter and flat.is_leaf and flat.requires_grad
+            if not self.use_orig_params:  # without alignment, the plain chunk rule
+                assert flat.shape == (-(-numel // self.world_size) if self.is_sharded else numel,)
+
+    def check_names(self, gathered: set[str]) -> None:
+        """Names and objects of `named_parameters()`, which optimizers and tools go by, are the same at every stage."""
+        found = dict(self.model.named_parameters())
+        top = "_fsdp_wrapped_module."
+        if self.use_orig_params:
+            infix = {"0": "0._fsdp_wrapped_module.", "1": "1._fsdp_wrapped_module."}
+            expected = [top + infix.get(n.split(".")[0], "2.") + n.split(".", 1)[1] for n in self.originals]
+            assert list(found) == expected
+        else:
+            infixes = {"": top, "0": f"{top}0._fsdp_wrapped_module.", "1": f"{top}1._fsdp_wrapped_module."}
+            assert set(found) == {infix + "_flat_param" for infix in infixes.values()}
+            for unit, infix in infixes.items():
+                assert found[infix + "_flat_param"] is self.flat[unit]
+
+    def check_leaf(self, name: str, what: str) -> None:
+        leaf, original = self.registered(name), self.originals[name]
+        assert type(leaf) is nn.Parameter and leaf.is_leaf and leaf.requires_grad, what
+        assert leaf is not original and leaf.note == original.note, what
+        assert leaf.shape == self.values[name].shape and torch.equal(leaf, self.values[name]), what
+        assert leaf.grad is None, f"{what}: a gradient stayed on the leaf"
+
+    def check_original(self, name: str, what: str) -> None:
+        original = self.originals[name]
+        assert self.registered(name) is original and type(original) is nn.Parameter and original.is_leaf, what
+        flat = self.flat[self.unit_of(name)]
+        assert original.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() or not original.numel(), what
+        if self.is_sharded:
+            assert original.dim() == 1, what
+            start = self.shard_start(name)
+            part = self.values[name].flatten()[start : start + original.numel()]
+            assert torch.equal(original, part), what
+        else:
+            assert torch.equal(original, self.values[name]), what
+
+    def shard_start(self, name: str) -> int:
+        """Where this rank's part of the parameter begins, by the alignment of 16 bytes and the chunk rule alone."""
+        offset = end = wanted = 0
+        for other, value in self.values.items():
+            if self.unit_of(other) == self.unit_of(name):
+                offset = -(-end // 4) * 4
+                end = offset + value.numel()
+                if other == name:
+                    wanted = offset
+        shard = -(-end // self.world_size)
+        begin, stop = self.rank * shard, (self.rank + 1) * shard
+        start = min(max(begin - wanted, 0), self.values[name].numel())
+        own = min(max(stop - wanted, 0), self.values[name].numel()) - start
+        assert self.originals[name].numel() == own
+        return start
+
+    def check_placeholder(self, name: str, what: str) -> None:
+        placeholder, value = self.registered(name), self.values[name]
+        assert isinstance(placeholder, Tensor) and not isinstance(placeholder, nn.Parameter), what
+        found = (placeholder.shape, placeholder.dtype, placeholder.device, placeholder.requires_grad)
+        assert found == (value.shape, value.dtype, value.device, True), what
+        assert placeholder.numel() == value.numel() and placeholder.stride() == value.stride(), what
+        assert str(tuple(value.shape)) in repr(placeholder), what
+        own_name = name.split(".", 1)[1] if self.unit_of(name) else name
+        for kind, use in USES.items():
+            error = error_of(use, placeholder)
+            assert isinstance(error, RuntimeError), f"{what}: {kind} gave {error!r}"
+            assert re.search(rf"parameter '{own_name}' of .* is sharded; .* Call the wrapped", str(error)), str(error)
+
+
+def error_of(function: Callable[..., Any], *args: Any) -> Exception | None:
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    return None
+
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "arithmetic": lambda p: p + 1,
+    "in a function": lambda p: F.relu(p),
+    "in place": lambda p: p.detach().zero_(),
+    "copy": lambda p: p.clone(),
+    "as a value": lambda p: p.sum().item(),
+    "compared": lambda p: torch.equal(p, p),
+    "as a view": lambda p: p.view(-1, 1),
+}
+
+
+def check_registration(strategy: ShardingStrategy, use_orig_params: bool) -> list[str]:
+    r = Registration(strategy, use_orig_params)
+    model, everything = r.model, {"", "0", "1"}
+    kept: set[str] = everything if strategy is SHARD_GRAD_OP else {""}
+    r.check("built", set())
+
+    def inside(stage: str) -> None:
+        phase, index = stage.split()
+        gathered = {"", index}
+        if strategy is SHARD_GRAD_OP:
+            gathered |= {"0"}  # kept after its forward, and in backward not over before unit 1
+        if phase == "backward":
+            gathered -= {""}  # the root's own layer comes last and is over
+            for name in r.originals:  # what has arrived is in the slots and nowhere else
+                if r.unit_of(name) == index:
+                    assert r.registered(name).grad is None
+        check_gradients(r, None)
+        r.check(stage, gathered)
+
+    for step in range(2):
+        with observed_by(inside):
+            loss = model(torch.ones(2, 5)).sum()
+            r.check("between", kept)
+            loss.backward()
+        r.check("after backward", set())
+        check_gradients(r, "reduced")
+        model.zero_grad()
+    with model.no_sync(), observed_by(inside):
+        model(torch.ones(2, 5)).sum().backward()
+    r.check("after backward in no_sync", set())
+    check_gradients(r, "unsharded")
+    model.zero_grad()
+    check_gradients(r, None)
+    with torch.no_grad():
+        model(torch.ones(2, 5))
+    r.check("after a forward without gradients", set())
+    return r.seen
+
+
+def check_gradients(r: Registration, kind: str | None) -> None:
+    """`.grad` of what users hold: None, the reduced shard, or with `no_sync` unsharded in the true shape."""
+    if not r.use_orig_params:
+        for unit, flat in r.flat.items():
+            numel = sum(v.numel() for name, v in r.values.items() if r.unit_of(name) == unit)
+            if kind is None:
+                assert flat.grad is None
+            else:
+                assert flat.grad is not None and flat.grad.dtype == flat.dtype
+                assert flat.grad.shape == (flat.shape if kind == "reduced" else (numel,))
+        return
+    for name, original in r.originals.items():
+        absent = r.is_sharded and original.numel() == 0 and kind == "reduced"
+        if kind is None or absent:
+            assert original.grad is None, name
+        else:
+            assert original.grad is not None, name
+            assert original.grad.shape == (original.shape if kind == "reduced" else r.values[name].shape), name
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_is_registered(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    passes = ["forward 0", "forward 1", "between", "backward 1", "backward 0"]
+    synced, unsynced = [*passes, "after backward"], [p for p in passes if p != "between"]
+    end = ["after backward in no_sync", "forward 0", "forward 1"]
+    for seen in run_ranks(world_size, check_registration, strategy, use_orig_params):
+        assert seen[: 1 + 2 * len(synced)] == ["built", *synced, *synced]
+        assert seen[1 + 2 * len(synced) :] == [*unsynced, end[0], "after a forward without gradients"]
+
+
+# -- how many units are gathered at a time -------------------------------------------------------------------------
+
+
+STEM = 713
+
+
+class Adapted(Block):
+    """A frozen block, used first in forward and so read last in backward, and a small trained adapter."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return super().forward(x, *more) + self.up(self.down(x))
+
+
+class Stack(nn.Module):
+    """Units behind a trained layer of the root, so that frozen ones have gradients to pass on.
+
+    With `shared`, that layer's output is an input of every unit, as an encoder's output is of every decoder block: its
+    gradient is complete only after the last of them.
+    """
+
+    def __init__(self, kind: str, shared: bool, checkpointing: str, reentrant: bool, use_orig_params: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(STEM, WIDTH)
+        self.shared, self.checkpointing, self.reentrant = shared, checkpointing, reentrant
+        self.units = nn.ModuleList()
+        impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        for index in range(UNITS):
+            unit: nn.Module = Adapted(index) if kind == "adapted" else Block(index)
+            if kind == "frozen":
+                unit.requires_grad_(False)
+            if checkpointing == "inside":
+                unit = checkpoint_wrapper(unit, checkpoint_impl=impl)
+            unit = wrap(unit, FULL_SHARD, use_orig_params)
+            if checkpointing == "outside":
+                unit = checkpoint_wrapper(unit, checkpoint_impl=impl)
+            self.units.append(unit)
+
+    def run(self, x: Tensor) -> Tensor:
+        shared = (x,) if self.shared else ()
+        for unit in self.units:
+            x = unit(x, *shared)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.checkpointing == "segment":
+            return checkpoint(self.run, x, use_reentrant=self.reentrant)
+        return self.run(x)
+
+
+@dataclass
+class Peak:
+    """The most units with memory at a time, and the most bytes, over every gather issued and every observation."""
+
+    units: int
+    nbytes: int
+    observations: int
+    at_rest: int
+    frozen_grads: int
+
+
+def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, use_orig_params: bool) -> list[Peak]:
+    """One for each of three steps, of which the first has no record."""
+    meter = Meter()
+    peaks: list[Peak] = []
+    base = 0
+    fulls: list[Tensor] = []
+
+    def note(stage: str) -> None:
+        peak = peaks[-1]
+        peak.units = max(peak.units, sum(full.untyped_storage().nbytes() > 0 for full in fulls))
+        peak.nbytes = max(peak.nbytes, meter.live() - base)
+        peak.observations += stage != "issued"
+
+    issue = dist.batch_isend_irecv
+
+    def noting(*args: Any) -> Any:
+        works = issue(*args)
+        if str(current_label()).startswith("gather"):
+            note("issued")
+        return works
+
+    dist.batch_isend_irecv = noting
+    try:
+        with observed_by(note):
+            for _ in range(2):  # the second one is measured, with the caches filled
+                fulls.clear()
+                peaks.clear()
+                gc.collect()
+                base = meter.live()
+                stack = Stack(kind, shared, checkpointing, reentrant, use_orig_params)
+                model = wrap(stack, FULL_SHARD, use_orig_params)
+                for unit in (m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m is not model):
+                    fulls.append(unit._all_handles[-1].full)  # the frozen ones come after the trained ones
+                frozen = [p for p in model.parameters() if not p.requires_grad]
+                for _ in range(3):
+                    peaks.append(Peak(0, 0, 0, 0, 0))
+                    model(torch.ones(1, STEM)).sum().backward()
+                    peaks[-1].at_rest = meter.live() - base
+                    peaks[-1].frozen_grads = sum(p.grad is not None for p in frozen)
+                    assert all(full.untyped_storage().nbytes() == 0 for full in fulls)
+                    model.zero_grad()
+                del stack, model, frozen, unit
+    finally:
+        dist.batch_isend_irecv = issue
+    return peaks
+
+
+WAYS = [("none", False)] + [(where, how) for where in ("inside", "outside", "segment") for how in (True, False)]
+
+
+@needs_meter
+@pytest.mark.parametrize(("checkpointing", "reentrant"), WAYS)
+@pytest.mark.parametrize("kind", ["frozen", "adapted", "trained"])
+def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, shared: bool = False) -> None:
+    """At most MAX_GATHERED units beside the root, frozen and checkpointed ones too (R20, R29, R30).
+
+    Where all large parameters are frozen there are no large gradients: then the bytes say it as well as the count.
+    """
+    with torch.device("meta"):
+        block: nn.Module = Adapted(0) if kind == "adapted" else Block(0)
+        unit, root = nbytes_of(block), nbytes_of(nn.Linear(STEM, WIDTH))
+        frozen = 0 if kind == "trained" else nbytes_of(Block(0))
+    shards, gradients = (root + UNITS * unit) // 2, (root + UNITS * (unit - frozen)) // 2
+    most = shards + root + RootContext.MAX_GATHERED * unit
+    for peaks in run_ranks(2, measure_peaks, kind, shared, checkpointing, reentrant, use_orig_params=reentrant):
+        for step, peak in enumerate(peaks):
+            what = f"step {step}"
+            assert peak.observations == (2 + (checkpointing != "none")) * UNITS, what
+            assert peak.units <= RootContext.MAX_GATHERED, f"{what}: {peak.units} units at a time"
+            assert peak.frozen_grads == 0, what
+            assert abs(peak.at_rest - shards - gradients) <= NOISE, f"{what}: {peak.at_rest:,} bytes at rest"
+            if kind != "trained":
+                assert peak.nbytes <= most + NOISE, f"{what}: {peak.nbytes:,} bytes, allowed {most:,}"
+
+
+@needs_meter
+@pytest.mark.parametrize(("checkpointing", "reentrant"), WAYS)
+@pytest.mark.parametrize("kind", ["adapted", "trained"])
+def test_live_units_with_a_shared_input_are_bounded(kind: str, checkpointing: str, reentrant: bool) -> None:
+    """A unit is over when it has passed on its part of a gradient, not when the others have added theirs."""
+    test_live_units_are_bounded(kind, checkpointing, reentrant, shared=True)
