@@ -161,7 +161,11 @@ class MemoryPool:
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             buffer.tensor.untyped_storage().resize_(0)
             return
-        self._free.append((buffer.detach(), last_use))
+        block = buffer.detach()
+        if block.nbytes() > self.kept_nbytes:
+            self._streams.wait(last_use)  # too large to keep: it would only push out the others
+            return
+        self._free.append((block, last_use))
         self._shrink_to(self.kept_nbytes)
 
     def trim(self) -> None:
