@@ -79,7 +79,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "                handle.wait()  # gathered ahead in vain: whoever writes to the shard next must not overtake the gather\n",
+        "                handle.wait()  # gathered ahead in vain: whoever writes to the shard "
+        "next must not overtake the gather\n",
         "                pass\n",
         "nobody waits for a gather that turned out useless",
         STREAMS,
@@ -122,7 +123,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        if any(item.source is buffer for item in self._in_flight):  # its last reduction still reads the slots\n"
+        "        if any(item.source is buffer for item in self._in_flight):  # its last reduction "
+        "still reads the slots\n"
         "            self._complete_all_but(0)\n",
         "",
         "slots are overwritten while their last reduction reads them",
@@ -130,7 +132,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        stale = [slot for slot, written in zip(target.slots, self._written) if not written and slot.numel()]\n",
+        "        stale = [slot for slot, written in zip(target.slots, self._written) if not "
+        "written and slot.numel()]\n",
         "        stale = []\n",
         "slots that nobody wrote keep what the memory held",
         NUMERICS,
@@ -158,9 +161,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "                for handle in self.handles:\n"
         "                    handle.release(context.gather_pool, last_use)\n",
-        "",
+        "                    pass\n",
         "full buffers are never released",
         STAGES,
     ),
