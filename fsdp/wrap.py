@@ -313,8 +313,8 @@ def _check_ties(
         if module in ignored_modules:
             continue
         unit = module if module in targets else unit
-        for attribute, param in module._parameters.items():
-            if param is None or param in ignored_params:
+        for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param in ignored_params:
                 continue
             first, name = homes.setdefault(param, (unit, f"{path}{attribute}"))
             if first is not unit:

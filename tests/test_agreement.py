@@ -422,11 +422,11 @@ def play(
     usual: str = "train",
     strategy: ShardingStrategy = FULL_SHARD,
     way: str = "auto",
-    timeout: float = PATIENT,
+    seconds: float = PATIENT,
 ) -> Outcome:
     """Usual steps, until in step `at` the odd rank does one thing and the others another."""
     os.environ["FSDP_COLLECTIVES"] = way
-    group = new_group(timeout)
+    group = new_group(seconds)
     model = build((Fork if usual == "fork" else Chain)(widths), group, strategy)
     for step in range(at + 3):
         started = time.monotonic()
@@ -483,7 +483,7 @@ def test_another_order_in_eval(widths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("at", [0, 2])
 def test_another_order_by_direct_exchange(at: int) -> None:
     """Messages carry tags: what does not match times out, and the error has the last units of the ranks."""
-    for step, error, _ in run_ranks(RANKS, play, "swap", UNEQUAL, at, way="direct", timeout=SHORT if at else PATIENT):
+    for step, error, _ in run_ranks(RANKS, play, "swap", UNEQUAL, at, way="direct", seconds=SHORT if at else PATIENT):
         assert step == at and error is not None
         assert "unit 'blocks.0'" in error and "unit 'blocks.1'" in error, error
 
@@ -511,7 +511,7 @@ def test_different_units(odd: str, widths: tuple[int, ...], at: int) -> None:
 @pytest.mark.parametrize("odd, at", [("raise early", 3), ("raise in backward", 3), ("one summon more", 0)])
 def test_survivor_of_an_exception(odd: str, at: int) -> None:
     """Whether found out or timed out: no data is mixed up, and every rank's error has a unit's name."""
-    for step, error, seconds in run_ranks(RANKS, play, odd, UNEQUAL, at, timeout=SHORT):
+    for step, error, seconds in run_ranks(RANKS, play, odd, UNEQUAL, at, seconds=SHORT):
         assert step == at and seconds < SHORT + 5
         assert error is not None and ("unit 'blocks." in error or "the root unit" in error), error
 
@@ -522,7 +522,7 @@ def test_survivor_of_an_exception(odd: str, at: int) -> None:
 )
 def test_rank_that_stays_away(odd: str, at: int, waiting_for: str) -> None:
     """It has one batch fewer, or raised before or in its backward: the others fail within the timeout (R34)."""
-    outcomes = run_ranks(RANKS, play, odd, UNEQUAL, at, timeout=SHORT)
+    outcomes = run_ranks(RANKS, play, odd, UNEQUAL, at, seconds=SHORT)
     for rank, (step, error, seconds) in enumerate(outcomes):
         if rank == ODD:
             assert error is None

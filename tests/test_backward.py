@@ -179,7 +179,7 @@ def retained(model: nn.Module, data: Data) -> Iterator[Any]:
 
 
 def of_inputs_only(model: nn.Module, data: Data) -> Iterator[Any]:
-    """`autograd.grad` with respect to inputs leaves no gradient; twice, then normal passes."""
+    """Gradients with respect to inputs leave none on parameters; between them, normal passes."""
     x, y = data.tensor(0, 3, WIDTH), data.tensor(1, 3, WIDTH)
     loss = loss_of(model, x)
     (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
@@ -188,6 +188,8 @@ def of_inputs_only(model: nn.Module, data: Data) -> Iterator[Any]:
     yield {"x": x.grad}
     (grad,) = torch.autograd.grad(loss_of(model, y), y)
     yield {"grad": grad}
+    loss_of(model, y).backward(inputs=[y])
+    yield {"y": y.grad}
     loss_of(model, y).backward()
     yield {"y": y.grad}
 
@@ -449,6 +451,20 @@ def _second_order() -> None:
         for name, p, before in held:
             assert p.grad is None and torch.equal(p, before), f"{name}, {how}, {describe(mode)}"
         reference.check(model, f"the step after, {describe(mode)}, {how}")
+
+
+def _of_parameters() -> None:
+    reference = Reference(seeded(Mlp), one_pass)
+    for mode in MODES:
+        model = wrapped(seeded(Mlp), mode, MlpBlock)
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            torch.autograd.grad(loss_of(model, torch.randn(3, WIDTH)), list(model.parameters()))
+        reference.check(model, f"the step after, {describe(mode)}")
+
+
+def test_gradients_of_shards_are_no_part_of_the_graph() -> None:
+    """W7: torch says so, and the next step is right."""
+    run_ranks(2, _of_parameters)
 
 
 def test_gradients_of_gradients_are_refused_by_name_before_damage() -> None:
