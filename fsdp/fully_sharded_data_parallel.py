@@ -37,7 +37,7 @@ from fsdp.flat.ownership import (
     owned_params,
     synchronize,
 )
-from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
+from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.full_params import SummonOptions, summon
 from fsdp.runtime.nested import to_device
@@ -195,11 +195,12 @@ class FullyShardedDataParallel(nn.Module, _State):
             if sync_module_states:
                 synchronize(module, owned, self.process_group)
             buckets: list[tuple[Any, BucketViews]] = []
+            orders = registration_orders(module)
             for handle, members in build_handles(owned, groups, self.compute_device, align_params=use_orig_params):
                 views = (
                     OriginalViews(handle, members)
                     if use_orig_params
-                    else FlatViews(handle, members, _inside_checkpoint(module), unit_name)
+                    else FlatViews(handle, members, _inside_checkpoint(module), unit_name, orders)
                 )
                 buckets.append((handle, views))
             for item in owned:
@@ -280,6 +281,8 @@ class FullyShardedDataParallel(nn.Module, _State):
         """
         if self._parent_is_built:
             return self  # a param_init_fn of the parent empties modules below it; these have their values already
+        for _, inner, _ in units_in(self):
+            inner.check_can_change()
         unit = self._fsdp_unit
         for views in unit.views:
             views.unregister()

@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -32,8 +31,8 @@ from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
-# torch notes its last 2000 native collectives, about 1 KiB each, which looks like a leak until they are full. Set before
-# any rank starts: they inherit it.
+# torch notes its last 2000 native collectives, about 1 KiB each, which looks like a leak until they are there. Set
+# before any rank starts: they inherit it.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -147,6 +146,8 @@ def raise_in_backward(model: nn.Module) -> None:
     try:
         model(x).sum().backward()
     except ValueError:
+        # autograd keeps what was still queued of a backward that raised, on a plain model too, until the next one
+        torch.ones(1, requires_grad=True).sum().backward()
         return
     raise AssertionError("the hook should have raised")
 
@@ -173,9 +174,10 @@ def delete_after(life: str, strategies: list[ShardingStrategy], use_orig_params:
             model = build(strategy, use_orig_params)
             LIVES[life](model)
             held = meter.live() - base
-            unit = model.module.blocks[0]
-            alive = [weakref.ref(x) for x in (model, model.module, unit, unit._fsdp_unit, unit._handle, model.params[0])]
-            del model, unit
+            block = model.module.blocks[0]
+            parts = (model, model.module, block, block._fsdp_unit, block._handle, model.params[0])
+            alive = [weakref.ref(part) for part in parts]
+            del model, block, parts
             left = excess(meter, base, patience=1.0 if attempt else 0.02)
             if attempt:
                 wrong += [f"{strategy}: {type(x()).__name__} lives" for x in alive if x() is not None]

@@ -1,23 +1,22 @@
 """The stage table: what is registered on the modules, and how many bytes exist, at each stage of a unit's life.
 
 The bytes are what the allocator says, compared with formulas over the numbers of elements of the plain model. With N
-ranks, a root of R bytes (its own parameters) and n units of U bytes each, P = R + n * U, and j = units whose backward
-is over, the sharded strategies hold
+ranks, a root of R bytes (its own parameters), n units of U bytes each and P = R + n * U, the sharded strategies hold
 
-    built                   P/N                                            the shards
-    forward of unit k       P/N + R + gathered                             the root's full buffer, and units'
+    built                   P/N                                    the shards
+    forward of a unit       P/N + R + gathered                     the root's full buffer, and units'
     between the passes      P/N + R + gathered
-    backward of unit k      P/N + R + gathered + reducing
-    after the backward      P/N + P/N                                      the shards and the gradients' shards, only
-    after one in no_sync    P/N + P                                        the shards and the unsharded gradients
-    without gradients       P/N                                            as soon as the forward is over
+    backward of a unit      P/N + gathered + reducing              the root's own backward is over by then
+    after the backward      P/N + P/N                              the shards and the gradients' shards, nothing else
+    after one in no_sync    P/N + P                                the shards and the unsharded gradients
+    without gradients       P/N                                    as soon as the forward is over
 
-where `gathered` is U for each block of the gather pool: under FULL_SHARD never more than MAX_GATHERED lent ones, and
-never more than KEPT_BLOCKS kept ones between the passes; under SHARD_GRAD_OP the units that have run and the next one,
-and in backward those not yet over and up to KEPT_BLOCKS kept blocks. `reducing` is the unit's own slots U, the reduced
-shards (R + j * U) / N, and for the one reduction that is still under way what it reads (U, or R for the root's) and
-what a direct exchange receives ((N - 1) / N of that). NO_SHARD holds P, and in backward one more vector per
-unit, which becomes its gradient.
+`gathered` is U for each block of the gather pool: under FULL_SHARD the unit's own and that of the next one (none before
+there is a record), kept between the passes; under SHARD_GRAD_OP one for each unit that has run and the next one, and in
+backward one for each unit that is not over and up to KEPT_BLOCKS kept ones. `reducing` is the unit's own slots U, the
+reduced shards so far, and for the one reduction that is still under way what it reads (U, or R for the root's) and what
+a direct exchange receives ((N - 1) / N of that). NO_SHARD holds P, and in backward one more vector per unit, which
+becomes its gradient. `Formulas` says the rest.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.flat.flat_param import MemoryPool
-from fsdp.runtime.reduction import ReductionQueue
 from fsdp.runtime.context import RootContext
+from fsdp.runtime.reduction import ReductionQueue
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
 from tests.harness.pool import run_ranks
@@ -186,7 +185,9 @@ def measure(strategy: ShardingStrategy, use_orig_params: bool, expected: dict[st
             time.sleep(0.005)
             measured[name] = meter.live() - base
 
-    def train(model: FullyShardedDataParallel) -> None:
+    def train(model: FullyShardedDataParallel, name: str) -> None:
+        nonlocal step
+        step = name
         loss = model(torch.ones(1, WIDTH)).sum()
         note("between")
         loss.backward()
@@ -201,24 +202,20 @@ def measure(strategy: ShardingStrategy, use_orig_params: bool, expected: dict[st
 
     # The second model is measured: the first one fills the caches of everything that is called.
     with quiet.watching(), observed_by(note):
-        for measured_now in (False, True):
+        for steps in (1, 3):
             gc.collect()
-            base, patience = meter.live(), 400 * measured_now
+            base, patience, step = meter.live(), 400 if steps > 1 else 0, "new"
             model = build(strategy, use_orig_params)
-            step = "new"
             note("built")
-            for step in ("step 0", "step 1", "step 2") if measured_now else ("step 0",):
-                train(model)
+            for number in range(steps):
+                train(model, f"step {number}")
                 clear(model)
-            for step in ("unsynced", "unsynced again"):
-                with model.no_sync():
-                    train(model)
-            clear(model)
-            step = "unsynced"
             with model.no_sync():
-                train(model)
-            step = "synced"
-            train(model)
+                train(model, "unsynced")
+                train(model, "unsynced again")
+                clear(model)
+                train(model, "unsynced")
+            train(model, "synced")
             clear(model)
             step = "evaluated"
             with torch.no_grad():
@@ -504,7 +501,7 @@ def check_registration(strategy: ShardingStrategy, use_orig_params: bool) -> lis
         check_gradients(r, None)
         r.check(stage, running)
 
-    for step in range(2):
+    for _ in range(2):
         with observed_by(inside):
             loss = model(torch.ones(2, 5)).sum()
             r.check("between", set())  # even where the strategy keeps the memory

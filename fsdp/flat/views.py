@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer, assign_full_grad, collect, point_at
-from fsdp.flat.ownership import OwnedParam, Place
+from fsdp.flat.ownership import OwnedParam, Place, own_modules
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ class _BucketViews:
             if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
                 slot.module.__dict__["flatten_parameters"] = _keep_layout
         self._shown: list[nn.Parameter] | None = None
+        self._shown_values: list[torch.Tensor] = []
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
     def grad(self, position: int) -> torch.Tensor | None:
@@ -117,7 +118,13 @@ class _BucketViews:
     def unregister(self) -> None:
         """Nothing of the bucket is registered until ``use_resting`` (or ``follow``)."""
         for slot in self._slots:
-            slot.module._parameters.pop(slot.attribute, None)
+            if slot.attribute in slot.module._parameters:
+                slot.module._parameters[slot.attribute] = None  # which nn.Module passes over, and which keeps the place
+
+    def collect_shown(self) -> None:
+        """While summoned: take over what users put in the place of the data that is shown."""
+        if self._shown is not None:
+            collect(self._shown, self._shown_values)
 
     def shown(self) -> list[tuple[str, nn.Parameter]]:
         """While summoned: (name in the unit, full parameter)."""
@@ -164,7 +171,6 @@ class OriginalViews(_BucketViews):
         )
         handle.flat_param._params = self._originals
         self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
-        self._shown_values: list[torch.Tensor] = []
         self._shown_grads: list[torch.Tensor | None] | None = None
 
     def follow(self) -> None:
@@ -207,8 +213,7 @@ class OriginalViews(_BucketViews):
         self._register_shown(self._originals)
 
     def hide_full(self, *, write_grads: bool) -> None:
-        """Collect what was changed in the shown values, and hold the shards again."""
-        collect(self._originals, self._shown_values)
+        """Hold the shards again."""
         self._shown = None
         shown_grads = [original.grad for original in self._originals]
         for original in self._originals:
@@ -290,7 +295,16 @@ class OriginalViews(_BucketViews):
 class FlatViews(_BucketViews):
     """``use_orig_params=False``: the flat parameter is registered; the originals' names lead to plain attributes."""
 
-    def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], module: nn.Module, unit_name: str) -> None:
+    def __init__(
+        self,
+        handle: FlatParamHandle,
+        owned: list[OwnedParam],
+        module: nn.Module,
+        unit_name: str,
+        orders: dict[nn.Module, list[str]],
+    ) -> None:
+        """``orders``: what was registered on each module, in its order, before the unit's first bucket changed it."""
+        self._orders = {place.module: orders[place.module] for item in owned for place in item.places}
         slots = []
         for item, leaf in zip(owned, handle.leaves):
             explanation = (
@@ -307,7 +321,6 @@ class FlatViews(_BucketViews):
             count += 1
             name = f"_flat_param_{count}"
         self._home, self._name = module, name
-        self._shown_values: list[torch.Tensor] = []
         module._parameters[name] = handle.flat_param
         self.visible = [Visible(name, handle.flat_param, range(len(handle.leaves)), False)]
         super().__init__(handle, slots)
@@ -322,9 +335,7 @@ class FlatViews(_BucketViews):
         self._register_shown(self._shown)
 
     def hide_full(self, *, write_grads: bool) -> None:
-        """Collect what was changed in the shown values; the flat parameter is registered again."""
-        assert self._shown is not None
-        collect(self._shown, self._shown_values)
+        """The flat parameter is registered again."""
         self._shown, self._shown_values = None, []
         for slot in self._slots:
             slot.module._parameters.pop(slot.attribute, None)
@@ -337,6 +348,11 @@ class FlatViews(_BucketViews):
         for slot in self._slots:
             slot.owner.pop(slot.attribute, None)
             slot.module._parameters[slot.attribute] = by_leaf[id(slot.leaf)]
+        for module, order in self._orders.items():  # as the plain module has them
+            here = dict(module._parameters)
+            module._parameters.clear()
+            module._parameters.update({name: here.pop(name) for name in order if name in here})
+            module._parameters.update(here)
 
     def use_leaves(self) -> None:
         if self._shown is not None:  # a forward inside: the plain attributes come before registered parameters
@@ -345,8 +361,7 @@ class FlatViews(_BucketViews):
         super().use_leaves()
 
     def unregister(self) -> None:
-        super().unregister()
-        self._home._parameters.pop(self._name, None)
+        self._home._parameters[self._name] = None
 
     def follow(self) -> None:
         """The shard has moved or changed its dtype: so have the placeholders."""
@@ -386,6 +401,11 @@ class FlatViews(_BucketViews):
 
 
 BucketViews = OriginalViews | FlatViews
+
+
+def registration_orders(module: nn.Module) -> dict[nn.Module, list[str]]:
+    """The names of the parameters registered on each of the unit's modules, in order."""
+    return {owner: list(owner._parameters) for _, owner in own_modules(module)}
 
 
 def _keep_layout() -> None:

@@ -51,6 +51,7 @@ class Ticket(NamedTuple):
 
     agreement: Agreement
     position: int
+    event: int  # the member and the kind, by number: names may differ between ranks
     kind: str
     name: str
 
@@ -64,6 +65,13 @@ class Ticket(NamedTuple):
     def explain(self) -> str:
         """What the ranks did last, for the error of a collective that failed."""
         return self.agreement.last_words()
+
+
+class Began(NamedTuple):
+    """A pass: what the ranks have to agree on, and what a rank calls it."""
+
+    number: int
+    words: str
 
 
 class Agreement:
@@ -80,7 +88,7 @@ class Agreement:
         self._nonce: int | None = None  # of this tree's keys in the store; known once the layout is agreed on
         self._record: dict[int, int] = {}  # what came before -> what followed
         self._before = 0  # a hash of the pass so far
-        self._pass = ""
+        self._pass = Began(-1, "")
         self._passes = 0
         self._position = 0
         self._together = True  # no rank has begun anything since all of them were asked
@@ -130,7 +138,7 @@ class Agreement:
 
     # -- the order -----------------------------------------------------------------------------------------------------
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: Began) -> None:
         """A pass begins.
 
         After a backward all ranks are together. After anything else some may be about to begin another pass, whose
@@ -138,12 +146,12 @@ class Agreement:
         this one here. Where the group serves the CPU, its first collective waits for the answer.
         """
         together, self._together = self._together, False
-        before, self._before = self._before, _hash(what)
+        before, self._before = self._before, _hash(str(what.number))
         self._pass, self._position = what, 0
         self._passes += 1
         self._recent.clear()
         if not together:
-            self._ask_later((before * 1000003 + self._before) & _MASK, f"agree to begin the {what}")
+            self._ask_later((before * 1000003 + self._before) & _MASK, f"agree to begin the {what.words}")
 
     def end(self, *, wait: bool) -> None:
         """The pass is over. With ``wait`` all ranks have to be through, and are asked whether theirs was the same.
@@ -153,12 +161,12 @@ class Agreement:
         """
         self._next(END, "", len(self._members) * len(_KINDS))
         if wait:
-            self._ask_later(self._before, f"agree on the {self._pass}")
+            self._ask_later(self._before, f"agree on the {self._pass.words}")
             self._look_at_answers()
             self._together = True
 
     def _ask_later(self, value: int, label: str) -> None:
-        ticket = Ticket(self, self._position, END, "")
+        ticket = Ticket(self, self._position, -1, END, "")
         self._questions.append((ticket, Agreeing(value, self._group, self._device, label, self._streams)))
 
     def _look_at_answers(self) -> None:
@@ -181,7 +189,7 @@ class Agreement:
 
     def _next(self, kind: str, name: str, event: int) -> Ticket:
         self._look_at_answers()
-        ticket = Ticket(self, self._position, kind, name)
+        ticket = Ticket(self, self._position, event, kind, name)
         recorded = self._record.get(self._before)
         self._recent.append(ticket)
         if recorded is None:
@@ -233,13 +241,14 @@ class Agreement:
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
-    def _talk(self, patience: timedelta) -> dict[int, dict[str, str]]:
+    def _talk(self, patience: timedelta) -> dict[int, dict[str, Any]]:
         """Tell the other ranks what this one did last in the pass, and hear what they have told within ``patience``.
 
         Goes through the store. By rank: the number of the pass, what it is, and its latest collectives by position.
         """
-        own = {"number": str(self._passes), "pass": self._pass}
-        own.update({str(ticket.position): str(ticket) for ticket in self._recent})
+        own: dict[str, Any] = {"number": self._passes, "pass": self._pass}
+        own.update({str(ticket.position): (ticket.event, str(ticket)) for ticket in self._recent})
+        own = json.loads(json.dumps(own))  # in the form that it has when it comes from another rank
         said = {self._rank: own}
         store = group_store(self._group)
         if store is None:
@@ -256,20 +265,20 @@ class Agreement:
                 time.sleep(0.02)
         return said
 
-    def _first_mismatch(self, said: dict[int, dict[str, str]]) -> str | None:
+    def _first_mismatch(self, said: dict[int, dict[str, Any]]) -> str | None:
         """What the ranks do differently, in words; None as far as one can see."""
-        here = {rank: words for rank, words in said.items() if words["number"] == str(self._passes)}
+        here = {rank: words for rank, words in said.items() if words["number"] == self._passes}
         passes = {rank: words["pass"] for rank, words in here.items()}
-        if len(set(passes.values())) > 1:
-            return "; ".join(f"rank {rank} runs the {what}" for rank, what in sorted(passes.items()))
+        if len({number for number, _ in passes.values()}) > 1:
+            return "; ".join(f"rank {rank} runs the {what}" for rank, (_, what) in sorted(passes.items()))
         for position in range(self._position + len(self._recent) + 1):
             there = {rank: words[str(position)] for rank, words in here.items() if str(position) in words}
-            if len(set(there.values())) > 1:
-                doing = "; ".join(f"rank {rank} is about to {what}" for rank, what in sorted(there.items()))
-                return f"in the {self._pass}, at its collective {position}, {doing}"
+            if len({event for event, _ in there.values()}) > 1:
+                doing = "; ".join(f"rank {rank} is about to {what}" for rank, (_, what) in sorted(there.items()))
+                return f"in the {self._pass.words}, at its collective {position}, {doing}"
         return None
 
-    def _out_of_step(self, said: dict[int, dict[str, str]]) -> OutOfStep:
+    def _out_of_step(self, said: dict[int, dict[str, Any]]) -> OutOfStep:
         found = self._first_mismatch(said) or f"rank {self._rank} is at {self._own_words()}, and others elsewhere"
         message = (
             f"Forward order differs across ranks, or what follows from it in backward: {found}. All ranks have to run "
@@ -282,7 +291,8 @@ class Agreement:
         return OutOfStep(message)
 
     def _own_words(self) -> str:
-        return f"{self._recent[-1]} in the {self._pass}" if self._recent else f"the begin of the {self._pass}"
+        words = self._pass.words
+        return f"{self._recent[-1]} in the {words}" if self._recent else f"the begin of the {words}"
 
     def last_words(self) -> str:
         """What the ranks did last, as far as they have told."""
@@ -290,8 +300,8 @@ class Agreement:
         said = self._talk(PATIENCE)
         for rank in range(self._size):
             if rank in said:
-                recent = [what for position, what in said[rank].items() if position.isdigit()][-4:]
-                words.append(f"rank {rank}: {' -> '.join(recent) or 'nothing yet'} in the {said[rank]['pass']}")
+                recent = [what[1] for position, what in said[rank].items() if position.isdigit()][-4:]
+                words.append(f"rank {rank}: {' -> '.join(recent) or 'nothing yet'} in the {said[rank]['pass'][1]}")
             else:
                 words.append(f"rank {rank}: nothing heard")
         return f"Last collectives of {'; '.join(words)}"
@@ -322,7 +332,7 @@ class Agreements:
         agreement.check_layout()
         return agreement.about_to(kind, member)
 
-    def begin(self, what: str) -> None:
+    def begin(self, what: Began) -> None:
         for agreement in self._by_group.values():
             agreement.check_layout()
             agreement.begin(what)

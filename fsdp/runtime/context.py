@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp.comm.streams import Streams, streams_for
 from fsdp.flat.flat_param import FlatParamHandle, pool_for
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import Agreements, Ticket
+from fsdp.runtime.agreement import Agreements, Began, Ticket
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.reduction import ReductionQueue
 
@@ -178,7 +178,7 @@ class RootContext:
         self.watched.clear()
         self.expects_backward = torch.is_grad_enabled()
         self.order.start(unit, backward=False)
-        self._agreements.begin(f"forward of {unit.name}")
+        self._agreements.begin(Began(unit.index, f"forward of {unit.name}"))
         self.gathers_follow_compute()
 
     def gathers_follow_compute(self) -> None:
@@ -212,7 +212,7 @@ class RootContext:
             self._clear()
         self.in_backward = True
         self.order.start(unit, backward=True)
-        self._agreements.begin("backward")
+        self._agreements.begin(Began(-1, "backward"))
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
         hooks.at_end_of_backward(end)

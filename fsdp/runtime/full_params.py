@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp.flat.flat_param import parameter_views
+from fsdp.flat.flat_param import FlatParamHandle, parameter_views
+from fsdp.flat.views import BucketViews
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Phase, Unit
 
@@ -76,13 +77,22 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
             views.show_full(parameter_views(handle.layout, value), grads)
         yield
     finally:
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.ExitStack() as hidden:  # all of it, though a part may raise
+            hidden.callback(unit.end_show, context)
             for handle, views, value in zip(unit.handles, unit.views, values):
-                views.hide_full(write_grads=options.writeback or not handle.groups.sharded)
-                if options.writeback and handle.groups.sharded:
-                    start, end = handle.layout.shard_range(handle.groups.shard_rank)
-                    handle.shard.copy_(value[start:end])
-            unit.end_show(context)
+                hidden.callback(_hide, handle, views, value, options)
+
+
+def _hide(handle: FlatParamHandle, views: BucketViews, value: torch.Tensor, options: SummonOptions) -> None:
+    """Hold the shards again, with what was changed in ``value``, the full vector that was shown."""
+    try:
+        if options.writeback or not handle.groups.sharded:
+            views.collect_shown()
+    finally:
+        views.hide_full(write_grads=options.writeback or not handle.groups.sharded)
+    if options.writeback and handle.groups.sharded:
+        start, end = handle.layout.shard_range(handle.groups.shard_rank)
+        handle.shard.copy_(value[start:end])
 
 
 def _gather_grads(unit: Unit) -> list[list[torch.Tensor | None]]:

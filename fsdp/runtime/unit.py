@@ -199,13 +199,8 @@ class Unit:
                     handle.release(context.gather_pool, last_use)
             torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
-    def apply_to_shards(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
-        """Replace each shard, and each gradient of a shard, by ``change`` of it, as ``nn.Module._apply`` does with
-        parameters. Visible parameters stay the same objects. Returns the device of the shards.
-
-        Raises:
-            RuntimeError: the unit is running or shown whole, or holds unsharded gradients of ``no_sync``.
-        """
+    def check_can_change(self) -> None:
+        """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""
         if self._phase is not Phase.IDLE:
             raise RuntimeError(
                 f"{self.name} is in {self._phase.name}: it can be moved or cast only while it does not run"
@@ -215,6 +210,10 @@ class Unit:
                 f"{self.name} has unsharded gradients from no_sync(): finish the accumulation, or set them to None, "
                 "before moving or casting the module"
             )
+
+    def apply_to_shards(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
+        """Replace each shard, and each gradient of a shard, by ``change`` of it, as ``nn.Module._apply`` does with
+        parameters. Visible parameters stay the same objects. Returns the device of the shards."""
         context = self.context
         if context is not None:
             self.forget_output(context)
@@ -540,7 +539,10 @@ class Unit:
     def refresh(self) -> None:
         """Follow what the user did to the visible parameters since the last forward."""
         if self._shown:
-            return  # what is shown is written back when it is hidden
+            with torch.no_grad():
+                for view in self.views:
+                    view.collect_shown()
+            return  # the rest is written back when it is hidden
         changed = [view.refresh() for view in self.views]
         if any(changed):
             self._watch_leaves()

@@ -1,0 +1,1136 @@
+"""Parameters shown whole, moved, cast and gathered by hand: what users see meanwhile, and that training goes on as if
+nothing had happened.
+
+Most checks run on ranks of one pool over every mode at once; what they compare with is the same steps of a plain model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn import functional as F
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy, shard_info
+from fsdp.api import TrainingState
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.oracle import assert_bit_equal, clean_name
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import CollectiveLog, record_collectives
+from tests.harness.sharded import full_gradients, full_parameters, wrap
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+WIDTH = 5
+summon = FullyShardedDataParallel.summon_full_params
+is_2_13 = pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="known of this version of torch")
+
+
+class Mode(NamedTuple):
+    strategy: ShardingStrategy
+    use_orig_params: bool
+
+
+MODES = [Mode(s, uop) for s in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for uop in (False, True)]
+
+
+class Net(nn.Module):
+    """Three units of one layer, and a root with parameters of its own: a frozen one among them, one that lies
+    transposed in memory, one that is not used; and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.shift = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+        self.mix = nn.Parameter(torch.rand(WIDTH, WIDTH).t())
+        self.register_buffer("scale", torch.rand(1))
+        self.never = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.linear(x * self.gain * self.scale + self.shift, self.mix)
+
+    def generate(self, x: Tensor, *, steps: int = 2) -> Tensor:
+        for _ in range(steps):
+            x = self.forward(x)
+        return x
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def build(mode: Mode, module: nn.Module | None = None, **options: Any) -> Any:
+    options = {"wrap_policy": ModuleWrapPolicy({nn.Linear}), **options}
+    return wrap(net() if module is None else module, mode.strategy, mode.use_orig_params, **options)
+
+
+def batch(step: int, rank: int | None = None) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """With powers of two, so that a step gives the same bits on a flat vector as on each parameter, fused or not."""
+    return torch.optim.SGD(module.parameters(), lr=0.125, momentum=0.5)
+
+
+def backward(model: nn.Module, step: int, rank: int | None = None) -> None:
+    model(batch(step, rank).to(next(model.buffers()).dtype)).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    backward(model, step)
+    optimizer.step()
+
+
+class Plain:
+    """The plain model and its optimizer, trained on every rank's batches: gradients are summed in rank order."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self.module: Any = net() if module is None else module
+        self.optimizer = sgd(self.module)
+
+    def backward(self, step: int) -> None:
+        grads = []
+        for rank in range(dist.get_world_size()):
+            self.optimizer.zero_grad()
+            backward(self.module, step, rank)
+            grads.append([p.grad for p in self.module.parameters()])
+        for param, *each in zip(self.module.parameters(), *grads, strict=True):
+            if each[0] is not None:
+                wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
+                total = functools.reduce(torch.add, [grad.to(wide) for grad in each])
+                param.grad = (total / dist.get_world_size()).to(param.dtype)
+            elif param.requires_grad:
+                param.grad = torch.zeros_like(param)  # unused beside used ones
+
+    def train(self, step: int) -> None:
+        self.backward(step)
+        self.optimizer.step()
+
+    def values(self) -> dict[str, Tensor]:
+        return values(self.module)
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {clean_name(name): param.detach().clone() for name, param in module.named_parameters()}
+
+
+def pieces(model: nn.Module, whole: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """The part of `whole` that this rank owns, by name, as its elements lie in memory."""
+    found = {}
+    for unit in shard_info(model):
+        for bucket in unit.buckets:
+            for record, piece in zip(bucket.layout.params, bucket.pieces, strict=True):
+                value = whole[unit.full_name(record)]
+                if value is not None:
+                    ordered = torch.empty_strided(record.shape, record.stride, dtype=value.dtype).copy_(value)
+                    part = ordered.as_strided((record.numel,), (1,))[piece.start : piece.end]
+                    found[unit.full_name(record)] = part
+    return found
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The type and the words of what `function` raises; warnings do not count."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def enter(*args: Any, **kwargs: Any) -> None:
+    with summon(*args, **kwargs):
+        pass
+
+
+def assert_at_rest(model: nn.Module, mode: Mode) -> None:
+    """Shards are registered, and nothing is gathered or running."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        assert unit.training_state is TrainingState.IDLE
+        if unit.sharding_strategy is not NO_SHARD:
+            assert not unit._fsdp_unit.is_gathered
+    for unit, info in zip(FullyShardedDataParallel.fsdp_modules(model), shard_info(model), strict=True):
+        registered = [
+            p for name, p in unit.module.named_parameters() if p in {q for b in info.buckets for q in b.params}
+        ]
+        assert len(registered) == sum(len(bucket.params) for bucket in info.buckets)
+        for bucket in info.buckets:
+            for param in bucket.params:
+                storage = bucket.flat_param.untyped_storage().data_ptr()
+                assert param.numel() == 0 or param.untyped_storage().data_ptr() == storage
+
+
+# -- what is shown -------------------------------------------------------------------------------------------------
+
+
+def _shown(mode: Mode) -> None:
+    plain, module = Plain(), net()
+    module.layers[1] = checkpoint_wrapper(module.layers[1])
+    originals = list(module.parameters())
+    model = build(mode, module)
+    optimizer = sgd(model)
+    resting = {name: p for name, p in model.named_parameters()}  # noqa: C416
+    for step in range(3):
+        train(model, optimizer, step)
+        plain.train(step)
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        expected = plain.values()
+        for module_ in (model, nn.Sequential(model)):
+            with summon(module_):
+                assert_bit_equal(values(model), expected, f"step {step}")
+                params = list(model.parameters())
+                assert all(type(p) is nn.Parameter and p.is_leaf for p in params)
+                assert [p.requires_grad for p in params] == [p.requires_grad for p in plain.module.parameters()]
+                assert [p.stride() for p in params] == [p.stride() for p in plain.module.parameters()]
+                assert all(p.grad is None for p in params)
+                if mode.use_orig_params:
+                    assert all(a is b for a, b in zip(params, originals, strict=True))
+                else:
+                    assert not any(isinstance(p, fsdp.FlatParameter) for p in params)
+                assert model.gain is model.module.gain and any(model.gain is p for p in params)
+                states = {unit.training_state for unit in FullyShardedDataParallel.fsdp_modules(model)}
+                assert states == {TrainingState.SUMMON_FULL_PARAMS}
+        assert_at_rest(model, mode)
+        now = dict(model.named_parameters())
+        assert list(now) == list(resting) and all(now[name] is p for name, p in resting.items())
+        assert all(now[name].grad is grad for name, grad in grads.items())
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def _everywhere(check: str, *args: Any) -> None:
+    """Run a check in each mode, and say in which it failed.
+
+    Three ranks have to sum in rank order to have the plain model's bits. A direct exchange does, an all-reduce does not.
+    """
+    three = dist.get_world_size() > 2
+    if three:
+        os.environ["FSDP_COLLECTIVES"] = "direct"
+    for mode in [m for m in MODES if not (three and m.strategy is NO_SHARD)]:
+        try:
+            globals()[check](mode, *args)
+        except Exception as error:
+            raise AssertionError(f"{mode.strategy}, use_orig_params={mode.use_orig_params}: {error}") from error
+
+
+on_ranks = pytest.mark.parametrize("world_size", [1, 2, 3])
+
+
+@on_ranks
+def test_parameters_are_shown_whole(world_size: int) -> None:
+    """G7, S1, S10: between steps, of a wrapped model and of a module it is in, with gradients out of sight."""
+    run_ranks(world_size, _everywhere, "_shown")
+
+
+def _names(mode: Mode) -> None:
+    module = net()
+    module.layers[0].register_buffer("note", torch.ones(1))
+    inner_first, buffers = list(dict(module.named_parameters())), list(dict(module.named_buffers()))
+    model: Any = build(mode, module)
+    parent = nn.Sequential(model)
+    wrapped = {"0._fsdp_wrapped_module." + part for part in ("gain", "layers.0._fsdp_wrapped_module.weight")}
+    with summon(parent):
+        assert [name for name, _ in model.named_parameters()] == inner_first
+        assert [name for name, _ in model.named_parameters(prefix="top")] == ["top." + name for name in inner_first]
+        assert [name for name, _ in model.named_buffers()] == buffers
+        assert wrapped <= {name for name, _ in parent.named_parameters()}
+        assert "layers.0._fsdp_wrapped_module.weight" in dict(model.module.named_parameters())
+        assert "weight" in dict(model.layers[0].named_parameters())
+    with summon(model, recurse=False):  # only what the instance itself owns has its name
+        names = {name for name, _ in model.named_parameters()}
+        assert {"gain", "never", "shift"} <= names
+    assert all("_fsdp_wrapped_module." in name for name, _ in model.named_parameters())
+    assert "_fsdp_wrapped_module.scale" in dict(model.named_buffers())
+
+
+def test_names_are_clean_while_shown() -> None:
+    """G10: of the instances that are shown, and of nothing around or inside them."""
+    run_ranks(1, _everywhere, "_names")
+    run_ranks(2, _everywhere, "_names")
+
+
+def _partly(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    expected = plain.values()
+    sharded = mode.strategy is not NO_SHARD
+    with summon(model, recurse=False):
+        assert torch.equal(model.gain, expected["gain"])
+        layer = model.layers[0]
+        assert layer.training_state is TrainingState.IDLE and model.training_state is TrainingState.SUMMON_FULL_PARAMS
+        if mode.use_orig_params and sharded:
+            assert layer.weight.dim() == 1
+        with summon(layer):  # another instance
+            assert torch.equal(layer.weight, expected["layers.0.weight"])
+        assert_bit_equal({"gain": model.gain}, {"gain": expected["gain"]})
+        for unit in (model, layer):
+            words = error_of(enter, model if unit is model else nn.Sequential(model))
+            assert words.startswith("AssertionError") and "Cannot manually unshard parameters" in words, words
+    with summon(nn.Sequential(model), recurse=False):  # is no instance itself
+        assert model.training_state is TrainingState.IDLE
+    with summon(model.layers):  # in no unit of its own
+        assert torch.equal(model.layers[1].weight, expected["layers.1.weight"])
+        assert model.training_state is TrainingState.IDLE
+    assert_at_rest(model, mode)
+
+    found: list[str] = []
+    words_of = lambda *_: found.append(error_of(enter, model))  # noqa: E731
+    handle = model.layers[2].register_forward_hook(words_of)
+    output = model(batch(0))
+    handle.remove()
+    output.register_hook(words_of)
+    model.zero_grad()
+    output.sum().backward()
+    assert found[0].startswith("AssertionError: ")
+    assert "Cannot manually unshard parameters during forward/backward" in found[0]
+    optimizer = sgd(model)
+    train(model, optimizer, 0)
+    plain.train(0)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def test_instances_are_shown_one_by_one_and_once() -> None:
+    """S1, S3, Y38: recurse=False, one inside the other, and never the same twice or during a forward."""
+    run_ranks(2, _everywhere, "_partly")
+
+
+def _between(mode: Mode) -> None:
+    """Between a forward and its backward."""
+    model, plain = build(mode), Plain()
+    loss = model(batch(0)).square().mean()
+    with summon(model):
+        assert_bit_equal(values(model), plain.values())
+    with summon(model, writeback=False), torch.no_grad():
+        model(batch(1))
+    loss.backward()
+    plain.backward(0)
+    wanted = {n: p.grad for n, p in plain.module.named_parameters()}
+    assert_bit_equal(full_gradients(model), wanted)
+    assert_at_rest(model, mode)
+
+
+def test_shown_between_forward_and_backward() -> None:
+    """S4"""
+    run_ranks(2, _everywhere, "_between")
+
+
+# -- what is changed meanwhile ---------------------------------------------------------------------------------------
+
+
+def _written(mode: Mode) -> None:
+    rank, sharded = dist.get_rank(), mode.strategy is not NO_SHARD and dist.get_world_size() > 1
+    model = build(mode)
+    optimizer = sgd(model)
+    train(model, optimizer, 0)
+    before = full_parameters(model)
+
+    def change(module: nn.Module, by: float) -> None:
+        with torch.no_grad():
+            for index, param in enumerate(module.parameters()):
+                if index % 2:
+                    param.add_(by)
+                else:
+                    param.data = param.data + by  # a tensor in the place of the one that was shown
+
+    with summon(model):
+        change(model, 1)
+        inside = values(model)
+    assert_bit_equal(full_parameters(model), {name: value + 1 for name, value in before.items()}, "written back")
+    assert_bit_equal(full_parameters(model), inside)
+
+    with summon(model, writeback=False):
+        change(model, 1)
+        assert torch.equal(model.gain, before["gain"] + 1 + 1)
+    for name, value in full_parameters(model).items():  # not sharded, what is shown is the parameter itself
+        assert torch.equal(value, before[name] + 1 if sharded else before[name] + 1 + 1), f"writeback=False: {name}"
+
+    with summon(model), torch.no_grad():  # each rank's own part is kept, and nothing is exchanged
+        for param in model.parameters():
+            param.fill_(rank)
+    if sharded:
+        whole = {name: torch.full_like(value, rank) for name, value in before.items()}
+        held = {
+            unit.full_name(record): bucket.flat_param[piece.shard_offset : piece.shard_offset + piece.numel]
+            for unit in shard_info(model)
+            for bucket in unit.buckets
+            for record, piece in zip(bucket.layout.params, bucket.pieces, strict=True)
+        }
+        assert_bit_equal({n: v.detach() for n, v in held.items()}, pieces(model, whole))
+        for unit in shard_info(model):
+            for bucket in unit.buckets:
+                layout = bucket.layout
+                start, end = layout.shard_range(bucket.rank)
+                for gap_start, gap_end in layout.gaps:
+                    gap = bucket.flat_param[max(gap_start - start, 0) : max(min(gap_end, end) - start, 0)]
+                    assert not gap.any(), "padding has to stay zero"
+
+    # The next step begins from what was written.
+    plain = Plain()
+    with summon(model), torch.no_grad():
+        for ours, theirs in zip(model.parameters(), plain.module.parameters(), strict=True):
+            ours.copy_(theirs)
+    optimizer = sgd(model)
+    for step in range(2):
+        train(model, optimizer, step)
+        plain.train(step)
+    assert_bit_equal(full_parameters(model), plain.values(), "trained afterwards")
+
+
+@on_ranks
+def test_writing_back(world_size: int) -> None:
+    """S5, S6, AA14"""
+    run_ranks(world_size, _everywhere, "_written")
+
+
+class Problem(Exception):
+    pass
+
+
+def _raising(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    try:
+        with summon(model):
+            with torch.no_grad():
+                model.gain.fill_(7)
+            raise Problem
+    except Problem:
+        pass
+    assert_at_rest(model, mode)
+    assert full_parameters(model)["gain"].unique().tolist() == [7]
+    with torch.no_grad():
+        plain.module.gain.fill_(7)
+
+    def put_another_shape() -> None:
+        with summon(model):
+            model.gain.data = torch.ones(WIDTH + 1)
+
+    words = error_of(put_another_shape)
+    assert words.startswith("RuntimeError: Cannot writeback") and str((WIDTH + 1,)) in words, words
+    assert_at_rest(model, mode)
+    assert "no error" in error_of(enter, model)
+
+    for options, kind in [  # before anything is gathered
+        ({"with_grads": True, "offload_to_cpu": True}, "NotImplementedError"),
+        ({"rank0_only": True}, "NotImplementedError"),
+    ]:
+        words = error_of(enter, model, **options)
+        assert words.startswith(kind) and "is not supported" in words, words
+    not_for_flat = error_of(enter, model, with_grads=True)
+    assert ("is not supported" in not_for_flat) is not mode.use_orig_params
+    offload = error_of(enter, model, offload_to_cpu=True)
+    assert ("is not supported" in offload) is (mode.strategy is NO_SHARD)
+    assert_at_rest(model, mode)
+
+    # A forward that fails inside leaves it shown, one outside afterwards runs.
+    def fail(*args: Any) -> None:
+        raise Problem
+
+    with summon(model):
+        handle = model.layers[1].register_forward_pre_hook(fail)
+        assert error_of(model, batch(0)).startswith("Problem")
+        handle.remove()
+        assert_bit_equal(values(model), plain.values())
+        assert torch.equal(model(batch(0)), plain.module(batch(0)))
+    assert_at_rest(model, mode)
+    optimizer = sgd(model)
+    train(model, optimizer, 0)
+    plain.train(0)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def test_errors_inside_and_before() -> None:
+    """S2, Y39: nothing stays shown; what was written until then is kept."""
+    run_ranks(2, _everywhere, "_raising")
+
+
+# -- on rank 0, on the CPU, with gradients ---------------------------------------------------------------------------
+
+
+def _rank0(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    sharded = mode.strategy is not NO_SHARD
+    for step in range(2):
+        train(model, optimizer, step)
+        plain.train(step)
+        resting = [p for p in model.parameters()]  # noqa: C416
+        for offload in (False, True) if sharded else (False,):
+            with summon(model, rank0_only=True, writeback=False, offload_to_cpu=offload):
+                if dist.get_rank() == 0 or not sharded:
+                    assert_bit_equal(values(model), plain.values())
+                    with torch.no_grad():
+                        model.gain.add_(0)
+                else:
+                    assert all(a is b for a, b in zip(model.parameters(), resting, strict=True))
+                    assert all(p.dim() == 1 for p in model.parameters())
+                words = error_of(model, batch(0))
+                assert words.startswith("RuntimeError") and "rank0_only" in words, words
+            assert_at_rest(model, mode)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def test_on_rank_0_only() -> None:
+    """S7: the others see shards, and no rank can run a forward meanwhile."""
+    run_ranks(2, _everywhere, "_rank0")
+
+
+def _offloaded(mode: Mode) -> list[str]:
+    model, plain = build(mode), Plain()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with summon(model, offload_to_cpu=True):
+            assert_bit_equal(values(model), plain.values())
+            assert all(p.device.type == "cpu" for p in model.parameters())
+            with torch.no_grad():
+                model.gain.add_(1)
+                plain.module.gain.add_(1)
+    assert [w.filename for w in caught] == [__file__]
+    optimizer = sgd(model)
+    train(model, optimizer, 0)
+    plain.train(0)
+    assert_bit_equal(full_parameters(model), plain.values())
+    return [str(w.message) for w in caught]
+
+
+def test_offloaded_where_the_parameters_are_on_the_cpu() -> None:
+    """S8, Y65: the same memory serves; torch gives it back while it is shown, and aborts."""
+    for use_orig_params in (False, True):
+        for (words,) in run_ranks(2, _offloaded, Mode(FULL_SHARD, use_orig_params)):
+            assert "rank0_only" in words
+
+
+def _with_grads(mode: Mode) -> None:
+    if not mode.use_orig_params:
+        return
+    rank, sharded = dist.get_rank(), mode.strategy is not NO_SHARD and dist.get_world_size() > 1
+    model, plain = build(mode), Plain()
+    backward(model, 0)
+    plain.backward(0)
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in plain.module.named_parameters()}
+    if rank == 0:
+        model.layers[1].weight.grad = None  # one rank has none of what it owns: zeros (S9)
+    elif model.layers[1].weight.grad is not None and not sharded:
+        model.layers[1].weight.grad = None
+    before = {name: p.grad for name, p in model.named_parameters()}
+    with summon(model, with_grads=True):
+        shown = {clean_name(name): p.grad for name, p in model.named_parameters()}
+        for name, grad in grads.items():
+            if name != "layers.1.weight":
+                assert_bit_equal({name: shown[name]}, {name: grad})
+        some = shown["layers.1.weight"]
+        assert (some is None) is not sharded
+        if some is not None:
+            record = next(r for u in shard_info(model) if u.name == "layers.1" for r in u.buckets[0].layout.params[:1])
+            piece = next(u.buckets[0].layout.piece(0, 0) for u in shard_info(model) if u.name == "layers.1")
+            assert record.name == "weight" and not some.flatten()[piece.start : piece.end].any()
+            assert torch.equal(some.flatten()[piece.end :], grads["layers.1.weight"].flatten()[piece.end :])
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.mul_(2)
+        model.never.grad = None
+        model.layers[0].bias.grad = torch.full((WIDTH,), 3.0)
+        words = error_of(backward, model, 1)
+        assert words == "no error" or words.startswith("RuntimeError"), words
+    assert model.never.grad is None
+    now = {clean_name(name): p.grad for name, p in model.named_parameters()}
+    for name, part in pieces(model, grads).items():
+        grad = now[name]
+        if name == "layers.0.bias":
+            assert grad is None or grad.unique().tolist() == [3], name
+        elif name not in ("layers.1.weight", "never") and grad is not None:
+            assert torch.equal(grad, 2 * part if sharded else 2 * grads[name]), name
+
+    model.zero_grad()
+    backward(model, 1)
+    before = {name: p.grad for name, p in model.named_parameters()}
+    kept = {name: None if grad is None else grad.clone() for name, grad in before.items()}
+    with summon(model, with_grads=True, writeback=False):
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.zero_()
+    for name, param in model.named_parameters():
+        assert param.grad is before[name], name
+        if kept[name] is not None:  # AA14: what is not sharded is live
+            assert torch.equal(param.grad, kept[name] if sharded else torch.zeros_like(kept[name])), name
+
+
+@on_ranks
+def test_with_gradients(world_size: int) -> None:
+    """S9, S5, AA14: in full shape, zeros from ranks without one, written back in place or replaced or dropped."""
+    run_ranks(world_size, _everywhere, "_with_grads")
+
+
+def _accumulating(mode: Mode) -> None:
+    """Unsharded gradients of `no_sync` are neither lost nor in the way."""
+    for use in (enter, lambda m: m.apply(lambda module: None), lambda m: list(fsdp.full_params(m))):
+        model, plain = build(mode), Plain()
+        with model.no_sync():
+            backward(model, 0)
+        before = {name: p.grad for name, p in model.named_parameters()}
+        use(model)
+        assert all(p.grad is before[name] for name, p in model.named_parameters())
+        if mode.use_orig_params and mode.strategy is not NO_SHARD:
+            words = error_of(enter, model, with_grads=True)
+            assert words.startswith("RuntimeError") and "no_sync" in words, words
+        backward(model, 1)
+        totals: dict[str, Tensor | None] = {}
+        for rank in range(dist.get_world_size()):
+            for step in (0, 1):
+                backward(plain.module, step, rank)
+            for name, param in plain.module.named_parameters():
+                if param.grad is not None:
+                    totals[name] = param.grad if rank == 0 else totals[name] + param.grad
+                param.grad = None
+        expected = {name: totals.get(name) for name, _ in plain.module.named_parameters()}
+        expected = {name: None if grad is None else grad / dist.get_world_size() for name, grad in expected.items()}
+        expected["never"] = torch.zeros(3)
+        assert_bit_equal(full_gradients(model), expected)
+
+
+def test_shown_during_accumulation() -> None:
+    """G9, AA18"""
+    run_ranks(2, _everywhere, "_accumulating")
+
+
+# -- forward and backward inside -------------------------------------------------------------------------------------
+
+
+def _forward_inside(mode: Mode) -> None:
+    """With what is shown, as it is at that moment; nothing is gathered for it."""
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    for step in range(3):
+        train(model, optimizer, step)
+        plain.train(step)
+        with summon(model), record_collectives() as log:
+            with torch.no_grad():
+                assert torch.equal(model(batch(step)), plain.module(batch(step)))
+                model.gain.mul_(0.5)
+                plain.module.gain.mul_(0.5)
+                model.layers[1].bias.data = plain.module.layers[1].bias.data = torch.full((WIDTH,), 0.25)
+            for context in (torch.no_grad, torch.enable_grad):
+                with context():
+                    assert torch.equal(model.eval()(batch(step)), plain.module(batch(step)))
+            assert_bit_equal(values(model), plain.values())
+            model.train()
+        assert gathered(log) == 0
+        assert_at_rest(model, mode)
+        assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
+    with summon(model, recurse=False):  # the units inside gather for themselves
+        assert torch.equal(model(batch(0)), plain.module(batch(0)))
+    assert_at_rest(model, mode)
+
+
+@on_ranks
+def test_forward_inside(world_size: int) -> None:
+    """Y58, S11"""
+    run_ranks(world_size, _everywhere, "_forward_inside")
+
+
+def _forward_inside_of_torch() -> list[Any]:
+    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
+
+    warnings.simplefilter("ignore")
+    results: list[Any] = []
+    for use_orig_params in (False, True):
+        torch.manual_seed(0)
+        model = TorchFSDP(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
+            auto_wrap_policy=TorchPolicy({nn.Linear}),
+            device_id=torch.device("cpu"),
+            use_orig_params=use_orig_params,
+        )
+
+        def forward_inside() -> None:
+            with TorchFSDP.summon_full_params(model), torch.no_grad():  # noqa: B023
+                model(batch(0))  # noqa: B023
+
+        with TorchFSDP.summon_full_params(model):
+            before = values(model)
+        words = error_of(forward_inside)
+        if words != "no error":
+            results.append(words)
+            continue
+        with TorchFSDP.summon_full_params(model):
+            results.append(all(torch.equal(value, before[name]) for name, value in values(model).items()))
+    return results
+
+
+@is_2_13
+def test_forward_inside_breaks_weights_in_torch() -> None:
+    """Y58"""
+    flat, original = run_ranks(2, _forward_inside_of_torch)[0]
+    assert flat.startswith("AssertionError") and original is False
+
+
+def _backward_inside(mode: Mode) -> None:
+    """Gradients arrive as outside; the optimizer sees them when the parameters are sharded again."""
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        with summon(model):
+            backward(model, step)
+            assert_bit_equal(values(model), plain.values())
+            if not mode.use_orig_params or step == 1:
+                assert all(p.grad is None for p in model.parameters())
+        plain.backward(step)
+        wanted = {name: p.grad for name, p in plain.module.named_parameters()}
+        assert_bit_equal(full_gradients(model), wanted, f"step {step}")
+        assert_at_rest(model, mode)
+        optimizer.step()
+        plain.optimizer.step()
+        assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
+    # A forward inside and its backward outside, and the other way round.
+    optimizer.zero_grad()
+    with summon(model):
+        loss = model(batch(3)).square().mean()
+    loss.backward()
+    plain.backward(3)
+    assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.module.named_parameters()})
+    optimizer.zero_grad()
+    loss = model(batch(4)).square().mean()
+    with summon(model):
+        loss.backward()
+    plain.backward(4)
+    assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.module.named_parameters()})
+    optimizer.step()
+    plain.optimizer.step()
+    # Accumulated without synchronisation inside, synchronised outside.
+    optimizer.zero_grad()
+    with model.no_sync() if dist.get_world_size() > 1 else contextlib.nullcontext(), summon(model):
+        backward(model, 5)
+    backward(model, 5)
+    plain.backward(5)
+    doubled = {n: None if p.grad is None else 2 * p.grad for n, p in plain.module.named_parameters()}
+    assert_bit_equal(full_gradients(model), doubled)
+
+
+@on_ranks
+def test_backward_inside(world_size: int) -> None:
+    """Y58"""
+    run_ranks(world_size, _everywhere, "_backward_inside")
+
+
+def _frozen_flat() -> None:
+    """With flat parameters, `requires_grad` of the flat one is that of all it stands for."""
+    model = build(Mode(FULL_SHARD, False))
+    layer = model.layers[0]
+    for wanted in (False, True):
+        layer._flat_param.requires_grad_(wanted)
+        for _ in range(2):
+            with summon(model):
+                assert layer.weight.requires_grad is wanted and layer.bias.requires_grad is wanted
+                assert model.layers[1].weight.requires_grad
+            model(batch(0)).sum().backward()
+            assert (layer._flat_param.grad is not None) is wanted
+            model.zero_grad()
+
+
+def test_shown_parameters_follow_the_flat_one() -> None:
+    """AA12"""
+    run_ranks(2, _frozen_flat)
+
+
+# -- unit by unit ----------------------------------------------------------------------------------------------------
+
+
+def _loop(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    train(model, optimizer, 0)
+    plain.train(0)
+    expected = plain.values()
+    shown = {}
+    for name, param in fsdp.full_params(nn.Sequential(model)):
+        assert type(param) is nn.Parameter
+        shown[name.removeprefix("0.")] = param.detach().clone()
+        running = [
+            u for u in FullyShardedDataParallel.fsdp_modules(model) if u.training_state is not TrainingState.IDLE
+        ]
+        assert len(running) == 1
+        if mode.strategy is not NO_SHARD and dist.get_world_size() > 1:
+            with torch.no_grad():
+                param.zero_()  # is not kept
+    assert_bit_equal(shown, expected)
+    assert_at_rest(model, mode)
+    for name, param in fsdp.full_params(model, writeback=True):
+        with torch.no_grad():
+            param.mul_(len(name))
+    changed = {name: value * len(name) for name, value in expected.items()}
+    assert_bit_equal(full_parameters(model), changed)
+    for _ in fsdp.full_params(model):
+        break  # the generator is closed at once
+    assert_at_rest(model, mode)
+    for param, value in zip(plain.module.parameters(), changed.values(), strict=True):
+        param.data.copy_(value)
+    train(model, optimizer, 1)
+    plain.train(1)
+    assert_bit_equal(full_parameters(model), plain.values())
+    assert list(fsdp.full_params(nn.Linear(2, 2))) == []
+
+
+@on_ranks
+def test_full_parameters_unit_by_unit(world_size: int) -> None:
+    run_ranks(world_size, _everywhere, "_loop")
+
+
+COUNT, BIG = 6, 511
+
+
+def _settled(meter: Meter, base: int, bound: int) -> int:
+    """Bytes beyond `base`, once the backend's threads have let go of what is over."""
+    patience = 200
+    while meter.live() - base > bound and patience:
+        patience -= 1
+        time.sleep(0.005)
+    return meter.live() - base
+
+
+def _loop_memory(use_orig_params: bool) -> list[int]:
+    meter = Meter()
+    unit = (BIG + 1) * BIG * 4
+    peaks: list[int] = []
+    for _ in range(2):  # the first time fills the caches of what is called
+        module = nn.Sequential(*(nn.Linear(BIG, BIG) for _ in range(COUNT)))
+        model = build(Mode(FULL_SHARD, use_orig_params), module)
+        del module
+        model.check_is_root()
+        gc.collect()
+        base = meter.live()
+        peaks = [_settled(meter, base, unit + 4 * NOISE) for _ in fsdp.full_params(model, writeback=True)]
+        peaks.append(_settled(meter, base, 4 * NOISE))
+        with summon(model):
+            peaks.append(_settled(meter, base, COUNT * unit + 4 * NOISE))
+        peaks.append(_settled(meter, base, 4 * NOISE))
+    return peaks
+
+
+@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_unit_by_unit_holds_one_unit(use_orig_params: bool) -> None:
+    """Beside the shards; `summon_full_params` holds the model (S12)."""
+    unit = (BIG + 1) * BIG * 4
+    expected = [*(2 * COUNT) * [unit], 0, COUNT * unit, 0]
+    for found in run_ranks(2, _loop_memory, use_orig_params):
+        assert all(abs(a - b) < 4 * NOISE for a, b in zip(found, expected, strict=True)), (found, expected)
+
+
+# -- apply ---------------------------------------------------------------------------------------------------------
+
+
+def _applied(mode: Mode) -> None:
+    def init(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        with torch.no_grad():
+            for name, param in module.named_parameters(recurse=False):
+                assert list(param.shape) == list(shapes[f"{type(module).__name__}.{name}"]), name
+                nn.init.normal_(param)
+
+    shapes = {f"{type(m).__name__}.{n}": p.shape for m in net().modules() for n, p in m.named_parameters(recurse=False)}
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    for step in range(2):
+        seen: list[str] = []
+        torch.manual_seed(step)
+        assert model.apply(init) is model
+        wrapped, seen = seen, []
+        torch.manual_seed(step)
+        plain.module.apply(init)
+        assert [name for name in wrapped if name != "FullyShardedDataParallel"] == seen
+        assert wrapped.count("FullyShardedDataParallel") == 4
+        assert_at_rest(model, mode)
+        assert_bit_equal(full_parameters(model), plain.values())
+        train(model, optimizer, step)
+        plain.train(step)
+        assert_bit_equal(full_parameters(model), plain.values())
+    with summon(model):
+        model.apply(lambda module: None)
+        assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+    parent = nn.Sequential(model)
+    torch.manual_seed(5)
+    parent.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
+    torch.manual_seed(5)
+    plain.module.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def test_apply_sees_whole_parameters() -> None:
+    """R6: before and after the first use, on the wrapper, a parent, and while shown."""
+    run_ranks(2, _everywhere, "_applied")
+
+
+# -- moved and cast --------------------------------------------------------------------------------------------------
+
+CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "double": lambda m: m.double(),
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.to(torch.bfloat16),
+    "to": lambda m: m.to("cpu", torch.float64),
+    "nothing": lambda m: m.float(),
+}
+MOMENTS = ["built", "trained", "with gradients"]
+
+
+def _cast(mode: Mode, cast: str, moment: str) -> None:
+    """Casting is what it is to a plain model: same values, same dtypes, gradients and all, and then the same steps."""
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if moment != "built":
+        train(model, optimizer, 0)
+        plain.train(0)
+    if moment == "trained":
+        optimizer.zero_grad()
+        plain.optimizer.zero_grad()
+    leaves = [leaf for handle in model._all_handles for leaf in handle.leaves]
+    result: Any = CASTS[cast](model)
+    CASTS[cast](plain.module)
+    assert result is model
+    assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
+    assert all(a is b for a, b in zip([x for h in model._all_handles for x in h.leaves], leaves, strict=True))
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in plain.module.parameters()}
+    assert model.scale.dtype == plain.module.scale.dtype
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
+    with summon(model):
+        assert_bit_equal(values(model), plain.values())
+    assert_at_rest(model, mode)
+    if moment == "with gradients":
+        assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.module.named_parameters()})
+        optimizer.step()
+        plain.optimizer.step()
+    for step in (1, 2):
+        train(model, optimizer, step)
+        plain.train(step)
+        assert_bit_equal(full_parameters(model), plain.values(), f"{cast} {moment}, step {step}")
+    for layout in (bucket.layout for unit in shard_info(model) for bucket in unit.buckets):
+        assert layout.dtype == layout.compute_dtype == layout.reduce_dtype == plain.module.gain.dtype
+
+
+def _casts(mode: Mode, cast: str) -> None:
+    for moment in MOMENTS:
+        _cast(mode, cast, moment)
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_casting(cast: str) -> None:
+    """R7, H6: before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
+    run_ranks(2, _everywhere, "_casts", cast)
+
+
+def _cast_in_parts(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    train(model, optimizer, 0)
+    plain.train(0)
+    nn.Sequential(model).double()  # a parent
+    plain.module.double()
+    train(model, optimizer, 1)
+    plain.train(1)
+    assert_bit_equal(full_parameters(model), plain.values())
+    assert_at_rest(model, mode)
+
+    # A single unit: its neighbours stay what they are.
+    model.layers[1].float()
+    plain.module.layers[1].float()
+    assert {str(p.dtype) for p in model.layers[1].parameters()} == {"torch.float32"}
+    for each in (model, plain.module):
+        each.layers[1].register_forward_pre_hook(lambda m, args: args[0].float())
+        each.layers[1].register_forward_hook(lambda m, args, output: output.double())
+    with summon(model):
+        assert_bit_equal(values(model), plain.values())
+
+    # Not while it runs, is shown, or accumulates; and then nothing of it has changed.
+    found: list[str] = []
+    handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model.half)))
+    model(batch(0).double())
+    handle.remove()
+    with summon(model):
+        found.append(error_of(model.half))
+    if mode.strategy is not NO_SHARD:
+        with model.no_sync():
+            model(batch(0).double()).sum().backward()
+        found.append(error_of(model.half))
+        model.zero_grad()
+    assert all(words.startswith("RuntimeError") for words in found), found
+    assert model.scale.dtype == torch.float64
+    with summon(model):
+        assert_bit_equal(values(model), plain.values())
+    model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_casting_in_parts_and_at_bad_times() -> None:
+    """R7"""
+    run_ranks(2, _everywhere, "_cast_in_parts")
+
+
+# -- other methods -------------------------------------------------------------------------------------------------
+
+
+def _methods(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    fsdp.register_forward_method(model, "generate")
+    optimizer = sgd(model)
+    for step in range(2):
+        x = batch(step)
+        assert torch.equal(model.generate(x, steps=3), plain.module.generate(x, steps=3))
+        with torch.no_grad():
+            assert torch.equal(model.generate(x), plain.module.generate(x))
+        assert_at_rest_without_grad(model, mode)
+        optimizer.zero_grad()
+        model.generate(x).square().mean().backward()  # used twice
+        grads: list[list[Tensor | None]] = []
+        for rank in range(dist.get_world_size()):
+            plain.optimizer.zero_grad()
+            plain.module.generate(batch(step, rank)).square().mean().backward()
+            grads.append([p.grad for p in plain.module.parameters()])
+        for param, *each in zip(plain.module.parameters(), *grads, strict=True):
+            if each[0] is not None:
+                param.grad = functools.reduce(torch.add, each) / dist.get_world_size()
+        plain.module.never.grad = torch.zeros(3)
+        optimizer.step()
+        plain.optimizer.step()
+        assert_bit_equal(full_parameters(model), plain.values())
+
+    def fail(*args: Any) -> None:
+        raise Problem
+
+    handle = model.layers[0].register_forward_pre_hook(fail)
+    assert error_of(model.generate, batch(0)).startswith("Problem")
+    handle.remove()
+    assert torch.equal(model.generate(batch(0)), plain.module.generate(batch(0)))
+    words = error_of(fsdp.register_forward_method, model, "nothing")
+    assert words == "ValueError: Net has no method 'nothing'"
+    unwrapped = net()
+    fsdp.register_forward_method(unwrapped, "nothing")  # no error: it need not be wrapped
+    assert "generate" not in unwrapped.__dict__
+
+
+def assert_at_rest_without_grad(model: nn.Module, mode: Mode) -> None:
+    if not torch.is_grad_enabled():
+        assert_at_rest(model, mode)
+
+
+def test_other_methods_run_gathered() -> None:
+    run_ranks(2, _everywhere, "_methods")
+
+
+# -- gathered by hand ------------------------------------------------------------------------------------------------
+
+
+def gathered(log: CollectiveLog) -> int:
+    """How many collectives gathered a bucket."""
+    return sum((record.label or "").startswith("gather ") for record in log.records)
+
+
+def _by_hand(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    gathers = 1 if mode.strategy is not NO_SHARD and dist.get_world_size() > 1 else 0
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    buckets = {unit: len(unit._fsdp_unit.handles) for unit in units}
+    for step in range(3):
+        optimizer.zero_grad()
+        with record_collectives() as log:
+            for unit in units[:2]:  # the root and the first of the others
+                if step == 0:
+                    assert unit._unshard() is None
+                else:
+                    handle = unit._unshard(async_op=True)
+                    assert handle is not None and handle.wait() is None and handle.wait() is None
+            assert gathered(log) == gathers * (buckets[units[0]] + buckets[units[1]])
+            loss = model(batch(step)).square().mean()
+            assert gathered(log) == gathers * sum(buckets.values()), "gathered by hand, and then not again"
+        loss.backward()
+        optimizer.step()
+        model._wait_unshard_streams_on_current_stream()
+        plain.train(step)
+        assert_bit_equal(full_parameters(model), plain.values())
+        assert_at_rest(model, mode)
+    # Asked for and never used, or used by a forward without gradients.
+    model._unshard()
+    model.layers[1]._unshard(async_op=True)
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), plain.module(batch(0)))
+    assert_at_rest(model, mode)
+    model._unshard()
+    model.reset_iter_state()
+    model.reset_iter_state()
+    train(model, optimizer, 3)
+    plain.train(3)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+    found: list[str] = []
+    handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model._unshard)))
+    model(batch(0))
+    handle.remove()
+    assert "Cannot manually unshard parameters during forward/backward" in found[0]
+    assert found[0].startswith("AssertionError")
+    with summon(model):
+        assert error_of(model._unshard).startswith("AssertionError")
+
+
+@on_ranks
+def test_gathered_by_hand(world_size: int) -> None:
+    """R16, K12: the next forward uses it and gathers no more."""
+    run_ranks(world_size, _everywhere, "_by_hand")
+
+
+def _reset(mode: Mode) -> None:
+    """After a failure, at any moment: what was under way is dropped, what was attached stays."""
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    model.reset_iter_state()
+    backward(model, 0)
+    before = {name: p.grad for name, p in model.named_parameters()}
+
+    def fail(*args: Any) -> None:
+        raise Problem
+
+    handle = model.layers[1].register_forward_pre_hook(fail)
+    assert error_of(model, batch(1)).startswith("Problem")
+    handle.remove()
+    model.reset_iter_state()
+    assert all(unit.training_state is TrainingState.IDLE for unit in FullyShardedDataParallel.fsdp_modules(model))
+    output = model(batch(1))
+    output.register_hook(fail)
+    assert error_of(output.sum().backward).startswith("Problem")
+    model.reset_iter_state()
+    model(batch(2))  # and a forward whose backward does not come
+    model.reset_iter_state()
+    assert_at_rest(model, mode)
+    assert all(p.grad is before[name] for name, p in model.named_parameters())
+    plain.backward(0)
+    optimizer.step()
+    plain.optimizer.step()
+    train(model, optimizer, 1)
+    plain.train(1)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def test_reset_iter_state() -> None:
+    run_ranks(2, _everywhere, "_reset")
