@@ -517,7 +517,7 @@ def test_different_units(odd: str, widths: tuple[int, ...], at: int) -> None:
 
 
 def test_summon_on_one_rank() -> None:
-    assert_out_of_step(run_ranks(RANKS, play, "one summon more", UNEQUAL, 0), 0, "rank 1 is at gather unit 'blocks.0'")
+    assert_out_of_step(run_ranks(RANKS, play, "one summon more", UNEQUAL, 0), 0, "rank 1 is at gather the root unit")
 
 
 def test_another_model() -> None:

@@ -224,7 +224,7 @@ def _shown(mode: Mode) -> None:
 def _everywhere(check: str, *args: Any) -> None:
     """Run a check in each mode, and say in which it failed.
 
-    Three ranks have to sum in rank order to have the plain model's bits. A direct exchange does, an all-reduce does not.
+    With three ranks the plain model's bits need sums in rank order: a direct exchange has it, an all-reduce has not.
     """
     three = dist.get_world_size() > 2
     if three:

@@ -305,7 +305,7 @@ STATIC += ["scatter_full_optim_state_dict", "flatten_sharded_optim_state_dict"]
 
 @both_modes
 def test_methods_that_come_later_name_themselves(use_orig_params: bool) -> None:
-    """State dicts of bare shards are nowhere to be had: not of the wrapper, of what it wraps, or of what it is in."""
+    """State dicts of bare shards are nowhere to be had: not of the wrapper, of what is in it, or of what it is in."""
     model = build(net(), process_group=StandIn(), use_orig_params=use_orig_params)
     for name in STATIC:
         for owner in (FullyShardedDataParallel, model):
@@ -316,12 +316,28 @@ def test_methods_that_come_later_name_themselves(use_orig_params: bool) -> None:
     with pytest.raises(NotImplementedError, match="register_comm_hook"):
         model.register_comm_hook(None, print)
     before = values(model)
-    for holder in (model, model.module, nn.Sequential(nn.ReLU(), model)):
+    for holder in (model, model.module, model.module.layers, model.head, nn.Sequential(nn.ReLU(), model)):
         with pytest.raises(NotImplementedError, match=r"state.dict"):
             holder.state_dict()
         with pytest.raises(NotImplementedError, match=r"state.dict"):
             holder.load_state_dict({}, strict=False)
     assert_bit_equal(values(model), before)
+
+
+@both_modes
+def test_an_optimizer_in_backward_comes_later(use_orig_params: bool) -> None:
+    """Y30, W11: it would never step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing the package warns
+        from torch.distributed.optim import _apply_optimizer_in_backward
+    model = build(net(), process_group=StandIn(0, 1), use_orig_params=use_orig_params)
+    _apply_optimizer_in_backward(torch.optim.SGD, [next(model.parameters())], {"lr": 0.1})
+    kind, words = (NotImplementedError, "optimizer in backward") if use_orig_params else (
+        RuntimeError,
+        "only supported with use_orig_params=True",
+    )  # fmt: skip
+    with pytest.raises(kind, match=words):
+        model(torch.ones(1, WIDTH))
 
 
 # -- process groups ------------------------------------------------------------------------------------------------
@@ -557,6 +573,33 @@ def test_no_sync_is_the_roots() -> None:
     model.check_is_root()
     with pytest.raises(RuntimeError, match="should only be called on the root FSDP instance"), inner.no_sync():
         pass
+
+
+def test_who_synchronises_is_readable_and_writable() -> None:
+    """R9: per unit; `no_sync` sets it in the whole tree and puts back what was there, after errors too."""
+    module = net()
+    inner = module.layers = build(module.layers, process_group=StandIn(0, 1))
+    model = build(module, process_group=StandIn(0, 1))
+    inner._sync_gradients = False
+    with pytest.raises(KeyError), model.no_sync():
+        assert not model._sync_gradients and not inner._sync_gradients
+        raise KeyError
+    assert model._sync_gradients and not inner._sync_gradients
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "cpu:0"])
+def test_device_id(device: Any) -> None:
+    """AA1, AA2, D5: parameters stay the same objects."""
+    module = net()
+    params = list(module.parameters())
+    model = build(module, process_group=StandIn(), device_id=device, use_orig_params=True)
+    assert model.compute_device.type == "cpu"
+    assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
+
+
+def test_a_lazy_module_needs_a_forward_first() -> None:
+    with pytest.raises(ValueError, match=r"'1\.weight' of the Sequential unit is not initialised yet"):
+        FullyShardedDataParallel(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), StandIn())
 
 
 # -- members and names ---------------------------------------------------------------------------------------------

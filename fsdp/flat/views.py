@@ -329,9 +329,8 @@ class FlatViews(_BucketViews):
     def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """New parameters with ``values`` (in their true shapes) are registered under the original names."""
         self._shown_values = values
-        self._shown = [
-            nn.Parameter(value, requires_grad=leaf.requires_grad) for value, leaf in zip(values, self.handle.leaves)
-        ]
+        requires_grad = self.handle.flat_param.requires_grad
+        self._shown = [nn.Parameter(value, requires_grad=requires_grad) for value in values]
         self._register_shown(self._shown)
 
     def hide_full(self, *, write_grads: bool) -> None:

@@ -290,6 +290,11 @@ class RootContext:
             candidate.gather(self)
             self.idle[candidate] = Idle.AHEAD
 
+    def trim_at_rest(self) -> None:
+        """Give the pools' spare memory back, unless a pass is under way that will want it."""
+        if self._depth == 0 and not self.in_backward:
+            self._trim()
+
     def _trim(self) -> None:
         """Give the pools' spare memory back."""
         with self.streams.on_gather_stream():

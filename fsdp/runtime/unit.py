@@ -238,7 +238,8 @@ class Unit:
     # -- gathered by hand ----------------------------------------------------------------------------------------------
 
     def unshard_by_hand(self, context: RootContext) -> Callable[[], None]:
-        """Start gathering for the next forward, which will use it; returns what waits for it.
+        """Start gathering for the next forward, which will use it: what changes a shard in between comes too late for
+        it. Returns what waits for the gather.
 
         Raises:
             AssertionError: a forward or backward of the unit is under way.
@@ -287,6 +288,7 @@ class Unit:
         self._shown = self._refuses_forward = False
         self._phase = Phase.IDLE
         self.reshard(context)
+        context.trim_at_rest()
 
     def gather_now(self, bucket: int, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Fill ``full`` with every rank's ``shard``, outside of the step's schedule."""
