@@ -638,7 +638,7 @@ def _forward_inside(mode: Mode) -> None:
         assert gathered(log) == 0
         assert_at_rest(model, mode)
         assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
-    with summon(model, recurse=False):  # the units inside gather for themselves
+    with summon(model, recurse=False), torch.no_grad():  # the units inside gather for themselves
         assert torch.equal(model(batch(0)), plain.module(batch(0)))
     assert_at_rest(model, mode)
 

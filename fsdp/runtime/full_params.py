@@ -79,7 +79,7 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     finally:
         with torch.no_grad(), contextlib.ExitStack() as hidden:  # all of it, though a part may raise
             hidden.callback(unit.end_show, context)
-            for handle, views, value in zip(unit.handles, unit.views, values):
+            for handle, views, value in reversed(list(zip(unit.handles, unit.views, values))):  # the last comes first
                 hidden.callback(_hide, handle, views, value, options)
 
 
