@@ -502,6 +502,9 @@ DEVIATIONS = {
     "cut the graph": ("in the backward", "unit 'blocks.0'", "end the pass"),
     "one eval more": ("rank 1 runs the forward of the root unit", "runs the backward"),
     "one forward more": ("rank 1 runs the forward of the root unit", "runs the backward"),
+    "raise early": ("rank 1 gave up the forward of the root unit",),
+    "raise late": (),  # in the first step "gave up", later one pass further: all gathers were under way
+    "raise in backward": ("rank 1 gave up the backward",),
 }
 
 

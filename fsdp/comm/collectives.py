@@ -324,7 +324,11 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, wa
 
 
 class Agreeing:
-    """Whether all ranks have the same number: asked now, answered later, and nobody waits in between."""
+    """Whether all ranks have the same number: asked now, answered later, and nobody waits in between.
+
+    The message is as long as every other question of an agreement: different ones may meet, and gloo aborts the process
+    where lengths differ.
+    """
 
     def __init__(self, value: int, group: Any, device: torch.device, label: str, streams: Streams) -> None:
         """``device`` is where the ranks' models compute, and ``streams`` are its."""
@@ -333,12 +337,12 @@ class Agreeing:
         self._host_may_wait = streams.asynchronous_work
         device = control_device(group, device)
         if device.type == "cpu":
-            self._votes = torch.tensor([value, -value], device="cpu")
+            self._votes = torch.tensor([value, -value, 0], device="cpu")
             self._work = _all_reduce_max(self._votes, group, label, asynchronous=True)
             self._arrived: Event = None
             return
         with streams.on_reduce_stream():
-            votes = torch.empty(2, dtype=torch.int64, device=device)
+            votes = torch.zeros(3, dtype=torch.int64, device=device)
             votes[0].fill_(value)
             votes[1].fill_(-value)
             _all_reduce_max(votes, group, label, asynchronous=False)
@@ -355,7 +359,7 @@ class Agreeing:
         work, self._work = self._work, None
         if work is not None:
             wait_for(work, self._label, watch, self._group)
-        return bool(self._votes.tolist() != [self._value, -self._value])
+        return bool(self._votes[:2].tolist() != [self._value, -self._value])
 
 
 def _all_reduce_max(values: torch.Tensor, group: Any, label: str, *, asynchronous: bool) -> Any:

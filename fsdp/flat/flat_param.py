@@ -161,11 +161,7 @@ class MemoryPool:
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             buffer.tensor.untyped_storage().resize_(0)
             return
-        block = buffer.detach()
-        if block.nbytes() > self.kept_nbytes:
-            self._streams.wait(last_use)  # too large to keep: it would only push out the others
-            return
-        self._free.append((block, last_use))
+        self._free.append((buffer.detach(), last_use))
         self._shrink_to(self.kept_nbytes)
 
     def trim(self) -> None:
@@ -175,7 +171,9 @@ class MemoryPool:
     def _shrink_to(self, nbytes: int) -> None:
         total = sum(block.nbytes() for block, _ in self._free)
         while self._free and total > nbytes:
-            block, last_use = self._free.pop(0)
+            # what is too large to keep at all would only push out the others; else the oldest goes
+            too_large = (i for i, (block, _) in enumerate(self._free) if block.nbytes() > self.kept_nbytes)
+            block, last_use = self._free.pop(next(too_large, 0))
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             total -= block.nbytes()
 

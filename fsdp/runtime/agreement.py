@@ -91,6 +91,8 @@ class Agreement:
         self._pass = Began(-1, "")
         self._passes = 0
         self._position = 0
+        self._under_way = False  # a pass is
+        self._gave_up: tuple[int, int] | None = None  # the last pass failed: its number, and how far it had come
         self._together = True  # no rank has begun anything since all of them were asked
         self._questions: deque[tuple[Ticket, Agreeing]] = deque()  # not yet answered
         self._recent: deque[Ticket] = deque(maxlen=16)  # of the pass under way
@@ -150,8 +152,14 @@ class Agreement:
         self._pass, self._position = what, 0
         self._passes += 1
         self._recent.clear()
-        if not together:
-            self._ask_later((before * 1000003 + self._before) & _MASK, f"agree to begin the {what.words}")
+        event = (before * 1000003 + self._before) & _MASK
+        if (
+            self._gave_up is not None
+        ):  # if that was this rank's fate alone, others are anywhere in the pass: send nothing yet
+            self._announce(Ticket(self, -1, event, "begin", f"the {what.words}"), event)
+        elif not together:
+            self._ask_later(event, f"agree to begin the {what.words}")
+        self._under_way, self._gave_up = True, None
 
     def end(self, *, wait: bool) -> None:
         """The pass is over. With ``wait`` all ranks have to be through, and are asked whether theirs was the same.
@@ -160,10 +168,11 @@ class Agreement:
             RuntimeError: they are not through, or this pass was not the same.
         """
         self._next(END, "", len(self._members) * len(_KINDS))
+        self._under_way = wait
         if wait:
             self._ask_later(self._before, f"agree on the {self._pass.words}")
             self._look_at_answers()
-            self._together = True
+            self._together, self._under_way = True, False
 
     def _ask_later(self, value: int, label: str) -> None:
         ticket = Ticket(self, self._position, -1, END, "")
@@ -176,8 +185,10 @@ class Agreement:
                 raise self._out_of_step(self._talk(PATIENCE))
 
     def forget_pass(self) -> None:
-        """The pass failed."""
+        """The pass under way failed, if there is one."""
         self._questions.clear()
+        if self._under_way:
+            self._gave_up, self._under_way = (self._passes, self._position), False
 
     def about_to(self, kind: str, member: Member) -> Ticket:
         """``member`` is about to gather or reduce. Returns once the ranks agree, as far as they have to be asked.
@@ -202,9 +213,9 @@ class Agreement:
         return ticket
 
     def _ask_all(self, ticket: Ticket, event: int) -> None:
-        votes = torch.tensor([event, -event], device="cpu")
+        votes = torch.tensor([event, -event, 0], device="cpu")
         agree(votes, self._group, self._device, f"agree to {ticket}", ticket)
-        if votes.tolist() != [event, -event]:
+        if votes[:2].tolist() != [event, -event]:
             raise self._out_of_step(self._talk(PATIENCE))
 
     def _announce(self, ticket: Ticket, event: int) -> None:
@@ -212,7 +223,7 @@ class Agreement:
         if store is None:
             return
         self.look_around()
-        key = self._path(f"{self._passes}/{self._position}")
+        key = self._path(f"{self._passes}/{ticket.position}")
         if store.add(f"{key}/{event}", 1) == self._size:
             store.set(f"{key}/all", "agreed")
             return
@@ -225,8 +236,8 @@ class Agreement:
                 looked = now
             if now - started > group_timeout(self._group).total_seconds():
                 raise RuntimeError(
-                    f"rank {self._rank} left the recorded order to {ticket}, and waited in vain for the other ranks "
-                    f"to do the same. {self.last_words()}"
+                    f"rank {self._rank} left the recorded order, or a pass that failed, to {ticket}, and waited in "
+                    f"vain for the other ranks to do the same. {self.last_words()}"
                 )
 
     def look_around(self) -> None:
@@ -241,14 +252,18 @@ class Agreement:
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
+    def _own(self) -> dict[str, Any]:
+        """What this rank has to tell the others."""
+        own: dict[str, Any] = {"number": self._passes, "pass": self._pass, "gave up": self._gave_up}
+        own.update({str(ticket.position): (ticket.event, str(ticket)) for ticket in self._recent})
+        return dict(json.loads(json.dumps(own)))  # in the form that it has when it comes from another rank
+
     def _talk(self, patience: timedelta) -> dict[int, dict[str, Any]]:
         """Tell the other ranks what this one did last in the pass, and hear what they have told within ``patience``.
 
         Goes through the store. By rank: the number of the pass, what it is, and its latest collectives by position.
         """
-        own: dict[str, Any] = {"number": self._passes, "pass": self._pass}
-        own.update({str(ticket.position): (ticket.event, str(ticket)) for ticket in self._recent})
-        own = json.loads(json.dumps(own))  # in the form that it has when it comes from another rank
+        own = self._own()
         said = {self._rank: own}
         store = group_store(self._group)
         if store is None:
@@ -267,6 +282,13 @@ class Agreement:
 
     def _first_mismatch(self, said: dict[int, dict[str, Any]]) -> str | None:
         """What the ranks do differently, in words; None as far as one can see."""
+        for rank, words in said.items():
+            number, count = words["gave up"] or (0, 0)
+            if number == self._passes and self._recent and self._recent[-1].position >= count:
+                return (
+                    f"rank {rank} gave up the {self._pass.words} at its collective {count}, and rank {self._rank} is "
+                    f"about to {self._recent[-1]}"
+                )
         here = {rank: words for rank, words in said.items() if words["number"] == self._passes}
         passes = {rank: words["pass"] for rank, words in here.items()}
         if len({number for number, _ in passes.values()}) > 1:
@@ -279,7 +301,9 @@ class Agreement:
         return None
 
     def _out_of_step(self, said: dict[int, dict[str, Any]]) -> OutOfStep:
-        found = self._first_mismatch(said) or f"rank {self._rank} is at {self._own_words()}, and others elsewhere"
+        found = self._first_mismatch(said) or "; ".join(
+            f"rank {rank} is at {_last_of(words)}" for rank, words in sorted(said.items())
+        )
         message = (
             f"Forward order differs across ranks, or what follows from it in backward: {found}. All ranks have to run "
             "the same units in the same order"
@@ -291,8 +315,7 @@ class Agreement:
         return OutOfStep(message)
 
     def _own_words(self) -> str:
-        words = self._pass.words
-        return f"{self._recent[-1]} in the {words}" if self._recent else f"the begin of the {words}"
+        return _last_of(self._own())
 
     def last_words(self) -> str:
         """What the ranks did last, as far as they have told."""
@@ -300,14 +323,24 @@ class Agreement:
         said = self._talk(PATIENCE)
         for rank in range(self._size):
             if rank in said:
-                recent = [what[1] for position, what in said[rank].items() if position.isdigit()][-4:]
-                words.append(f"rank {rank}: {' -> '.join(recent) or 'nothing yet'} in the {said[rank]['pass'][1]}")
+                recent = " -> ".join(_recent_of(said[rank])[-4:])
+                words.append(f"rank {rank}: {recent or 'nothing yet'} in the {said[rank]['pass'][1]}")
             else:
                 words.append(f"rank {rank}: nothing heard")
         return f"Last collectives of {'; '.join(words)}"
 
     def _path(self, key: str) -> str:
         return f"fsdp/{self._nonce or 0:x}/{key}"
+
+
+def _recent_of(words: dict[str, Any]) -> list[str]:
+    """The latest collectives in what a rank said."""
+    return [what[1] for position, what in words.items() if position.isdigit()]
+
+
+def _last_of(words: dict[str, Any]) -> str:
+    what = f"the {words['pass'][1]}" if words["pass"][1] else "what comes before the first pass"
+    return f"{(_recent_of(words) or ['the begin'])[-1]} in {what}"
 
 
 def _hash(text: str) -> int:
