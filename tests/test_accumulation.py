@@ -594,7 +594,7 @@ def _memory() -> None:
         for synchronize in (True, False, True):  # what is made once is made
             backward(synchronize)
         clear()
-        base = meter.live()
+        base = meter.at_rest()
         for _ in range(2):
             backward(False)
             held(full, "after an unsynchronised pass")

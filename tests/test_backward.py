@@ -1616,7 +1616,7 @@ def _growth() -> None:
                 param.grad = None
 
         cycle()
-        before = meter.live()
+        before = meter.at_rest()
         cycle()
         cycle()
         # torch's flight recorder keeps about 1 KiB of each of the last 2000 collectives, and gloo's threads hold what

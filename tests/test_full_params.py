@@ -820,7 +820,7 @@ def _loop_memory(use_orig_params: bool) -> list[int]:
         del module
         model.check_is_root()
         gc.collect()
-        base = meter.live()
+        base = meter.at_rest()
         peaks = [_settled(meter, base, unit + 4 * NOISE) for _ in fsdp.full_params(model, writeback=True)]
         peaks.append(_settled(meter, base, 4 * NOISE))
         with summon(model):

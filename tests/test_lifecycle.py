@@ -170,7 +170,7 @@ def delete_after(life: str, strategies: list[ShardingStrategy], use_orig_params:
     wrong = []
     with no_collection():
         for attempt, strategy in enumerate([strategies[0], *strategies]):  # the first one fills caches
-            base = meter.live()
+            base = meter.at_rest()
             model = build(strategy, use_orig_params)
             LIVES[life](model)
             held = meter.live() - base
@@ -200,7 +200,7 @@ def outlived_by_its_graph(use_orig_params: bool) -> list[str]:
     wrong = []
     for attempt in range(2):
         with no_collection():
-            base = meter.live()
+            base = meter.at_rest()
             model = build(FULL_SHARD, use_orig_params)
             parameters = list(model.parameters())
             x = torch.ones(1, WIDTH, requires_grad=True)
@@ -243,7 +243,7 @@ def run_long(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[in
     model = build_two(strategy, use_orig_params)
     optimizer = sgd(model.parameters())
     x = torch.ones(2, 7)
-    live = []
+    growth, base = [], 0
 
     def one_step(step: int) -> None:
         if step % 5 == 4:
@@ -262,12 +262,13 @@ def run_long(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[in
         one_step(step)
     before = resources()
     with no_collection():
+        base = meter.at_rest()
         for step in range(200):
             one_step(step)
             if step % 10 == 9:
-                live.append(meter.live())
+                growth.append(excess(meter, base))
         found = gc.collect()
-    return [nbytes - live[0] for nbytes in live], found, resources() == before
+    return growth, found, resources() == before
 
 
 LONG_RUNS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False)]
@@ -286,7 +287,7 @@ def test_two_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_ori
 def build_and_delete(use_orig_params: bool) -> tuple[list[int], bool]:
     """Growth over the first three of 20 cycles, and whether anything else grew."""
     meter = Meter()
-    live = [meter.live()]
+    live = [meter.at_rest()]
     before = resources()
     with no_collection():
         for cycle in range(20):
@@ -320,7 +321,7 @@ def reuse_an_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[l
     x = case.make_batch(0, 2).inputs[0].requires_grad_()
     y = x.detach().clone().requires_grad_()
     meter = Meter()
-    counted, live = [], []
+    counted, growth, base = [], [], 0
     with no_collection():
         for step in range(50):
             if step % 2:
@@ -330,8 +331,11 @@ def reuse_an_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[l
                 model(x)  # the graph is dropped
             model.zero_grad()
             counted.append(hooks_of(x))
-            live.append(meter.live())
-    return counted, [nbytes - live[9] for nbytes in live[9:]], torch.equal(x.grad, y.grad)
+            if step == 9:
+                base = meter.at_rest()
+            elif step > 9:
+                growth.append(excess(meter, base))
+    return counted, growth, torch.equal(x.grad, y.grad)
 
 
 @needs_meter
@@ -390,7 +394,7 @@ def return_a_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> tup
     reference.check(model, "a returned parameter", at_rest=False)  # what was returned stays readable
     model = wrap(build_penalised(), strategy, use_orig_params, wrap_policy=policy)
     meter = Meter()
-    counted, live = [], []
+    counted, growth, base = [], [], 0
     with no_collection():
         for step in range(50):
             output, weight = model(torch.ones(2, 7))
@@ -399,8 +403,11 @@ def return_a_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> tup
                 (output.sum() + weight.sum()).backward()
                 model.zero_grad()
             del output, weight
-            live.append(meter.live())
-    return counted, [nbytes - live[9] for nbytes in live[9:]]
+            if step == 9:
+                base = meter.at_rest()
+            elif step > 9:
+                growth.append(excess(meter, base))
+    return counted, growth
 
 
 @needs_meter

@@ -204,7 +204,7 @@ def measure(strategy: ShardingStrategy, use_orig_params: bool, expected: dict[st
     with quiet.watching(), observed_by(note):
         for steps in (1, 3):
             gc.collect()
-            base, patience, step = meter.live(), 400 if steps > 1 else 0, "new"
+            base, patience, step = meter.at_rest(), 400 if steps > 1 else 0, "new"
             model = build(strategy, use_orig_params)
             note("built")
             for number in range(steps):
@@ -647,7 +647,7 @@ def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, 
                 fulls.clear()
                 peaks.clear()
                 gc.collect()
-                base = meter.live()
+                base = meter.at_rest()
                 stack = Stack(kind, shared, checkpointing, reentrant, use_orig_params)
                 model = wrap(stack, FULL_SHARD, use_orig_params)
                 for unit in (m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m is not model):

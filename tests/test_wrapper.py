@@ -1142,7 +1142,7 @@ class PeakOf(TorchDispatchMode):
         super().__init__()
         gc.collect()
         self.meter = Meter()
-        self.base = self.meter.live()
+        self.base = self.meter.at_rest()
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

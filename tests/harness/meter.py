@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -66,6 +67,19 @@ class Meter:
         assert _mallinfo2 is not None
         info = _mallinfo2()
         return info.uordblks + info.hblkhd
+
+    def at_rest(self, quiet: float = 0.06) -> int:
+        """Bytes to measure from: the lowest reading that stood for `quiet` seconds.
+
+        A thread of the backend lets go of its last call a moment after that is over, and what it still holds when a
+        measurement begins would be missing at the end.
+        """
+        lowest, since = self.live(), time.monotonic()
+        while time.monotonic() - since < quiet:
+            time.sleep(0.004)
+            if (now := self.live()) < lowest:
+                lowest, since = now, time.monotonic()
+        return lowest
 
     @contextmanager
     def delta(self, collect: bool = True) -> Iterator[Delta]:
