@@ -77,6 +77,8 @@ class MixedPrecision:
         cast_forward_inputs: each unit casts its own floating point inputs to its ``param_dtype``.
         cast_root_forward_inputs: the root casts its floating point inputs to its ``param_dtype``.
         _module_classes_to_ignore: modules of these classes are kept in full precision when a policy wraps the model.
+        output_dtype: dtype that the unit casts the floating point tensors of its output to. A policy gives it to no
+            unit that it makes: the output of the module being wrapped is meant.
 
     Two values are equal if their fields are. Creating one checks nothing; :meth:`validate` does.
     """
@@ -88,6 +90,7 @@ class MixedPrecision:
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: Collection[type[nn.Module]] = (_BatchNorm,)
+    output_dtype: torch.dtype | None = None
 
     def validate(self) -> None:
         """Returns if every field can be used.
@@ -96,7 +99,7 @@ class MixedPrecision:
             TypeError: a dtype is not a ``torch.dtype``, or ``_module_classes_to_ignore`` does not hold classes.
             ValueError: a dtype is not a (real) floating point one.
         """
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
             if dtype is None:
                 continue
@@ -116,9 +119,23 @@ class MixedPrecision:
 
 @dataclasses.dataclass
 class CPUOffload:
-    """``offload_params``: shards and their gradients live in CPU memory, so that the optimizer steps there."""
+    """What lives in CPU memory while the unit does not compute. On a unit that computes on the CPU nothing changes.
+
+    Attributes:
+        offload_params: the shards, so that the optimizer steps on the CPU.
+        offload_gradients: the reduced gradients; None means as ``offload_params``. The optimizers of torch want a
+            parameter and its gradient on one device: use another value only with one that does not.
+        pin_memory: keep them in page-locked memory, which copies without blocking the host.
+    """
 
     offload_params: bool = False
+    offload_gradients: bool | None = None
+    pin_memory: bool = True
+
+    @property
+    def gradients(self) -> bool:
+        """Whether reduced gradients are offloaded."""
+        return self.offload_params if self.offload_gradients is None else self.offload_gradients
 
 
 class StateDictType(enum.Enum):

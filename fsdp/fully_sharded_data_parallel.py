@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import warnings
 import weakref
@@ -41,6 +42,7 @@ from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.full_params import SummonOptions, summon
 from fsdp.runtime.nested import to_device
+from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import WRAPPER_PARTS, Phase, Unit, units_in
 from fsdp.wrap import auto_wrap
 
@@ -66,9 +68,11 @@ class FullyShardedDataParallel(nn.Module, _State):
         sharding_strategy: ``FULL_SHARD`` (None means the same): parameters are freed after forward and gathered again
             for backward. ``SHARD_GRAD_OP``: they stay gathered between the two. ``NO_SHARD``: nothing is sharded,
             gradients are averaged.
+        cpu_offload: whether shards and gradients live in host memory; see :class:`fsdp.api.CPUOffload`.
         auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp.wrap`.
         backward_prefetch: ``BACKWARD_PRE`` gathers the next unit of the backward before the current one's gradients are
             computed, ``BACKWARD_POST`` after, None not ahead at all.
+        mixed_precision: the dtypes of compute, reduction, buffers and outputs; see :class:`fsdp.api.MixedPrecision`.
         ignored_modules: modules to leave alone, with all that is below them.
         param_init_fn: called on each module of a unit that has meta parameters or buffers, to give that module's own
             ones memory and values; without it, ``reset_parameters()`` of each module is.
@@ -82,8 +86,7 @@ class FullyShardedDataParallel(nn.Module, _State):
             rank's 1-D part (possibly empty). False: it gives one flat parameter per bucket.
         ignored_states: parameters, or else modules, to leave alone.
 
-    ``cpu_offload``, ``mixed_precision``, ``device_mesh`` and the hybrid strategies are not there yet and raise
-    ``NotImplementedError``.
+    ``device_mesh`` and the hybrid strategies are not there yet and raise ``NotImplementedError``.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
@@ -127,8 +130,6 @@ class FullyShardedDataParallel(nn.Module, _State):
         _check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
         for present, feature in (
             (strategy in _HYBRID, f"sharding_strategy={strategy}"),
-            (self.cpu_offload.offload_params, "cpu_offload"),
-            (_asks_for_anything(self.mixed_precision), "mixed_precision"),
             (device_mesh is not None, "device_mesh"),
         ):
             if present:
@@ -159,7 +160,7 @@ class FullyShardedDataParallel(nn.Module, _State):
                     "sharding_strategy": strategy,
                     "cpu_offload": cpu_offload,
                     "backward_prefetch": backward_prefetch,
-                    "mixed_precision": mixed_precision,
+                    "mixed_precision": mixed_precision and dataclasses.replace(self.mixed_precision, output_dtype=None),
                     "param_init_fn": param_init_fn,
                     "device_id": device_id,
                     "sync_module_states": sync_module_states,
@@ -196,7 +197,15 @@ class FullyShardedDataParallel(nn.Module, _State):
                 synchronize(module, owned, self.process_group)
             buckets: list[tuple[Any, BucketViews]] = []
             orders = registration_orders(module)
-            for handle, members in build_handles(owned, groups, self.compute_device, align_params=use_orig_params):
+            handles = build_handles(
+                owned,
+                groups,
+                self.compute_device,
+                self.mixed_precision,
+                self.cpu_offload,
+                align_params=use_orig_params,
+            )
+            for handle, members in handles:
                 views = (
                     OriginalViews(handle, members)
                     if use_orig_params
@@ -214,7 +223,8 @@ class FullyShardedDataParallel(nn.Module, _State):
                 backward_prefetch=int(self.backward_prefetch is not None),
                 prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
             )
-            self._fsdp_unit = Unit(module, unit_name, buckets, groups, self.compute_device, policy)
+            precision = UnitPrecision(module, self.mixed_precision, ignored.modules)
+            self._fsdp_unit = Unit(module, unit_name, buckets, groups, self.compute_device, policy, precision)
         self._root_context: RootContext | None = None
         self._is_root: bool | None = None
         self._fsdp_wrapped_module = module
@@ -259,8 +269,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         except BaseException:
             unit.abort_forward(context)
             raise
-        unit.post_forward(context, call, output)
-        return output
+        return unit.post_forward(context, call, output)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As ``nn.Module.apply``, with each unit's parameters whole while ``fn`` sees its modules, and written back.
@@ -313,7 +322,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         wrappers = self.fsdp_modules(self)
         for unit in (unit for _, unit, _ in units):
             _check_no_optimizer_in_backward(unit, self._use_orig_params)
-        for attribute in ("_use_orig_params", "limit_all_gathers"):
+        for attribute in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
             values = {getattr(wrapper, attribute) for wrapper in wrappers}
             if len(values) > 1:
                 raise ValueError(
@@ -464,6 +473,11 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     def _clean(self, name: str) -> str:
         return name.replace(f"{WRAPPED_MODULE}.", "") if self._fsdp_unit.phase is Phase.SUMMONED else name
+
+    @property
+    def _use_full_prec_in_eval(self) -> bool:
+        """Whether this unit computes in full precision while its module is in eval mode; from the environment."""
+        return self._fsdp_unit.precision.full_in_eval
 
     @property
     def _sync_gradients(self) -> bool:
@@ -648,11 +662,6 @@ def _check_no_optimizer_in_backward(unit: Unit, use_orig_params: bool) -> None:
             raise NotImplementedError(
                 f"FullyShardedDataParallel does not support this yet: an optimizer in backward ({visible.name!r})"
             )
-
-
-def _asks_for_anything(precision: MixedPrecision) -> bool:
-    dtypes = (precision.param_dtype, precision.reduce_dtype, precision.buffer_dtype)
-    return any(dtype is not None for dtype in dtypes) or precision.keep_low_precision_grads
 
 
 def _check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:

@@ -19,7 +19,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "CustomPolicy",
@@ -267,7 +269,8 @@ def auto_wrap(
     Afterwards each chosen module is replaced, at every place it had, by one ``wrapper_cls(module, **kwargs)``. The
     arguments are ``root_kwargs`` as the policy changed them, and ``auto_wrap_policy=None`` besides for a policy object.
     ``ignored_modules`` (name every descendant) are not wrapped, ``ignored_params`` not counted. Warns if the policy
-    chose nothing, since the whole model is then one unit.
+    chose nothing, since the whole model is then one unit. Modules of the classes that a ``mixed_precision`` among
+    ``root_kwargs`` leaves out become units of their own, in full precision, with a warning.
 
     Raises:
         ValueError: the tree holds a ``wrapper_cls`` already, or ``policy`` is not a policy. Nothing was changed.
@@ -291,12 +294,61 @@ def auto_wrap(
             "becomes one unit, gathered at once. Check the policy's classes or sizes, or pass auto_wrap_policy=None.",
             stacklevel=3,
         )
-    # Whatever else decides how submodules are wrapped has its place here: the choice is made, the tree is untouched.
-    targets = {module: targets[module] for module in root_module.modules() if module in targets}
+    sensitive = _in_full_precision(root_module, root_kwargs.get("mixed_precision"), ignored_modules)
+    targets = {
+        module: {**targets.get(module, root_kwargs), **({"mixed_precision": None} if module in sensitive else {})}
+        for module in root_module.modules()
+        if module in targets or module in sensitive
+    }
     targets.pop(root_module, None)
     _check_ties(root_module, targets, ignored_modules, ignored_params)
+    for module in sensitive:
+        _CastAround(module)
     _post_order_apply(root_module, _construct_wrap_fn(root_module, targets, wrapper_cls))
     return len(targets)
+
+
+def _in_full_precision(root_module: nn.Module, precision: Any, ignored_modules: set[nn.Module]) -> list[nn.Module]:
+    """The modules that ``precision`` says to keep in full precision, and so in units of their own; warns of them."""
+    if precision is None:
+        return []
+    classes = tuple(precision._module_classes_to_ignore)
+    found = [m for m in root_module.modules() if isinstance(m, classes) and m not in ignored_modules]
+    if found:
+        names = sorted({type(module).__name__ for module in found})
+        warnings.warn(
+            "Both mixed precision and an auto_wrap_policy were given, and the model has modules of the types "
+            f"{', '.join(names)}, which are kept in full precision: each becomes a unit of its own. Pass "
+            "MixedPrecision(_module_classes_to_ignore=()) to treat them like the others",
+            stacklevel=4,
+        )
+    return found
+
+
+class _CastAround:
+    """Runs a module in float32 within a model of another precision: casts its inputs, and its outputs back."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._dtype: torch.dtype | None = None  # of the inputs of the forward under way
+        module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        module.register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._dtype = None
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            self._dtype = self._dtype or tensor.dtype
+            return tensor.to(torch.float32)
+
+        return tree_map_only(torch.Tensor, widen, (args, kwargs))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = self._dtype
+        if dtype is None:
+            return output
+        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, output)
 
 
 def _check_ties(

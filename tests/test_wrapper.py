@@ -221,13 +221,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "offload": ({"cpu_offload": True}, TypeError, "cpu_offload"),
     "device": ({"device_id": "nowhere"}, RuntimeError, "nowhere"),
     # features that come later name themselves
-    "offloading": ({"cpu_offload": CPUOffload(True)}, NotImplementedError, "cpu_offload"),
-    "mixed precision": ({"mixed_precision": MixedPrecision(torch.bfloat16)}, NotImplementedError, "mixed_precision"),
-    "reduce dtype": (
-        {"mixed_precision": MixedPrecision(reduce_dtype=torch.float64)},
-        NotImplementedError,
-        "mixed_precision",
-    ),
     "hybrid": ({**HYBRID, "process_group": PAIR}, NotImplementedError, "HYBRID_SHARD"),
     "mesh": ({"process_group": None, "device_mesh": Mesh(1)}, NotImplementedError, "device_mesh"),
 }

@@ -45,6 +45,12 @@ class HostStreams:
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return tensor, None
 
+    def wait_on_host(self, event: Event) -> None:
+        return None
+
+    def settle(self) -> None:
+        return None
+
 
 class AcceleratorStreams:
     """An accelerator's gather and reduce streams beside the compute stream, which is whatever stream is current."""
@@ -76,6 +82,15 @@ class AcceleratorStreams:
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
         return copy, self.record()
+
+    def wait_on_host(self, event: Event) -> None:
+        """The host waits for ``event``: what was fetched before it may be read."""
+        if event is not None:
+            event.synchronize()
+
+    def settle(self) -> None:
+        """The host waits for the gather stream: what that has read of host memory may be written."""
+        self._gather.synchronize()
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp.api import CPUOffload
 from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
@@ -56,8 +57,8 @@ def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor
     return [flat.as_strided(p.shape, p.stride, start + p.offset) for p in layout.params]
 
 
-def point_at(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
-    """Let each parameter hold ``values``; it stays the same object."""
+def point_at(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Let each tensor hold its one of ``values``; it stays the same object."""
     for param, value in zip(params, values):
         param.data = value
 
@@ -78,10 +79,10 @@ def collect(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> N
             value.copy_(param.detach())
 
 
-def assign_full_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
-    """Set ``param.grad`` to a gradient of the unsharded shape although ``param`` holds a shard."""
+def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
+    """Set ``param.grad`` to a gradient of another shape, dtype or device than ``param`` has."""
     shard = param.data
-    param.data = grad  # autograd compares the sizes when the gradient is assigned, and only then
+    param.data = grad  # autograd compares the two when the gradient is assigned, and only then
     param.grad = grad
     param.data = shard
 
@@ -216,129 +217,230 @@ _TRANSITIONS = {
 }
 
 
+class FullCopy:
+    """The whole flat vector in one dtype: its buffer, and the leaves that the modules compute with.
+
+    Attributes:
+        tensor: ``layout.padded_numel`` elements; the shard itself if that is all of it, in this dtype, on this device.
+        leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over ``tensor``.
+        lent: the buffer's memory; None where the shard has it.
+    """
+
+    __slots__ = ("_state", "leaves", "lent", "pending", "tensor")
+
+    def __init__(self, layout: FlatLayout, tensor: torch.Tensor, leaves: list[nn.Parameter], *, resident: bool) -> None:
+        """Points ``leaves`` at ``tensor``, whose memory is released unless it is ``resident``."""
+        self.tensor, self.leaves = tensor, leaves
+        self.pending: Pending | None = None
+        point_at(leaves, parameter_views(layout, tensor))  # views are made while there is memory
+        self.lent = None if resident else LentTensor(tensor)
+        self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
+
+    @property
+    def state(self) -> BufferState:
+        return self._state
+
+    @state.setter
+    def state(self, state: BufferState) -> None:
+        if state not in _TRANSITIONS[self._state]:
+            raise AssertionError(f"a full buffer went from {self._state.name} to {state.name}")
+        self._state = state
+
+
 class FlatParamHandle:
     """One bucket: the parameters of a unit that share a dtype and a ``requires_grad``.
+
+    It computes in ``layout.compute_dtype``, or in full precision (``layout.dtype``) while that is asked for. Each dtype
+    has a full copy of its own, so graphs of both may be alive at once.
 
     Attributes:
         layout: where each parameter lies; public, and all there is to know about shapes, offsets and ranges.
         flat_param: the :class:`FlatParameter`; its data is this rank's shard (``layout.shard_numel`` elements).
         groups: the ranks it is sharded and replicated over.
-        leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over the full buffer.
+        device: where it computes.
+        offload: where shards and gradients live while nothing computes.
+        full_precision: whether it computes, and reduces gradients, in ``layout.dtype``.
     """
 
     def __init__(
-        self, layout: FlatLayout, params: Sequence[nn.Parameter], groups: Groups, device: torch.device
+        self,
+        layout: FlatLayout,
+        params: Sequence[nn.Parameter],
+        groups: Groups,
+        device: torch.device,
+        offload: CPUOffload,
     ) -> None:
         """Copies ``params`` into the layout; they stay as they are."""
         self.layout = layout
         self.groups = groups
         self.device = device
-        self._pending: Pending | None = None
+        self.offload = offload
+        self.full_precision = False
+        self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
 
         values = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=device)  # zeros: padding is born zero
         with torch.no_grad():
             for view, param in zip(parameter_views(layout, values), params):
                 view.copy_(param)
         start, end = layout.shard_range(groups.shard_rank)
-        shard = values[start:end].clone() if groups.sharded else values
+        self._shard = self._put_at_rest(values[start:end].clone() if groups.sharded else values)
         requires_grad = any(param.requires_grad for param in params)
-        self._shard = shard
-        self.flat_param: Any = FlatParameter(shard, requires_grad=requires_grad)
+        self.flat_param: Any = FlatParameter(self._shard, requires_grad=requires_grad)
         setattr(self.flat_param, "_fqns", [param.name for param in layout.params])  # noqa: B010, tools read it
-        self._make_full_buffer(values if groups.sharded and layout.compute_dtype == layout.dtype else None)
-        self.leaves = [
-            nn.Parameter(torch.empty(0, dtype=layout.compute_dtype, device=device), requires_grad=param.requires_grad)
+        self._copies: dict[torch.dtype, FullCopy] = {}
+        leaves = self._new_leaves(layout.compute_dtype, params)
+        self.copy = self._make_copy(layout.compute_dtype, leaves, values if groups.sharded else None)
+
+    def _put_at_rest(self, shard: torch.Tensor) -> torch.Tensor:
+        """``shard``, in host memory if that is where it lives."""
+        if not self.offload.offload_params or self.device.type == "cpu":
+            return shard
+        shard = shard.cpu()
+        return shard.pin_memory() if self.offload.pin_memory else shard
+
+    def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        leaves = [
+            nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=param.requires_grad)
             for param in params
         ]
-        for leaf, param in zip(self.leaves, params):
+        for leaf, param in zip(leaves, params):
             leaf.__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
-        self._point_leaves()
+        return leaves
 
-    def _make_full_buffer(self, donated: torch.Tensor | None) -> None:
-        """``donated`` may become the buffer: the flattened values have just its size."""
-        layout = self.layout
-        self._state = BufferState.SHARDED
-        if not self.groups.sharded and layout.compute_dtype == layout.dtype:
-            self.full = self._shard
-            self._lent: LentTensor | None = None
-            self._state = BufferState.RESIDENT
-            return
-        if donated is None:
-            donated = torch.empty(layout.padded_numel, dtype=layout.compute_dtype, device=self.device)
-        self.full = donated
-        self._full_views = parameter_views(layout, donated)  # made while it has memory
-        self._lent = LentTensor(donated)
+    def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter], donated: torch.Tensor | None) -> FullCopy:
+        """``donated``, which may become the buffer: the flattened values have just its size."""
+        resident = not self.groups.sharded and (dtype, self.device) == (self._shard.dtype, self._shard.device)
+        if resident:
+            donated = self._shard
+        elif donated is None or donated.dtype != dtype:
+            donated = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        self._copies[dtype] = copy = FullCopy(self.layout, donated, leaves, resident=resident)
+        return copy
 
-    def _point_leaves(self) -> None:
-        views = parameter_views(self.layout, self.full) if self._lent is None else self._full_views
-        for leaf, view in zip(self.leaves, views):
-            leaf.data = view
+    def compute_in_full_precision(self, full_precision: bool) -> None:
+        """Compute and reduce in ``layout.dtype`` from here on, or in the layout's own dtypes again."""
+        self.full_precision = full_precision
+        dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
+        copy = self._copies.get(dtype)
+        if copy is None:
+            copy = self._make_copy(dtype, self._new_leaves(dtype, self.leaves), None)
+        self.copy = copy
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The full buffer that is computed with now."""
+        return self.copy.tensor
+
+    @property
+    def leaves(self) -> list[nn.Parameter]:
+        """The leaves that are computed with now."""
+        return self.copy.leaves
+
+    @property
+    def all_leaves(self) -> Iterator[tuple[int, nn.Parameter]]:
+        """(index, leaf) of every dtype that was computed in."""
+        return ((index, leaf) for copy in self._copies.values() for index, leaf in enumerate(copy.leaves))
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """In which gradients are gathered up and reduced."""
+        return self.layout.dtype if self.full_precision else self.layout.reduce_dtype
 
     @property
     def full_nbytes(self) -> int:
         """Bytes of the full buffer while it has memory of its own."""
-        return self._lent.nbytes if self._lent is not None else 0
+        return self.copy.lent.nbytes if self.copy.lent is not None else 0
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> BufferState:
-        return self._state
-
-    def _set_state(self, state: BufferState) -> None:
-        if state not in _TRANSITIONS[self._state]:
-            raise AssertionError(f"a full buffer went from {self._state.name} to {state.name}")
-        self._state = state
+        return self.copy.state
 
     @property
     def shard(self) -> torch.Tensor:
         """This rank's part of the flat vector, detached; ``layout.shard_numel`` elements in ``layout.dtype``."""
         return self._shard
 
+    @property
+    def keeps_gradients_on_host(self) -> bool:
+        """Whether reduced gradients leave the device that computes them."""
+        return self.device.type != "cpu" and self.offload.gradients
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the full buffer, and so loses its values when that is released."""
-        if self._lent is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        if self.copy.lent is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return False
         return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
-    def gather(self, pool: MemoryPool, communicator: Communicator, tag: Tag, watch: Watch | None) -> None:
-        """Start filling the full buffer, on the current stream; refills it where it is filled already."""
-        if self._state is BufferState.RESIDENT:
+    def gather(
+        self, pool: MemoryPool, communicator: Communicator, tag: Tag, watch: Watch | None, *, keep_cast: bool = False
+    ) -> None:
+        """Start filling the full buffer, on the current stream; refills it where it is filled already.
+
+        With ``keep_cast`` the shard in the compute dtype is kept for the next gather, which is to see the same values;
+        :meth:`forget_cast` says that it is not.
+        """
+        copy = self.copy
+        if copy.state is BufferState.RESIDENT:
             return
-        if self._state is BufferState.GATHERING:
+        if copy.state is BufferState.GATHERING:
             self.wait()
-        assert self._lent is not None
-        if self._state is BufferState.SHARDED:
-            pool.lend(self._lent)
-        self._set_state(BufferState.GATHERING)
-        shard = self.shard
-        if shard.dtype != self.full.dtype:
-            shard = shard.to(self.full.dtype)
-        self._pending = communicator.gather(self.full, shard, tag, watch)
+        assert copy.lent is not None
+        if copy.state is BufferState.SHARDED:
+            pool.lend(copy.lent)
+        copy.state = BufferState.GATHERING
+        shard = self._shard
+        if self.groups.sharded:  # else it is moved and cast as it is copied
+            kept, self._cast = self._cast, None
+            if kept is not None and kept.dtype == copy.tensor.dtype:
+                shard = kept
+            else:  # in two steps: a host tensor would be cast by the host
+                shard = shard.to(self.device, non_blocking=True).to(copy.tensor.dtype)
+            if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
+                self._cast = shard
+        copy.pending = communicator.gather(copy.tensor, shard, tag, watch)
+
+    def forget_cast(self) -> None:
+        """The shard may have changed: the next gather casts it again."""
+        self._cast = None
 
     def wait(self) -> None:
         """The full buffer is filled when this returns (for the current stream)."""
-        if self._state is BufferState.GATHERING:
-            pending, self._pending = self._pending, None
+        copy = self.copy
+        if copy.state is BufferState.GATHERING:
+            pending, copy.pending = copy.pending, None
             assert pending is not None
-            self._set_state(BufferState.UNSHARDED)
+            copy.state = BufferState.UNSHARDED
             pending.wait()
 
     def release(self, pool: MemoryPool, last_use: Event) -> None:
         """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""
-        if self._state is not BufferState.UNSHARDED:
+        copy = self.copy
+        if copy.state is not BufferState.UNSHARDED:
             return
-        self._set_state(BufferState.SHARDED)
-        assert self._lent is not None
-        pool.take_back(self._lent, last_use)
+        copy.state = BufferState.SHARDED
+        assert copy.lent is not None
+        pool.take_back(copy.lent, last_use)
+
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """Freeze or unfreeze parameter ``index`` in every dtype."""
+        for copy in self._copies.values():
+            copy.leaves[index].requires_grad_(requires_grad)
+
+    def is_leaf(self, tensor: Any, index: int) -> bool:
+        """Whether ``tensor`` is a leaf of parameter ``index``."""
+        return any(copy.leaves[index] is tensor for copy in self._copies.values())
 
     def replace_shard(self, new: torch.Tensor, compute_device: torch.device) -> None:
         """Let ``new``, of another dtype or device or just other memory, be the shard; the layout keeps its offsets.
 
         The flat parameter and the leaves stay the same objects. The full buffer must have been released.
         """
+        self.compute_in_full_precision(False)
+        leaves = self.leaves
         layout = self.layout
         self.layout = dataclasses.replace(
             layout,
@@ -347,10 +449,9 @@ class FlatParamHandle:
             reduce_dtype=new.dtype if layout.reduce_dtype == layout.dtype else layout.reduce_dtype,
         )
         self.device = compute_device
-        self._shard = new
-        self.flat_param.data = new
-        self._make_full_buffer(None)
-        self._point_leaves()
+        self._shard = self.flat_param.data = self._put_at_rest(new)
+        self._copies.clear()
+        self.copy = self._make_copy(self.layout.compute_dtype, leaves, None)
 
     # -- the shard's views ---------------------------------------------------------------------------------------------
 
@@ -399,8 +500,8 @@ class SlotBuffer:
         self.lent: LentTensor | None = None
 
     @staticmethod
-    def lendable(layout: FlatLayout, device: torch.device) -> SlotBuffer:
+    def lendable(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> SlotBuffer:
         """One without memory until a pool lends it some."""
-        buffer = SlotBuffer(layout, torch.empty(layout.padded_numel, dtype=layout.reduce_dtype, device=device))
+        buffer = SlotBuffer(layout, torch.empty(layout.padded_numel, dtype=dtype, device=device))
         buffer.lent = LentTensor(buffer.flat)
         return buffer

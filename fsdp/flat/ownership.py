@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 
+from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Groups, broadcast
 from fsdp.comm.streams import default_device, resolve_device
 from fsdp.flat.flat_param import FlatParamHandle
@@ -113,7 +114,13 @@ def _memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def build_handles(
-    owned: list[OwnedParam], groups: Groups, device: torch.device, *, align_params: bool
+    owned: list[OwnedParam],
+    groups: Groups,
+    device: torch.device,
+    precision: MixedPrecision,
+    offload: CPUOffload,
+    *,
+    align_params: bool,
 ) -> list[tuple[FlatParamHandle, list[OwnedParam]]]:
     """One handle per bucket of (dtype, ``requires_grad``), in order of first appearance, trainable ones first.
 
@@ -139,10 +146,13 @@ def build_handles(
             specs,
             dtype=dtype,
             world_size=groups.shard_size,
+            compute_dtype=precision.param_dtype if dtype.is_floating_point else None,
+            reduce_dtype=(precision.reduce_dtype or precision.param_dtype) if dtype.is_floating_point else None,
             param_alignment=ALIGNMENT if align_params or shard_alignment > 1 else 1,
             shard_alignment=shard_alignment,
         )
-        handles.append((FlatParamHandle(layout, [item.param for item in members], groups, device), members))
+        params = [item.param for item in members]
+        handles.append((FlatParamHandle(layout, params, groups, device, offload), members))
     return handles
 
 

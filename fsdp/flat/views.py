@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer, assign_full_grad, collect, point_at
+from fsdp.flat.flat_param import BufferState, FlatParamHandle, FullCopy, SlotBuffer, assign_grad, collect, point_at
 from fsdp.flat.ownership import OwnedParam, Place, own_modules
 
 
@@ -34,9 +34,9 @@ class ShardedPlaceholder(torch.Tensor):
     _explanation: str
 
     @staticmethod
-    def __new__(cls, leaf: nn.Parameter, explanation: str) -> ShardedPlaceholder:
+    def __new__(cls, leaf: nn.Parameter, dtype: torch.dtype, explanation: str) -> ShardedPlaceholder:
         placeholder = torch.Tensor._make_wrapper_subclass(
-            cls, leaf.shape, leaf.stride(), 0, dtype=leaf.dtype, device=leaf.device, requires_grad=leaf.requires_grad
+            cls, leaf.shape, leaf.stride(), 0, dtype=dtype, device=leaf.device, requires_grad=leaf.requires_grad
         )
         placeholder._explanation = explanation
         return placeholder
@@ -57,11 +57,12 @@ class ShardedPlaceholder(torch.Tensor):
 class _Slot:
     """One registration: the dictionary that holds it, and what goes there."""
 
-    __slots__ = ("attribute", "leaf", "module", "owner", "plain", "sharded")
+    __slots__ = ("attribute", "index", "module", "owner", "plain", "sharded")
 
-    def __init__(self, owner: dict[str, Any], place: Place, leaf: nn.Parameter, sharded: Any) -> None:
+    def __init__(self, owner: dict[str, Any], place: Place, index: int, sharded: Any) -> None:
+        """``index``: of the parameter in the layout."""
         self.owner, self.module, self.attribute = owner, place.module, place.attribute
-        self.leaf, self.sharded = leaf, sharded
+        self.index, self.sharded = index, sharded
         # A class with a __setattr__ of its own (torch's RNNs) keeps books that a dictionary write would pass by.
         self.plain = type(place.module).__setattr__ is nn.Module.__setattr__
 
@@ -81,7 +82,8 @@ class _BucketViews:
     def __init__(self, handle: FlatParamHandle, slots: list[_Slot]) -> None:
         self.handle = handle
         self._slots = slots
-        self._leaf_writes = [(slot.owner, slot.attribute, slot.leaf) for slot in slots if slot.plain]
+        self._copy: FullCopy | None = None  # whose leaves the next line holds
+        self._leaf_writes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
         self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in slots if slot.plain]
         self._careful = [slot for slot in slots if not slot.plain]
         for slot in slots:
@@ -98,17 +100,21 @@ class _BucketViews:
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
         """Make ``grad``, sharded or in full shape, the gradient of visible parameter ``position``."""
         param = self.visible[position].param
-        if grad is None or grad.shape == param.shape:
+        if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
             param.grad = grad
         else:
-            assign_full_grad(param, grad)
+            assign_grad(param, grad)
 
     def use_leaves(self) -> None:
         """The modules compute with the full parameters from here on."""
+        copy = self.handle.copy
+        if copy is not self._copy:
+            self._copy = copy
+            self._leaf_writes = [(s.owner, s.attribute, copy.leaves[s.index]) for s in self._slots if s.plain]
         for owner, attribute, leaf in self._leaf_writes:
             owner[attribute] = leaf
         for slot in self._careful:
-            slot.put(slot.leaf)
+            slot.put(copy.leaves[slot.index])
 
     @property
     def shows_grads(self) -> bool:
@@ -164,8 +170,8 @@ class OriginalViews(_BucketViews):
         super().__init__(
             handle,
             [
-                _Slot(place.module._parameters, place, leaf, item.param)
-                for item, leaf in zip(owned, handle.leaves)
+                _Slot(place.module._parameters, place, index, item.param)
+                for index, item in enumerate(owned)
                 for place in item.places
             ],
         )
@@ -254,9 +260,9 @@ class OriginalViews(_BucketViews):
         if self.check_writeback:
             self._write_back()
         changed = False
-        for original, leaf in zip(self._originals, self.handle.leaves):
+        for index, (original, leaf) in enumerate(zip(self._originals, self.handle.leaves)):
             if original.requires_grad is not leaf.requires_grad:
-                leaf.requires_grad_(original.requires_grad)
+                self.handle.set_requires_grad(index, original.requires_grad)
                 if not original.requires_grad:
                     original.grad = None
                 changed = True
@@ -265,10 +271,10 @@ class OriginalViews(_BucketViews):
         return changed
 
     def _write_back(self) -> None:
-        for index, (item, leaf) in enumerate(zip(self._owned, self.handle.leaves)):
+        for index, item in enumerate(self._owned):
             for place in item.places:
                 current = place.module._parameters.get(place.attribute)
-                if current is not item.param and current is not leaf and current is not None:
+                if current is not item.param and current is not None and not self.handle.is_leaf(current, index):
                     if len(item.places) > 1:
                         raise NotImplementedError(
                             f"Cannot writeback {place.name!r}: it is one registration of a shared parameter "
@@ -305,16 +311,12 @@ class FlatViews(_BucketViews):
     ) -> None:
         """``orders``: what was registered on each module, in its order, before the unit's first bucket changed it."""
         self._orders = {place.module: orders[place.module] for item in owned for place in item.places}
+        self._unit_name = unit_name
         slots = []
-        for item, leaf in zip(owned, handle.leaves):
-            explanation = (
-                f"parameter {item.name!r} of {unit_name} is sharded; its values are there only while the unit runs. "
-                "Call the wrapped module itself, or a module that contains it, instead of reading the parameter"
-            )
-            sharded = ShardedPlaceholder(leaf, explanation) if handle.groups.sharded else leaf
+        for index, (item, resting) in enumerate(zip(owned, self._resting(handle))):
             for place in item.places:  # one object at all of them, so that a tie can be seen
                 del place.module._parameters[place.attribute]
-                slots.append(_Slot(place.module.__dict__, place, leaf, sharded))
+                slots.append(_Slot(place.module.__dict__, place, index, resting))
         name = "_flat_param"
         count = 0
         while name in module._parameters:
@@ -325,6 +327,23 @@ class FlatViews(_BucketViews):
         self.visible = [Visible(name, handle.flat_param, range(len(handle.leaves)), False)]
         super().__init__(handle, slots)
         self.use_sharded()
+
+    def _resting(self, handle: FlatParamHandle) -> list[torch.Tensor]:
+        """What the original names lead to while the unit does not run."""
+        if handle.state is BufferState.RESIDENT:
+            return list(handle.leaves)
+        if not handle.groups.sharded:
+            values = handle.sharded_views(handle.shard)
+            return [nn.Parameter(value, leaf.requires_grad) for value, leaf in zip(values, handle.leaves)]
+        return [
+            ShardedPlaceholder(
+                leaf,
+                handle.layout.dtype,
+                f"parameter {record.name!r} of {self._unit_name} is sharded; its values are there only while the unit "
+                "runs. Call the wrapped module itself, or a module that contains it, instead of reading the parameter",
+            )
+            for record, leaf in zip(handle.layout.params, handle.leaves)
+        ]
 
     def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """New parameters with ``values`` (in their true shapes) are registered under the original names."""
@@ -342,11 +361,10 @@ class FlatViews(_BucketViews):
         self.use_sharded()
 
     def _register_shown(self, shown: list[nn.Parameter]) -> None:
-        by_leaf = {id(leaf): param for leaf, param in zip(self.handle.leaves, shown)}
         self._home._parameters.pop(self._name, None)
         for slot in self._slots:
             slot.owner.pop(slot.attribute, None)
-            slot.module._parameters[slot.attribute] = by_leaf[id(slot.leaf)]
+            slot.module._parameters[slot.attribute] = shown[slot.index]
         for module, order in self._orders.items():  # as the plain module has them
             here = dict(module._parameters)
             module._parameters.clear()
@@ -365,11 +383,9 @@ class FlatViews(_BucketViews):
     def follow(self) -> None:
         """The shard has moved or changed its dtype: so have the placeholders."""
         self._home._parameters[self._name] = self.handle.flat_param
-        renewed: dict[int, ShardedPlaceholder] = {}
+        resting = self._resting(self.handle)
         for slot in self._slots:
-            if isinstance(slot.sharded, ShardedPlaceholder):
-                fresh = ShardedPlaceholder(slot.leaf, slot.sharded._explanation)
-                slot.sharded = renewed.setdefault(id(slot.leaf), fresh)
+            slot.sharded = resting[slot.index]
         self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in self._slots if slot.plain]
         self.use_sharded()
 
@@ -390,9 +406,9 @@ class FlatViews(_BucketViews):
             self.handle.write_back_flat()
         wanted = self.handle.flat_param.requires_grad
         changed = False
-        for leaf in self.handle.leaves:
+        for index, leaf in enumerate(self.handle.leaves):
             if leaf.requires_grad is not wanted:
-                leaf.requires_grad_(wanted)
+                self.handle.set_requires_grad(index, wanted)
                 changed = True
         if changed and not wanted:
             self.handle.flat_param.grad = None

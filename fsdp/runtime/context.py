@@ -171,6 +171,7 @@ class RootContext:
     def _begin_forward(self, unit: TreeUnit) -> None:
         if self.failed or self.in_backward:  # the last pass ended in an error
             self._clear()
+        self._forget_casts()
         for other in self.units:
             other.forget_output(self)
             other.refresh()
@@ -180,6 +181,16 @@ class RootContext:
         self.order.start(unit, backward=False)
         self._agreements.begin(Began(unit.index, f"forward of {unit.name}"))
         self.gathers_follow_compute()
+
+    @property
+    def backward_follows(self) -> bool:
+        """Whether this is a forward whose units will be gathered again for backward."""
+        return self.expects_backward and not self.in_backward
+
+    def _forget_casts(self) -> None:
+        for unit in self.units:
+            for handle in unit.handles:
+                handle.forget_cast()
 
     def gathers_follow_compute(self) -> None:
         """Gathers from now on read what has been written on the current stream, by the optimizer for instance."""
@@ -199,6 +210,8 @@ class RootContext:
         for unit in list(self.gathered if not backward_follows else self.idle):
             unit.reshard(self)
         if not backward_follows:
+            self._forget_casts()
+            self._settle_offloaded()
             self._trim()
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -230,7 +243,14 @@ class RootContext:
             raise
         self.order.stop()
         self.in_backward = False
+        self._forget_casts()
+        self._settle_offloaded()
         self._trim()
+
+    def _settle_offloaded(self) -> None:
+        """Shards in host memory may be written from here on: what the device reads of them has been read."""
+        if any(handle.offload.offload_params for unit in self.units for handle in unit.handles):
+            self.streams.settle()
 
     def reset(self) -> None:
         """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet

@@ -23,10 +23,11 @@ class ForwardCall:
     Lives as long as the graph that the forward built, and keeps the tree's context alive with it.
     """
 
-    __slots__ = ("__weakref__", "_handles", "context", "inputs", "waiting")
+    __slots__ = ("__weakref__", "_handles", "context", "full_precision", "inputs", "waiting")
 
-    def __init__(self, context: RootContext) -> None:
+    def __init__(self, context: RootContext, *, full_precision: bool) -> None:
         self.context = context
+        self.full_precision = full_precision  # in which copy of the parameters its graph lies
         self.inputs: list[Any] = []  # the graph nodes behind which the inputs' gradients are complete
         self.waiting: set[int] = set()  # the inputs whose gradients this backward has still to compute
         self._handles: list[Any] = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp.flat.flat_param import FlatParamHandle, parameter_views
+from fsdp.flat.flat_param import BufferState, FlatParamHandle, parameter_views
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Phase, Unit
@@ -90,7 +90,7 @@ def _hide(handle: FlatParamHandle, views: BucketViews, value: torch.Tensor, opti
             views.collect_shown()
     finally:
         views.hide_full(write_grads=options.writeback or not handle.groups.sharded)
-    if options.writeback and handle.groups.sharded:
+    if (options.writeback or not handle.groups.sharded) and handle.state is not BufferState.RESIDENT:
         start, end = handle.layout.shard_range(handle.groups.shard_rank)
         handle.shard.copy_(value[start:end])
 
@@ -110,7 +110,7 @@ def _gather_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
         if not handle.groups.sharded:
             result.append([original.grad for original in originals])
             continue
-        local = torch.zeros_like(handle.shard)
+        local = torch.zeros_like(handle.shard, device=handle.device)
         for original, part in zip(originals, handle.sharded_views(local)):
             if original.grad is not None:
                 part.copy_(original.grad)

@@ -87,9 +87,11 @@ class ReductionQueue:
 class BucketGradients:
     """The gradient of one bucket during and between backwards."""
 
-    def __init__(self, handle: FlatParamHandle, views: BucketViews) -> None:
+    def __init__(self, handle: FlatParamHandle, views: BucketViews, *, keep_low_precision: bool = False) -> None:
+        """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's."""
         self.handle = handle
         self.views = views
+        self._keep_low_precision = keep_low_precision
         count = len(handle.leaves)
         self._scratch: SlotBuffer | None = None  # the reduce buffer; its memory is lent for each backward
         self._target: SlotBuffer | None = None  # where this backward writes
@@ -106,6 +108,17 @@ class BucketGradients:
         return any(leaf.requires_grad for leaf in self.handle.leaves)
 
     @property
+    def reduces(self) -> bool:
+        """Whether a synchronised backward makes another tensor of what the slots hold: reduced, cast or moved."""
+        handle = self.handle
+        return handle.groups.reduces or handle.reduce_dtype != self._dtype or handle.keeps_gradients_on_host
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What ``.grad`` has after a synchronised backward."""
+        return self.handle.full.dtype if self._keep_low_precision else self.handle.layout.dtype
+
+    @property
     def is_open(self) -> bool:
         """Whether this backward has written something that is not yet reduced or shown."""
         return self._target is not None
@@ -113,7 +126,7 @@ class BucketGradients:
     @property
     def accumulates(self) -> bool:
         """Whether unsharded gradients of earlier backwards wait to be reduced."""
-        return self.handle.groups.reduces and bool(self._visible_accumulator())
+        return self.reduces and bool(self._visible_accumulator())
 
     def forget_buffers(self) -> None:
         """The bucket has changed its dtype or device."""
@@ -131,12 +144,12 @@ class BucketGradients:
         if accumulator is not None:
             self._target = SlotBuffer(layout, accumulator)
         elif self.handle.groups.sharded and synchronize:
-            if self._scratch is None:
-                self._scratch = SlotBuffer.lendable(layout, device)
+            if self._scratch is None or self._scratch.flat.dtype != self.handle.reduce_dtype:
+                self._scratch = SlotBuffer.lendable(layout, self.handle.reduce_dtype, device)
             queue.lend(self._scratch)
             self._target = self._scratch
         else:  # users will hold this memory as .grad: it cannot be taken back
-            empty = torch.empty(layout.padded_numel, dtype=layout.reduce_dtype, device=device)
+            empty = torch.empty(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device)
             self._target = SlotBuffer(layout, empty)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
@@ -165,7 +178,17 @@ class BucketGradients:
         with streams.on_reduce_stream():
             streams.wait(written)
             pending = communicator.reduce(shard, source.flat, tag, watch)
-        queue.add(pending, source, bounded=sharded, finish=lambda: self._attach(shard))
+            offloaded = streams.fetch(shard.to(self._dtype)) if self.handle.keeps_gradients_on_host else None
+
+        def finish() -> None:
+            if offloaded is None:
+                self._attach(shard.to(self._dtype))
+            else:
+                grad, there = offloaded
+                streams.wait_on_host(there)
+                self._attach(grad)
+
+        queue.add(pending, source, bounded=sharded, finish=finish)
 
     def expose(self) -> None:
         """End a backward without synchronisation: the unsharded gradient becomes ``.grad``, accumulated so far."""
@@ -179,7 +202,7 @@ class BucketGradients:
             if current is not None and current is before[position]:
                 grads[position] = current
             elif visible.param.requires_grad:
-                if current is not None and self.handle.groups.reduces:
+                if current is not None and self.reduces:
                     self._parked[position] = current
                 elif current is not None:  # one rank: sharded and unsharded gradients are the same thing
                     grads[position].add_(current)
@@ -250,7 +273,7 @@ class BucketGradients:
         if accumulator is None or held or len(kept) > sum(grad is exposed[position] for position, grad in kept):
             # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
             layout = self.handle.layout
-            accumulator = torch.empty(layout.padded_numel, dtype=layout.reduce_dtype, device=self.handle.device)
+            accumulator = torch.empty(layout.padded_numel, dtype=self.handle.reduce_dtype, device=self.handle.device)
             grads = self.views.full_grads(SlotBuffer(layout, accumulator))
             for position, grad in kept:
                 grads[position].copy_(grad)
@@ -267,8 +290,6 @@ class BucketGradients:
 
     def _attach(self, shard: torch.Tensor) -> None:
         """Make the reduced gradient visible, or add it to what is there."""
-        if shard.dtype != self.handle.layout.dtype:
-            shard = shard.to(self.handle.layout.dtype)
         present, added = [], []
         for position, grad in enumerate(self.views.sharded_grads(shard)):
             visible = self.views.visible[position]

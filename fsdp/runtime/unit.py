@@ -29,6 +29,7 @@ from fsdp.runtime.agreement import GATHER, REDUCE
 from fsdp.runtime.context import Idle, RootContext, UnitPolicy
 from fsdp.runtime.forward_call import ForwardCall
 from fsdp.runtime.nested import map_tensors, tensors_in
+from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients
 
 WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
@@ -50,6 +51,7 @@ class Unit:
         handles, views, gradients: one of each per bucket.
         groups: the ranks it is sharded and replicated over.
         policy: when it is resharded and gathered ahead.
+        precision: the dtypes of its inputs, outputs and buffers.
         synchronize: whether a backward reduces its gradients; read when the backward runs.
         index: its number in the tree, equal on every rank.
     """
@@ -62,6 +64,7 @@ class Unit:
         groups: Groups,
         device: torch.device,
         policy: UnitPolicy,
+        precision: UnitPrecision,
     ) -> None:
         self.module = module
         self.name = name
@@ -70,14 +73,15 @@ class Unit:
         self.groups = groups
         self.device = device
         self.policy = policy
+        self.precision = precision
         self.synchronize = True
-        self.gradients = [BucketGradients(handle, views) for handle, views in buckets]
+        keep_low = precision.asked.keep_low_precision_grads
+        self.gradients = [BucketGradients(handle, views, keep_low_precision=keep_low) for handle, views in buckets]
         self.index = 0
         self.ancestors: frozenset[int] = frozenset()  # the indices of the units around it
         self.ref = weakref.ref(self)
         self._context: Callable[[], RootContext | None] = lambda: None
         self._communicator: Communicator | None = None
-        self._gathers = any(handle.state is not BufferState.RESIDENT for handle in self.handles)
         self._phase = Phase.IDLE
         self._shown = False  # summoned: the full buffers are what users see
         self._in_output = False  # the last forward returned (a view of) a parameter, which must stay readable
@@ -88,17 +92,18 @@ class Unit:
         # A task that delivered all stays, with nothing, so that it is not asked again.
         self._expected: dict[int, set[tuple[int, int]]] = {}
         self._open_calls: set[ForwardCall] = set()
-        self._accumulators: dict[tuple[int, int], Any] = {}  # of the leaves that require grad; held so that they stay
+        # (bucket, index) and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
+        self._accumulators: dict[int, tuple[tuple[int, int], Any]] = {}
         self._hooked_leaves = WeakIdKeyDictionary()  # leaves that were outputs, and so have a door already
         self._watch_leaves()
 
     def _watch_leaves(self) -> None:
         """Hook the leaves that require grad and are not hooked yet."""
         for bucket, handle in enumerate(self.handles):
-            for index, leaf in enumerate(handle.leaves):
-                key = (bucket, index)
-                if leaf.requires_grad and key not in self._accumulators:
-                    self._accumulators[key] = hooks.accumulator_of(leaf)
+            for index, leaf in handle.all_leaves:
+                if leaf.requires_grad and id(leaf) not in self._accumulators:
+                    key = (bucket, index)
+                    self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
                     hooks.on_accumulated(leaf, _leaf_door(self.ref, key))
 
     # -- the tree ------------------------------------------------------------------------------------------------------
@@ -115,6 +120,7 @@ class Unit:
         self._context = weakref.ref(context)
         self._communicator = Communicator(self.groups, context.streams)
         self.index, self.name, self.ancestors = index, name, ancestors
+        self.precision.place_buffers(self.device)
 
     @property
     def group(self) -> Any | None:
@@ -140,6 +146,11 @@ class Unit:
         return self._phase
 
     @property
+    def _gathers(self) -> bool:
+        """Whether the full buffers have memory of their own."""
+        return any(handle.state is not BufferState.RESIDENT for handle in self.handles)
+
+    @property
     def is_gathered(self) -> bool:
         """Whether the full buffers have memory (a gather may still be under way). Always true of what is not
         sharded."""
@@ -154,10 +165,12 @@ class Unit:
         """Start filling the full buffers."""
         streams = context.streams
         ticket = context.about_to(GATHER, self)
+        again = context.backward_follows and self.policy.reshard_after_forward
         with streams.on_gather_stream():
             for bucket, handle in enumerate(self.handles):
                 assert self._communicator is not None
-                handle.gather(context.gather_pool, self._communicator, self._tag(bucket, "gather"), ticket)
+                tag = self._tag(bucket, "gather")
+                handle.gather(context.gather_pool, self._communicator, tag, ticket, keep_cast=again)
         self._generation = context.generation
         context.gathered[self] = None
 
@@ -199,6 +212,16 @@ class Unit:
                     handle.release(context.gather_pool, last_use)
             torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
+    def compute_in_full_precision(self, context: RootContext, full_precision: bool) -> None:
+        """Compute in the parameters' own dtypes from here on, or in those of the mixed precision again."""
+        if all(handle.full_precision is full_precision for handle in self.handles):
+            return
+        self.forget_output(context)
+        self.reshard(context)
+        for handle in self.handles:
+            handle.compute_in_full_precision(full_precision)
+        self._watch_leaves()
+
     def check_can_change(self) -> None:
         """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""
         if self._phase is not Phase.IDLE:
@@ -216,6 +239,7 @@ class Unit:
         parameters. Visible parameters stay the same objects. Returns the device of the shards."""
         context = self.context
         if context is not None:
+            self.compute_in_full_precision(context, False)
             self.forget_output(context)
             self.reshard(context)
         for handle, views, gradients in zip(self.handles, self.views, self.gradients):
@@ -224,15 +248,17 @@ class Unit:
                 visible.param.grad = None
             new = change(handle.flat_param).detach()
             if new.data_ptr() != handle.shard.data_ptr() or new.dtype != handle.shard.dtype:
-                handle.replace_shard(new, new.device)
-                self.device = new.device
+                device = handle.device if handle.offload.offload_params else new.device
+                handle.replace_shard(new, device)
+                self.device = device
                 gradients.forget_buffers()
             views.follow()
             for visible, grad in zip(views.visible, grads):
                 visible.param.grad = None if grad is None else change(grad).detach()
-        for key in self._accumulators:
-            self._accumulators[key] = hooks.accumulator_of(self.handles[key[0]].leaves[key[1]])
-        self._gathers = any(handle.state is not BufferState.RESIDENT for handle in self.handles)
+        for bucket, handle in enumerate(self.handles):
+            for index, leaf in handle.all_leaves:
+                if id(leaf) in self._accumulators:
+                    self._accumulators[id(leaf)] = ((bucket, index), hooks.accumulator_of(leaf))
         return self.device
 
     # -- gathered by hand ----------------------------------------------------------------------------------------------
@@ -266,6 +292,7 @@ class Unit:
 
     def show_full(self, context: RootContext) -> None:
         """Gather, fresh, and stay gathered until ``end_show``; forwards inside compute with what is there."""
+        self.compute_in_full_precision(context, True)
         if self._gathers:
             context.idle.pop(self, None)
             context.gathers_follow_compute()
@@ -314,12 +341,17 @@ class Unit:
         self._phase = Phase.FORWARD
         try:
             recomputing = hooks.current_backward() != hooks.NO_BACKWARD
+            full_precision = self._shown or self.precision.wants_full
+            self.compute_in_full_precision(context, full_precision)
+            if not full_precision:
+                is_root, has_parameters = self is context.root, bool(self.handles)
+                inputs = self.precision.cast_inputs(inputs, is_root=is_root, has_parameters=has_parameters)
             self.unshard(context, refill=not recomputing)
             if not recomputing:
                 context.gather_ahead(self)
             if not torch.is_grad_enabled():
                 return None, inputs
-            call = ForwardCall(context)
+            call = ForwardCall(context, full_precision=full_precision)
             if self._gathers:  # what holds no memory of its own need not know when to give it back
                 inputs = self._watch_inputs(context, call, inputs)
             return call, inputs
@@ -344,8 +376,10 @@ class Unit:
             call.watch(tensor, self)
         return inputs
 
-    def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> None:
-        """Reshard unless the backward follows at once, and hook the outputs."""
+    def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
+        """Reshard unless the backward follows at once, and hook the outputs; returns them."""
+        if not self._shown and not self.precision.wants_full:
+            output = self.precision.cast_outputs(output)
         outputs = list(tensors_in(output))
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
         if self._gathers and any(self._holds(tensor) for tensor in outputs):
@@ -368,6 +402,7 @@ class Unit:
             elif tensor not in self._hooked_leaves:  # a leaf outlives this graph: one door for all of them
                 self._hooked_leaves[tensor] = True
                 hooks.on_gradient(tensor, _leaf_output_door(self.ref))
+        return output
 
     def _holds(self, tensor: torch.Tensor) -> bool:
         return any(handle.holds(tensor) for handle in self.handles)
@@ -401,6 +436,10 @@ class Unit:
         return any(self._expected.values())
 
     @property
+    def _reduces(self) -> bool:
+        return any(gradients.reduces for gradients in self.gradients)
+
+    @property
     def _in_backward(self) -> bool:
         return bool(self._open_calls) or self.awaits_leaves
 
@@ -419,6 +458,8 @@ class Unit:
                 "gradients of before: run it outside, or summon without gradients"
             )
         context.enter_backward(self)
+        if call is not None:
+            self.compute_in_full_precision(context, call.full_precision)
         self.unshard(context, refill=False)
         self._phase = Phase.BACKWARD
         if call is not None:
@@ -432,7 +473,7 @@ class Unit:
         """The leaves that the running graph task has still to deliver; found out when it is first seen."""
         task = hooks.current_backward()
         if task not in self._expected:
-            self._expected[task] = {key for key, node in self._accumulators.items() if hooks.will_run(node)}
+            self._expected[task] = {key for key, node in self._accumulators.values() if hooks.will_run(node)}
         return self._expected[task]
 
     def leaf_ready(self, key: tuple[int, int], leaf: torch.Tensor) -> None:
@@ -478,7 +519,7 @@ class Unit:
         """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
         if not any(gradients.is_open for gradients in self.gradients):
             return
-        synchronize = self.synchronize and self.groups.reduces
+        synchronize = self.synchronize and self._reduces
         ticket = context.about_to(REDUCE, self) if synchronize else None
         for bucket, gradients in enumerate(self.gradients):
             if not gradients.trainable:
@@ -502,7 +543,7 @@ class Unit:
 
     def end_backward(self, context: RootContext) -> None:
         """The whole backward is over; nothing of it may stay."""
-        if self.synchronize and self.groups.reduces and not any(gradients.is_open for gradients in self.gradients):
+        if self.synchronize and self._reduces and not any(gradients.is_open for gradients in self.gradients):
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:
                     gradients.open(context.reductions, synchronize=True)
@@ -512,7 +553,7 @@ class Unit:
     def reset(self, context: RootContext) -> None:
         """Forget a forward or backward that failed. A gather under way keeps its buffer until somebody waits for it."""
         for handle in self.handles:
-            for leaf in handle.leaves:
+            for _, leaf in handle.all_leaves:
                 leaf.grad = None
         for gradients in self.gradients:
             gradients.abandon(context.reductions)
@@ -539,7 +580,9 @@ class Unit:
         return Phase.SUMMONED if self._shown else Phase.IDLE
 
     def refresh(self) -> None:
-        """Follow what the user did to the visible parameters since the last forward."""
+        """Follow what the user did to the visible parameters, and to the module's mode, since the last forward."""
+        if self.precision.full_in_eval:
+            self.precision.place_buffers(self.device)
         if self._shown:
             with torch.no_grad():
                 for view in self.views:

@@ -1,0 +1,90 @@
+"""The dtypes in which one unit computes: those of its inputs, outputs and buffers, and when all of them are full ones.
+
+The parameters' own dtypes are the layout's. In full precision nothing is cast: inside ``summon_full_params``, and with
+``FSDP_USE_FULL_PREC_IN_EVAL=1`` while the module is in eval mode.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp.api import MixedPrecision
+from fsdp.flat.flat_param import point_at
+from fsdp.flat.ownership import own_modules
+from fsdp.runtime.nested import map_tensors
+
+
+class UnitPrecision:
+    """What one unit casts.
+
+    Attributes:
+        asked: what the user asked for.
+        full_in_eval: whether the unit computes in full precision while its module is in eval mode.
+    """
+
+    def __init__(self, module: nn.Module, asked: MixedPrecision, ignored: Collection[nn.Module]) -> None:
+        """``ignored`` modules keep their buffers as they are."""
+        self.asked = asked
+        self.full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "0") == "1"
+        self._module = module
+        self._ignored = ignored
+        self._original_dtypes = WeakIdKeyDictionary()  # of the buffers that were cast
+
+    @property
+    def wants_full(self) -> bool:
+        """Whether a forward now is to compute in full precision."""
+        return self.full_in_eval and not self._module.training
+
+    def cast_inputs(self, inputs: Any, *, is_root: bool, has_parameters: bool) -> Any:
+        """A forward's inputs, the floating point ones in the dtype of the parameters if that was asked for."""
+        asked = self.asked
+        casts = (is_root and asked.cast_root_forward_inputs) or (has_parameters and asked.cast_forward_inputs)
+        return cast_floating(inputs, asked.param_dtype) if casts and asked.param_dtype is not None else inputs
+
+    def cast_outputs(self, outputs: Any) -> Any:
+        """A forward's outputs, in the dtype that was asked for."""
+        return outputs if self.asked.output_dtype is None else cast_floating(outputs, self.asked.output_dtype)
+
+    # -- buffers -------------------------------------------------------------------------------------------------------
+
+    def place_buffers(self, device: torch.device) -> None:
+        """Bring the buffers of the unit's modules to ``device``, in the dtype of the next forward; each stays the same
+        object. Nothing happens to those that are there already."""
+        dtype = None if self.wants_full else self.asked.buffer_dtype
+        for buffer in self._buffers():
+            wanted = self.original_dtype(buffer)
+            if buffer.is_floating_point() and dtype is not None and dtype != wanted:
+                self._original_dtypes[buffer] = wanted
+                wanted = dtype
+            if (buffer.dtype, buffer.device) != (wanted, device):
+                with torch.inference_mode(False), torch.no_grad():
+                    point_at([buffer], [buffer.to(device=device, dtype=wanted)])
+
+    def original_dtype(self, buffer: torch.Tensor) -> torch.dtype:
+        """The dtype that ``buffer`` had before it was cast, which is the one of state dicts."""
+        dtype: torch.dtype = self._original_dtypes.get(buffer, buffer.dtype)
+        return dtype
+
+    def _buffers(self) -> list[torch.Tensor]:
+        return [
+            buffer
+            for _, owner in own_modules(self._module)
+            if owner not in self._ignored
+            for buffer in owner._buffers.values()
+            if buffer is not None
+        ]
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its floating point tensors in ``dtype``."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, value)
