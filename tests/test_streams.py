@@ -15,6 +15,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp.flat.flat_param as flat_param_module
-from fsdp import BackwardPrefetch, ShardingStrategy
+from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.collectives import Communicator
 from fsdp.flat.flat_param import FlatParamHandle, MemoryPool
@@ -370,10 +371,12 @@ class Setting(NamedTuple):
     strategy: ShardingStrategy
     use_orig_params: bool
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: MixedPrecision | None = None
 
     def __str__(self) -> str:
         prefetch = getattr(self.backward_prefetch, "name", "no prefetch")
-        return f"{self.strategy.name}-{'original' if self.use_orig_params else 'flat'}-{prefetch}-{self.ranks}"
+        words = [self.strategy.name, "original" if self.use_orig_params else "flat", prefetch, str(self.ranks)]
+        return "-".join(words + ["bf16"] * (self.mixed_precision is not None))
 
 
 SETTINGS = (
@@ -385,6 +388,9 @@ SETTINGS = (
     Setting(1, SHARD_GRAD_OP, True),
     Setting(2, NO_SHARD, False),
     Setting(2, NO_SHARD, True),
+    Setting(1, FULL_SHARD, True, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
+    Setting(1, SHARD_GRAD_OP, False, mixed_precision=MixedPrecision(torch.bfloat16)),
+    Setting(2, NO_SHARD, False, mixed_precision=MixedPrecision(torch.bfloat16)),
 )
 
 
@@ -438,14 +444,20 @@ def test_no_race_in_other_models() -> None:
     assert not any(races.values()), races
 
 
+def offloaded_gradients() -> Any:
+    return mock.patch.object(FlatParamHandle, "keeps_gradients_on_host", True)
+
+
 @contextmanager
 def memory(kind: str) -> Iterator[None]:
-    """How full buffers get their memory: "lent", "resized" (where storages cannot exchange it), or "poisoned"."""
+    """How full buffers get their memory: "lent", "resized" (where storages cannot exchange it), or "poisoned"; or
+    "offloaded": as if gradients went to the host's."""
     swap = flat_param_module.STORAGES_SWAP
     flat_param_module.STORAGES_SWAP = swap and kind != "resized"
     os.environ["FSDP_DEBUG"] = "1" if kind == "poisoned" else "0"
     try:
-        yield
+        with offloaded_gradients() if kind == "offloaded" else nullcontext():
+            yield
     finally:
         flat_param_module.STORAGES_SWAP = swap
 
@@ -459,6 +471,7 @@ PROGRAMS: dict[str, tuple[str, type[nn.Module], tuple[Part, ...]]] = {
     "equal": ("lent", Chain, (Training.steps, Training.several_forwards)),
     "resized": ("resized", Tower, (Training.steps, Training.skipping, Training.deletion)),
     "poisoned": ("poisoned", Tower, (Training.steps, Training.skipping)),
+    "offloaded": ("offloaded", Tower, (Training.steps, Training.failures)),
 }
 
 
@@ -606,6 +619,57 @@ def misplace_each() -> dict[str, list[str]]:
 def test_work_on_the_wrong_stream_is_seen() -> None:
     races = run_ranks(1, misplace_each)[0]
     assert [what for what, found in races.items() if not found] == []
+
+
+# -- memory of the host ----------------------------------------------------------------------------------------------
+
+
+def trace_offloaded(strategy: ShardingStrategy, use_orig_params: bool, broken: str | None) -> list[str]:
+    """As if the shards and gradients were in the host's memory: the races, with a wait left out if so asked."""
+    force_sharded()
+    with trace_streams(check=False) as tracer, offloaded_gradients():
+        if broken == "settle":
+            tracer.streams.settle = lambda: None  # type: ignore[method-assign]
+        elif broken == "on_host":
+            tracer.streams.on_host = lambda event: tracer.on_host({})  # type: ignore[method-assign]
+        training = Training(
+            tracer,
+            Tower(),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            cpu_offload=CPUOffload(True),
+            mixed_precision=MixedPrecision(torch.bfloat16),
+        )
+
+        def update(change: Callable[[], None]) -> None:
+            with tracer.on_host({}):
+                change()
+
+        def average() -> None:
+            for param in training.model.parameters():
+                param.data.mul_(0.9)
+
+        with tracer.on_host(tracer.compute.clock):
+            pass
+        for step in range(4):
+            training.loss().backward()
+            training.loss().backward()  # added to what is there
+            update(training.optimizer.step)
+            update(lambda: training.optimizer.zero_grad(set_to_none=step % 2 == 0))  # noqa: B023
+            with torch.no_grad():
+                training.loss()
+            update(average)
+            training.skipped = {step}
+    return tracer.races
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+def test_the_host_waits_before_it_touches_what_is_offloaded(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """O1, R37: gradients have arrived before the optimizer reads them, shards are read before it writes them."""
+    assert run_ranks(1, trace_offloaded, strategy, use_orig_params, None) == [[]]
+    for broken in ("settle", "on_host"):
+        assert run_ranks(1, trace_offloaded, strategy, use_orig_params, broken) != [[]], broken
 
 
 # -- what may overlap does ---------------------------------------------------------------------------------------------

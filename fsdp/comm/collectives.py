@@ -129,6 +129,11 @@ class Pending:
         self._watch, self._group, self._sliced = watch, group, sliced
         self._event: Event = None if streams.asynchronous_work else streams.record()
 
+    def extend(self) -> None:
+        """What the current stream has been given since belongs to it as well."""
+        if not self._streams.asynchronous_work:
+            self._event = self._streams.record()
+
     def wait(self) -> None:
         works, self._works = self._works, ()
         for work in works:

@@ -45,8 +45,8 @@ class HostStreams:
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return tensor, None
 
-    def wait_on_host(self, event: Event) -> None:
-        return None
+    def on_host(self, event: Event) -> AbstractContextManager[None]:
+        return _NOWHERE_ELSE
 
     def settle(self) -> None:
         return None
@@ -83,10 +83,10 @@ class AcceleratorStreams:
         copy.copy_(tensor, non_blocking=True)
         return copy, self.record()
 
-    def wait_on_host(self, event: Event) -> None:
-        """The host waits for ``event``: what was fetched before it may be read."""
-        if event is not None:
-            event.synchronize()
+    def on_host(self, event: Event) -> AbstractContextManager[None]:
+        """The host waits for ``event``, and works inside on what has been fetched before it."""
+        event.synchronize()
+        return _NOWHERE_ELSE
 
     def settle(self) -> None:
         """The host waits for the gather stream: what that has read of host memory may be written."""

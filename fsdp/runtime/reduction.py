@@ -179,14 +179,16 @@ class BucketGradients:
             streams.wait(written)
             pending = communicator.reduce(shard, source.flat, tag, watch)
             offloaded = streams.fetch(shard.to(self._dtype)) if self.handle.keeps_gradients_on_host else None
+            if offloaded is not None:
+                pending.extend()
 
         def finish() -> None:
             if offloaded is None:
                 self._attach(shard.to(self._dtype))
             else:
                 grad, there = offloaded
-                streams.wait_on_host(there)
-                self._attach(grad)
+                with streams.on_host(there):
+                    self._attach(grad)
 
         queue.add(pending, source, bounded=sharded, finish=finish)
 

@@ -14,6 +14,9 @@ stamped with the clock of the stream that is current then. Reported are
 * a host synchronisation: a call that on an accelerator would make the host wait or read the device's memory, and a
   collective that hands out a work object.
 
+Memory that is offloaded belongs to the host, which is one more stream: it waits for what was fetched and for the gather
+stream, and whatever is launched after it has worked follows it.
+
 A block of memory is identified by its address while something holds it, so memory that moves between storages
 (`_swap_data_ptr_`) stays one block. Blocks are whole: two parts of one block are not told apart.
 
@@ -114,6 +117,11 @@ class SimulatedStream:
     def advance(self) -> None:
         self.clock[self] += 1
 
+    def follow(self, clock: dict[SimulatedStream, int]) -> None:
+        """Wait for what `clock` covers."""
+        for other, time in clock.items():
+            self.clock[other] = max(self.clock.get(other, -1), time)
+
     def follows(self, access: Access) -> bool:
         """Whether what this stream does next happens after `access`."""
         return self.clock.get(access.stream, -1) >= access.time
@@ -159,7 +167,8 @@ class _Block:
     __slots__ = ("address", "freed", "holder", "owner", "reads", "writes")
 
     def __init__(self, address: int, owner: SimulatedStream, storage: torch.UntypedStorage) -> None:
-        self.address, self.owner = address, owner
+        self.address = address
+        self.owner: SimulatedStream | None = owner
         self.holder = StorageWeakRef(storage)
         self.freed = False
         self.writes: dict[SimulatedStream, Access] = {}
@@ -206,11 +215,19 @@ class TracingStreams:
         sync = Sync(event.site, _site(sys._getframe(1)), stream.name, event.stream.name)
         self._tracer.syncs.add(sync)
         if sync not in self._tracer.drop:
-            for other, time in event.clock.items():
-                stream.clock[other] = max(stream.clock.get(other, -1), time)
+            stream.follow(event.clock)
 
     def fetch(self, tensor: Tensor) -> tuple[Tensor, _Event]:
-        return tensor.clone(), self.record()
+        copy = tensor.clone()
+        self._tracer.is_host_memory(copy)
+        return copy, self.record()
+
+    def on_host(self, event: _Event) -> Any:
+        return self._tracer.on_host(event.clock)
+
+    def settle(self) -> None:
+        self.gather.advance()
+        self._tracer.host.follow(self.gather.clock)
 
 
 def _site(frame: FrameType) -> Site:
@@ -234,6 +251,7 @@ class StreamTracer(TorchDispatchMode):
         super().__init__()
         self.drop = frozenset(drop)
         self.compute = SimulatedStream("compute")
+        self.host = SimulatedStream("host")
         self.current = self.compute
         self.streams = TracingStreams(self)
         self.syncs: set[Sync] = set()
@@ -253,6 +271,10 @@ class StreamTracer(TorchDispatchMode):
         """Name the buffers of the units in `model` in what is reported."""
         self._models.append(weakref.ref(model))
 
+    def is_host_memory(self, tensor: Tensor) -> None:
+        """No stream's allocator has `tensor`: who reuses it once it is freed is not looked at."""
+        self._find(tensor.untyped_storage()).owner = None
+
     def mark(self, name: str) -> None:
         """Note the compute stream's clock as it is now, in place of what `name` noted before."""
         self.marks[name] = dict(self.compute.clock)
@@ -271,6 +293,15 @@ class StreamTracer(TorchDispatchMode):
             yield
         finally:
             self.current = before
+
+    @contextmanager
+    def on_host(self, after: dict[SimulatedStream, int]) -> Iterator[None]:
+        """The host works on its own memory inside, once it has waited for `after`. What is launched later follows."""
+        self.host.follow(after)
+        with self.on(self.host):
+            yield
+        for stream in (self.compute, self.streams.gather, self.streams.reduce):
+            stream.follow(self.host.clock)
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
@@ -349,7 +380,7 @@ class StreamTracer(TorchDispatchMode):
         for earlier in (*block.writes.values(), *(block.reads.values() if write else ())):
             if not stream.follows(earlier):
                 self._report("race", earlier, access)
-        if stream is not block.owner and not any(block is other for other in self._shared):
+        if stream is not block.owner and block.owner is not None and not any(block is other for other in self._shared):
             self._shared.append(block)
         (block.writes if write else block.reads)[stream] = access
 
@@ -421,7 +452,7 @@ def trace_streams(*, drop: Collection[Sync] = (), check: bool = True) -> Iterato
             _replace(stack, module, "synchronize", lambda *_: tracer._note_host("synchronize"))
         with tracer:
             yield tracer
-        for stream in {block.owner for block in tracer._shared}:
+        for stream in {block.owner for block in tracer._shared if block.owner is not None}:
             stream.advance()
             tracer._settle(stream)
     if check:
