@@ -58,6 +58,10 @@ class FullyShardedDataParallel(nn.Module, _State):
     unit owns: those of the subtree that no nested ``FullyShardedDataParallel`` has. They are gathered while the unit
     computes, in forward and in backward, and gradients arrive averaged over the ranks, sharded, in ``.grad``.
 
+    With ``use_orig_params=True`` hooks that users register on a parameter fire: ``register_hook`` ones with the whole
+    gradient of this rank, before it is reduced, and ``register_post_accumulate_grad_hook`` ones in both modes once
+    ``.grad`` holds this rank's part of the reduced gradient, during the backward and on the ranks that have a part.
+
     Build the optimizer after wrapping (with ``use_orig_params=True`` before is fine as well), call the wrapped module
     and not its parts, and run the same units in the same order on every rank.
 
@@ -321,7 +325,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         units = list(units_in(self))
         wrappers = self.fsdp_modules(self)
         for unit in (unit for _, unit, _ in units):
-            _check_no_optimizer_in_backward(unit, self._use_orig_params)
+            _check_optimizer_in_backward(unit, self._use_orig_params)
         for attribute in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
             values = {getattr(wrapper, attribute) for wrapper in wrappers}
             if len(values) > 1:
@@ -651,16 +655,12 @@ def _inside_checkpoint(module: nn.Module) -> nn.Module:
     return getattr(module, _CHECKPOINTED_MODULE, module)
 
 
-def _check_no_optimizer_in_backward(unit: Unit, use_orig_params: bool) -> None:
-    """Raises where torch's ``_apply_optimizer_in_backward`` was asked for: its optimizers would never step."""
+def _check_optimizer_in_backward(unit: Unit, use_orig_params: bool) -> None:
+    """Raises where an optimizer of torch's ``_apply_optimizer_in_backward`` would never step."""
     for visible in (visible for views in unit.views for visible in views.visible):
-        if hasattr(visible.param, "_in_backward_optimizers"):
-            if not use_orig_params:
-                raise RuntimeError(
-                    f"{visible.name!r} has an optimizer in backward, which is only supported with use_orig_params=True"
-                )
-            raise NotImplementedError(
-                f"FullyShardedDataParallel does not support this yet: an optimizer in backward ({visible.name!r})"
+        if hasattr(visible.param, "_in_backward_optimizers") and not use_orig_params:
+            raise RuntimeError(
+                f"{visible.name!r} has an optimizer in backward, which is only supported with use_orig_params=True"
             )
 
 

@@ -317,19 +317,14 @@ def test_methods_that_come_later_name_themselves(use_orig_params: bool) -> None:
     assert_bit_equal(values(model), before)
 
 
-@both_modes
-def test_an_optimizer_in_backward_comes_later(use_orig_params: bool) -> None:
+def test_an_optimizer_in_backward_wants_the_original_parameters() -> None:
     """Y30, W11: it would never step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the package warns
         from torch.distributed.optim import _apply_optimizer_in_backward
-    model = build(net(), process_group=StandIn(0, 1), use_orig_params=use_orig_params)
+    model = build(net(), process_group=StandIn(0, 1))
     _apply_optimizer_in_backward(torch.optim.SGD, [next(model.parameters())], {"lr": 0.1})
-    kind, words = (NotImplementedError, "optimizer in backward") if use_orig_params else (
-        RuntimeError,
-        "only supported with use_orig_params=True",
-    )  # fmt: skip
-    with pytest.raises(kind, match=words):
+    with pytest.raises(RuntimeError, match="only supported with use_orig_params=True"):
         model(torch.ones(1, WIDTH))
 
 

@@ -105,6 +105,10 @@ class _BucketViews:
         else:
             assign_grad(param, grad)
 
+    def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it."""
+        return grad
+
     def use_leaves(self) -> None:
         """The modules compute with the full parameters from here on."""
         copy = self.handle.copy
@@ -184,6 +188,18 @@ class OriginalViews(_BucketViews):
         self.handle.point_at_shard(self._originals)
         self._pointers = [original.data_ptr() for original in self._originals]
         self.use_sharded()
+
+    def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        for hook in tuple((self._originals[index]._backward_hooks or {}).values()):
+            changed = hook(grad)
+            if changed is not None:
+                if changed.shape != grad.shape:
+                    raise RuntimeError(
+                        f"a hook on parameter {self._owned[index].name!r} returned a gradient of shape "
+                        f"{tuple(changed.shape)}, and got one of {tuple(grad.shape)}"
+                    )
+                grad = changed
+        return grad
 
     def full_grads(self, buffer: SlotBuffer) -> list[torch.Tensor]:
         """Each visible parameter's part of an unsharded gradient, in its true shape."""

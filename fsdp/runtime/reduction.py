@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -24,13 +25,14 @@ from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer
 from fsdp.flat.views import BucketViews
 
 
-@dataclass
+@dataclass(eq=False)
 class _InFlight:
     """A reduction under way, and the memory it reads until it is complete."""
 
     pending: Pending
     source: SlotBuffer | None
     bounded: bool  # whether completing it frees memory
+    at_once: bool  # whether the result is attached as soon as it is complete, not at the end of the backward
     finish: Callable[[], None]  # attaches the result
 
 
@@ -59,14 +61,19 @@ class ReductionQueue:
         if buffer.lent is not None:
             self.pool.take_back(buffer.lent, None)
 
-    def add(self, pending: Pending, source: SlotBuffer, *, bounded: bool, finish: Callable[[], None]) -> None:
-        self._in_flight.append(_InFlight(pending, source, bounded, finish))
+    def add(
+        self, pending: Pending, source: SlotBuffer, *, bounded: bool, at_once: bool, finish: Callable[[], None]
+    ) -> None:
+        self._in_flight.append(_InFlight(pending, source, bounded, at_once, finish))
         self._complete_all_but(self.MAX_BUFFERS)
 
     def _complete_all_but(self, count: int) -> None:
         waiting = [item for item in self._in_flight if item.bounded and item.source is not None]
         for item in waiting[: max(0, len(waiting) - count)]:
             self._complete(item)
+            if item.at_once:
+                self._in_flight.remove(item)
+                item.finish()
 
     def _complete(self, item: _InFlight) -> None:
         source, item.source = item.source, None
@@ -190,10 +197,34 @@ class BucketGradients:
                 with streams.on_host(there):
                     self._attach(grad)
 
-        queue.add(pending, source, bounded=sharded, finish=finish)
+        queue.add(pending, source, bounded=sharded, at_once=self._is_awaited, finish=finish)
 
-    def expose(self) -> None:
-        """End a backward without synchronisation: the unsharded gradient becomes ``.grad``, accumulated so far."""
+    @property
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits for a gradient during the backward."""
+        params: list[Any] = [visible.param for visible in self.views.visible]
+        return any(hasattr(p, "_in_backward_optimizers") or p._post_accumulate_grad_hooks for p in params)
+
+    def _announce(self) -> None:
+        """The gradients are complete: call the parameters' hooks, and step the optimizers that torch's
+        ``_apply_optimizer_in_backward`` has hung on them."""
+        if not self._is_awaited:
+            return
+        for visible in self.views.visible:
+            param: Any = visible.param
+            if visible.absent or param.grad is None:
+                continue
+            for hook in tuple((param._post_accumulate_grad_hooks or {}).values()):
+                hook(param)
+            for optimizer in getattr(param, "_in_backward_optimizers", ()):
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def expose(self, *, complete: bool) -> None:
+        """End a backward without reduction: the unsharded gradient becomes ``.grad``, accumulated so far.
+
+        It is ``complete`` where nothing has to be reduced.
+        """
         accumulator = self._seal()
         grads = self.views.full_grads(accumulator)
         before = self._exposed_grads() if self._continues else [None] * len(grads)
@@ -212,6 +243,8 @@ class BucketGradients:
         self._exposed = [TensorWeakRef(grad) for grad in grads]
         self._exposed_shapes = [grad.shape for grad in grads]
         self._exposed_version = accumulator.flat._version
+        if complete:
+            self._announce()
 
     def abandon(self, queue: ReductionQueue) -> None:
         """Forget what this backward wrote (it failed); an accumulator stays as far as it got."""
@@ -305,3 +338,4 @@ class BucketGradients:
                 added.append(grad)
         if present:
             torch._foreach_add_(present, added)
+        self._announce()

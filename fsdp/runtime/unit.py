@@ -496,7 +496,7 @@ class Unit:
         gradients = self.gradients[bucket]
         if not gradients.is_open:
             gradients.open(context.reductions, synchronize=self.synchronize)
-        gradients.add(index, grad)
+        gradients.add(index, self.views[bucket].hooked(index, grad))
         expected.discard(key)
         if not self.awaits_leaves:
             self.finish_gradients(context, at_end=False)
@@ -532,7 +532,7 @@ class Unit:
             elif at_end:
                 if not gradients.is_open:
                     gradients.open(context.reductions, synchronize=False)
-                gradients.expose()
+                gradients.expose(complete=self.synchronize)
 
     def backward_failed(self, error: BaseException, event: str) -> None:
         """A door of the unit raises ``error``: the backward ends here."""

@@ -1,0 +1,127 @@
+"""What lives beside the engine in a training program: hooks on parameters and modules, optimizers inside the backward,
+copies of the model. With the numbers of a plain model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import ShardingStrategy
+from tests.harness.models import ZOO
+from tests.harness.oracle import Schedule, assert_bit_equal, named_parameters, rank_batch, run_plain, sgd
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_gradients, full_parameters, wrap
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # importing the package warns
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+CASE = ZOO["mlp"]
+SCHEDULE = Schedule(steps=10)
+
+
+# -- optimizers inside the backward --------------------------------------------------------------------------------
+
+
+def train(model: nn.Module, step: Callable[[], None], schedule: Schedule = SCHEDULE) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for index in range(schedule.steps):
+        CASE.loss(model, rank_batch(CASE, schedule, index, 0, rank, world_size)).backward()
+        step()
+
+
+def step_in_backward() -> None:
+    for strategy in STRATEGIES:
+        for how in ("torch's function", "hooks"):
+            model = wrap(CASE, strategy, use_orig_params=True)
+            options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+            live: list[int] = []
+            if how == "hooks":
+                optimizers = {param: torch.optim.SGD([param], **options) for param in model.parameters()}
+
+                def hook(param: Tensor) -> None:
+                    optimizers[param].step()  # noqa: B023
+                    optimizers[param].zero_grad()  # noqa: B023
+                    live.append(sum(p.grad is not None for p in model.parameters()))  # noqa: B023
+
+                for param in model.parameters():
+                    param.register_post_accumulate_grad_hook(hook)
+            else:
+                _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), options)
+            with model.no_sync():
+                CASE.loss(model, CASE.make_batch(0, 2)).backward()  # steps nothing
+            assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+            model.zero_grad()
+            train(model, lambda: None)
+            assert all(param.grad is None for param in model.parameters())
+            expected = run_plain(CASE, sgd, dist.get_world_size(), SCHEDULE)[-1].params
+            assert_bit_equal(full_parameters(model), expected, f"{how}, {strategy}")
+            if how == "hooks" and strategy is not ShardingStrategy.NO_SHARD and dist.get_world_size() > 1:
+                assert max(live) < len(list(model.parameters())) / 2  # gradients are gone before the others come
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_optimizers_step_inside_the_backward(world_size: int) -> None:
+    """W11: by torch's `_apply_optimizer_in_backward` or by hooks of one's own, unit by unit."""
+    run_ranks(world_size, step_in_backward)
+
+
+# -- hooks on parameters -------------------------------------------------------------------------------------------
+
+
+def hook_parameters() -> None:
+    schedule = Schedule(steps=3)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for strategy in STRATEGIES:
+        plain = CASE.build()
+        model = wrap(CASE, strategy, use_orig_params=True)
+        seen: dict[str, dict[str, Tensor]] = {"plain": {}, "sharded": {}}
+
+        def watch(kind: str, name: str) -> Callable[[Tensor], Tensor]:
+            def hook(grad: Tensor) -> Tensor:
+                seen[kind][name] = grad.clone()  # noqa: B023
+                return grad * 2
+
+            return hook
+
+        for kind, module in (("plain", plain), ("sharded", model)):
+            for name, param in named_parameters(module).items():
+                handle = param.register_hook(watch(kind, name))
+                if name.endswith("bias"):
+                    handle.remove()
+        for step in range(schedule.steps):
+            batch = rank_batch(CASE, schedule, step, 0, rank, world_size)
+            for module in (plain, model):
+                module.zero_grad()
+                CASE.loss(module, batch).backward()
+            assert seen["plain"] and not any(name.endswith("bias") for name in seen["plain"])
+            assert_bit_equal(seen["sharded"], seen["plain"], f"{strategy}: what the hooks of this rank got")
+            for param in plain.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= world_size
+        ours = full_gradients(model)
+        assert_bit_equal(ours, {n: p.grad for n, p in named_parameters(plain).items()}, f"{strategy}: gradients")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_on_parameters_fire_with_the_whole_gradient_of_the_rank(world_size: int) -> None:
+    """W9: as under DDP, and what they return is what is reduced."""
+    run_ranks(world_size, hook_parameters)
+
+
+def hook_badly() -> None:
+    model = wrap(CASE, use_orig_params=True)
+    params = named_parameters(model)
+    params["blocks.0.linear.weight"].register_hook(lambda grad: grad.flatten())
+    with pytest.raises(RuntimeError, match=r"hook on parameter 'linear\.weight' returned a gradient of shape \(\d+,\)"):
+        CASE.loss(model, CASE.make_batch(0, 2)).backward()
+
+
+def test_a_hook_that_changes_the_shape_is_named() -> None:
+    run_ranks(1, hook_badly)
