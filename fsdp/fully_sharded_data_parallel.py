@@ -41,6 +41,7 @@ from fsdp.flat.ownership import (
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.full_params import SummonOptions, summon
+from fsdp.runtime.hooks import watch_optimizers
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import WRAPPER_PARTS, Phase, Unit, units_in
@@ -220,7 +221,10 @@ class FullyShardedDataParallel(nn.Module, _State):
                 item.param._fsdp_flattened = True  # type: ignore[attr-defined]
                 item.param._fsdp_owner = f"{item.name!r} of {unit_name}"  # type: ignore[attr-defined]
                 if not use_orig_params:
+                    item.param._fsdp_replaced = True  # type: ignore[attr-defined]
                     item.param = None  # type: ignore[assignment]
+            if not use_orig_params:
+                watch_optimizers()
             policy = UnitPolicy(
                 reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
                 forward_prefetch=int(forward_prefetch),

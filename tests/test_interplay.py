@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, named_parameters, rank_batch, run_plain, sgd
 from tests.harness.pool import run_ranks
@@ -125,3 +126,36 @@ def hook_badly() -> None:
 
 def test_a_hook_that_changes_the_shape_is_named() -> None:
     run_ranks(1, hook_badly)
+
+
+# -- optimizers built before wrapping ------------------------------------------------------------------------------
+
+
+def wrap_late() -> None:
+    for use_orig_params in (True, False):
+        module = CASE.build()
+        optimizer = sgd(module.parameters())
+        model = wrap(module, use_orig_params=use_orig_params, wrap_policy=ModuleWrapPolicy(CASE.blocks))
+
+        def step(optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if use_orig_params:
+            train(model, step)
+            expected = run_plain(CASE, sgd, dist.get_world_size(), SCHEDULE)[-1].params
+            assert_bit_equal(full_parameters(model), expected, "an optimizer from before")
+            continue
+        before = full_parameters(model)
+        with pytest.warns(
+            UserWarning, match=r"SGD holds 11 of 11 parameters .* the first one '\S+' of the MlpBlock unit"
+        ):
+            train(model, step, Schedule(steps=1))
+        train(model, step, Schedule(steps=1))  # said once
+        assert_bit_equal(full_parameters(model), before, "nothing was stepped")
+        train(model, sgd(model.parameters()).step, Schedule(steps=1))
+
+
+def test_an_optimizer_from_before_wrapping_trains_or_is_warned_of() -> None:
+    """D13."""
+    run_ranks(2, wrap_late)

@@ -1,5 +1,5 @@
-"""The doors through which autograd enters the engine, and what the engine asks autograd. Hooks are registered here
-only.
+"""The doors through which autograd and optimizers enter the engine, and what the engine asks autograd. Hooks are
+registered here only.
 
 An error raised behind a door is logged here once, with the rank and the unit, and goes on to the caller of
 ``backward()``.
@@ -7,12 +7,16 @@ An error raised behind a door is logged here once, with the rank and the unit, a
 
 from __future__ import annotations
 
+import functools
 import logging
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 logger = logging.getLogger("fsdp")
 
@@ -65,6 +69,30 @@ def on_gradient(tensor: torch.Tensor, door: Callable[[], None]) -> Any:
 def on_accumulated(leaf: torch.Tensor, door: Callable[[torch.Tensor], None]) -> Any:
     """Call ``door`` each time a gradient has been added to ``leaf.grad``."""
     return leaf.register_post_accumulate_grad_hook(door)
+
+
+_seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """From now on, warn at the first step of each optimizer that holds parameters which no module has any more."""
+    register_optimizer_step_pre_hook(_look_at_optimizer)
+
+
+def _look_at_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _seen_optimizers:
+        return
+    _seen_optimizers.add(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    stale = [param._fsdp_owner for param in params if getattr(param, "_fsdp_replaced", False)]
+    if stale:
+        warnings.warn(
+            f"{type(optimizer).__name__} holds {len(stale)} of {len(params)} parameters from before they were wrapped, "
+            f"the first one {stale[0]}, and steps nothing with them: no optimizer holds the flat parameters that took "
+            "their place. Build the optimizer from the wrapped module's parameters(), or pass use_orig_params=True",
+            stacklevel=4,
+        )
 
 
 def report(error: BaseException, unit_name: str, event: str) -> None:
