@@ -117,6 +117,8 @@ class FullyShardedDataParallel(nn.Module, _State):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        reduce_unused: bool = False,
     ) -> None:
         super().__init__()
         self._parent_is_built = False  # while that happens, what it does to modules below it is not meant for this one
@@ -151,6 +153,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         self.forward_prefetch = forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
+        self._reduce_unused = reduce_unused
 
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         if auto_wrap_policy is not None:
@@ -173,6 +176,7 @@ class FullyShardedDataParallel(nn.Module, _State):
                     "limit_all_gathers": limit_all_gathers,
                     "use_orig_params": use_orig_params,
                     "ignored_states": ignored.params,
+                    "reduce_unused": reduce_unused,
                 },
             )
 
@@ -230,6 +234,7 @@ class FullyShardedDataParallel(nn.Module, _State):
                 forward_prefetch=int(forward_prefetch),
                 backward_prefetch=int(self.backward_prefetch is not None),
                 prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+                reduce_unused=reduce_unused,
             )
             precision = UnitPrecision(module, self.mixed_precision, ignored.modules)
             self._fsdp_unit = Unit(module, unit_name, buckets, groups, self.compute_device, policy, precision)
@@ -330,7 +335,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         wrappers = self.fsdp_modules(self)
         for unit in (unit for _, unit, _ in units):
             _check_optimizer_in_backward(unit, self._use_orig_params)
-        for attribute in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval"):
+        for attribute in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval", "_reduce_unused"):
             values = {getattr(wrapper, attribute) for wrapper in wrappers}
             if len(values) > 1:
                 raise ValueError(

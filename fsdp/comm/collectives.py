@@ -334,6 +334,21 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, wa
     values.copy_(on_device)
 
 
+def gather_numbers(values: list[int], group: Any, device: torch.device, label: str) -> list[list[int]]:
+    """Every rank's ``values``, equally many, by rank; zeros from a group that changes nothing. The host waits."""
+    global current_label
+    own = torch.tensor(values, device=control_device(group, device))
+    every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
+    current_label = label
+    try:
+        work = getattr(dist, ALL_GATHER)(every, own, group=group, async_op=own.device.type == "cpu")
+    finally:
+        current_label = None
+    if work is not None:
+        wait_for(work, label, None, group)
+    return every.view(group.size(), -1).tolist()
+
+
 class Agreeing:
     """Whether all ranks have the same number: asked now, answered later, and nobody waits in between.
 
@@ -436,7 +451,7 @@ def _backend(group: Any, device: torch.device) -> str:
         return "unknown"
 
 
-def _debug_detail() -> bool:
+def debug_detail() -> bool:
     """Whether torch's debug level is DETAIL, now (it can change): then torch checks each collective it knows."""
     level: Any = dist.get_debug_level()
     return bool(level == dist.DebugLevel.DETAIL)
@@ -447,6 +462,6 @@ def _direct_threshold(group: Any, device: torch.device) -> float:
     choice = os.environ.get("FSDP_COLLECTIVES", "auto")
     if choice not in ("auto", "native", "direct"):
         raise ValueError(f"FSDP_COLLECTIVES is {choice!r}; it may be auto, native or direct")
-    if choice == "native" or _backend(group, device) != "gloo" or _debug_detail():
+    if choice == "native" or _backend(group, device) != "gloo" or debug_detail():
         return float("inf")
     return 0 if choice == "direct" else DIRECT_MIN_NBYTES

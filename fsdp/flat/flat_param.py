@@ -395,13 +395,23 @@ class FlatParamHandle:
         shard = self._shard
         if self.groups.sharded:  # else it is moved and cast as it is copied
             kept, self._cast = self._cast, None
-            if kept is not None and kept.dtype == copy.tensor.dtype:
-                shard = kept
-            else:  # in two steps: a host tensor would be cast by the host
-                shard = shard.to(self.device, non_blocking=True).to(copy.tensor.dtype)
+            shard = kept if kept is not None and kept.dtype == copy.tensor.dtype else self._shard_as(copy.tensor.dtype)
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
         copy.pending = communicator.gather(copy.tensor, shard, tag, watch)
+
+    def _shard_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
+        return self._shard.to(self.device, non_blocking=True).to(dtype)
+
+    def gather_in_vain(
+        self, communicator: Communicator, tag: Tag, watch: Watch | None, *, full_precision: bool
+    ) -> None:
+        """Take part in a gather that only other ranks need, in the dtype that they need; the full buffer is left
+        alone."""
+        dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
+        unread = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
+        communicator.gather(unread, self._shard_as(dtype), tag, watch).wait()
 
     def forget_cast(self) -> None:
         """The shard may have changed: the next gather casts it again."""

@@ -14,12 +14,13 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.comm.streams import Streams, streams_for
 from fsdp.flat.flat_param import FlatParamHandle, pool_for
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import Agreements, Began, Ticket
+from fsdp.runtime.agreement import Agreements, Pass, Ticket
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.reduction import ReductionQueue
 
@@ -32,12 +33,15 @@ class UnitPolicy:
         reshard_after_forward: whether it is gathered again for backward.
         forward_prefetch, backward_prefetch: how many of the next units to gather ahead.
         prefetch_after_gradients: in backward, gather ahead only once the gradients under way are computed.
+        reduce_unused: whether a rank may skip the unit where others do not. Nothing is gathered ahead then, as what
+            comes next may not be what came last time.
     """
 
     reshard_after_forward: bool = True
     forward_prefetch: int = 0
     backward_prefetch: int = 1
     prefetch_after_gradients: bool = False
+    reduce_unused: bool = False
 
 
 class Idle(Enum):
@@ -50,8 +54,10 @@ class Idle(Enum):
 class TreeUnit(Protocol):
     """A unit as its tree sees it; ``Unit`` is the one there is, and tells what each of these does."""
 
+    module: nn.Module
     name: str
     index: int
+    place: int
     ancestors: frozenset[int]
     device: torch.device
     handles: list[FlatParamHandle]
@@ -67,6 +73,10 @@ class TreeUnit(Protocol):
     def awaits_leaves(self) -> bool: ...
 
     def signature(self) -> str: ...
+
+    def reduction(self) -> str: ...
+
+    def take_part(self, kind: str, ticket: Ticket) -> None: ...
 
     def join(self, context: RootContext, index: int, name: str, ancestors: frozenset[int]) -> None: ...
 
@@ -131,7 +141,8 @@ class RootContext:
             self.units.append(unit)
         for pool in (self.gather_pool, self.reductions.pool):
             pool.kept_nbytes = pool.KEPT_BLOCKS * self._largest_unit()
-        self._agreements = Agreements(((unit.group, unit) for unit in self.units), root.device, self.streams)
+        members = [(unit.group, unit) for unit in self.units]
+        self._agreements = Agreements(members, root.device, self.streams, negotiate=root.policy.reduce_unused)
 
     def _largest_unit(self) -> int:
         """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
@@ -179,7 +190,7 @@ class RootContext:
         self.watched.clear()
         self.expects_backward = torch.is_grad_enabled()
         self.order.start(unit, backward=False)
-        self._agreements.begin(Began(unit.index, f"forward of {unit.name}"))
+        self._agreements.begin(Pass(f"forward of {unit.name}", unit, trains=unit.module.training))
         self.gathers_follow_compute()
 
     @property
@@ -225,7 +236,7 @@ class RootContext:
             self._clear()
         self.in_backward = True
         self.order.start(unit, backward=True)
-        self._agreements.begin(Began(-1, "backward"))
+        self._agreements.begin(Pass("backward"))
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
         hooks.at_end_of_backward(end)
@@ -294,6 +305,8 @@ class RootContext:
     def gather_ahead(self, unit: TreeUnit) -> None:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
         policy = unit.policy
+        if policy.reduce_unused:
+            return
         if not self.in_backward:
             # One ahead in any case. Asked for only after the unit before it was resharded, a gather would get that
             # unit's memory and wait for its compute, even where the host runs ahead.

@@ -25,7 +25,7 @@ from fsdp.comm.collectives import Communicator, Groups, Tag
 from fsdp.flat.flat_param import BufferState, FlatParamHandle
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import GATHER, REDUCE
+from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
 from fsdp.runtime.context import Idle, RootContext, UnitPolicy
 from fsdp.runtime.forward_call import ForwardCall
 from fsdp.runtime.nested import map_tensors, tensors_in
@@ -53,7 +53,8 @@ class Unit:
         policy: when it is resharded and gathered ahead.
         precision: the dtypes of its inputs, outputs and buffers.
         synchronize: whether a backward reduces its gradients; read when the backward runs.
-        index: its number in the tree, equal on every rank.
+        index: its number in the tree.
+        place: its number among the tree's units that communicate over the same group, equal on every rank.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Unit:
         self.synchronize = True
         keep_low = precision.asked.keep_low_precision_grads
         self.gradients = [BucketGradients(handle, views, keep_low_precision=keep_low) for handle, views in buckets]
-        self.index = 0
+        self.index = self.place = 0
         self.ancestors: frozenset[int] = frozenset()  # the indices of the units around it
         self.ref = weakref.ref(self)
         self._context: Callable[[], RootContext | None] = lambda: None
@@ -139,7 +140,16 @@ class Unit:
             f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}"
             for layout in layouts
         ]
+        if self.policy.reduce_unused:
+            kind += ", reduced where unused"
         return f"{kind}, {'; '.join(buckets) or 'no parameters'}"
+
+    def reduction(self) -> str:
+        """What a backward would reduce now, in words: ranks that differ in that are out of step."""
+        trainable = [str(bucket) for bucket, gradients in enumerate(self.gradients) if gradients.trainable]
+        if not self.synchronize or not trainable:
+            return "reduces nothing (no_sync)" if not self.synchronize else "reduces nothing (frozen)"
+        return f"reduces bucket {' and '.join(trainable)}"
 
     @property
     def phase(self) -> Phase:
@@ -157,14 +167,14 @@ class Unit:
         return all(handle.state is not BufferState.SHARDED for handle in self.handles)
 
     def _tag(self, bucket: int, what: str) -> Tag:
-        return Tag(f"{what} {self.name}", (self.index * 64 + bucket) * 2 + (what == "reduce"))
+        return Tag(f"{what} {self.name}", (self.place * MAX_BUCKETS + bucket) * 2 + (what == "reduce"))
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 
     def gather(self, context: RootContext) -> None:
         """Start filling the full buffers."""
         streams = context.streams
-        ticket = context.about_to(GATHER, self)
+        ticket = context.about_to(GATHER, self) if self.groups.sharded else None
         again = context.backward_follows and self.policy.reshard_after_forward
         with streams.on_gather_stream():
             for bucket, handle in enumerate(self.handles):
@@ -173,6 +183,20 @@ class Unit:
                 handle.gather(context.gather_pool, self._communicator, tag, ticket, keep_cast=again)
         self._generation = context.generation
         context.gathered[self] = None
+
+    def take_part(self, kind: str, ticket: Ticket) -> None:
+        """Other ranks gather or reduce the unit and this one need not: let the values go; add to the sum what there is.
+
+        A gradient that is not complete goes in two parts.
+        """
+        context, communicator = self.context, self._communicator
+        assert context is not None and communicator is not None
+        if kind == REDUCE:
+            self._reduce(context, ticket)
+            return
+        with context.streams.on_gather_stream():
+            for bucket, handle in enumerate(self.handles):
+                handle.gather_in_vain(communicator, self._tag(bucket, "gather"), ticket)
 
     def unshard(self, context: RootContext, *, refill: bool) -> None:
         """The modules hold the full parameters when this returns, and the current stream may read them.
@@ -519,20 +543,24 @@ class Unit:
         """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
         if not any(gradients.is_open for gradients in self.gradients):
             return
-        synchronize = self.synchronize and self._reduces
-        ticket = context.about_to(REDUCE, self) if synchronize else None
+        if self.synchronize and self._reduces:
+            self._reduce(context, context.about_to(REDUCE, self))
+        elif at_end:
+            for gradients in self.gradients:
+                if gradients.trainable:
+                    if not gradients.is_open:
+                        gradients.open(context.reductions, synchronize=False)
+                    gradients.expose(complete=self.synchronize)
+
+    def _reduce(self, context: RootContext, ticket: Ticket | None) -> None:
+        """Start to reduce what this backward has written so far, and zeros where that is nothing."""
         for bucket, gradients in enumerate(self.gradients):
             if not gradients.trainable:
                 continue
-            if synchronize:
-                if not gradients.is_open:  # unused beside a used one: zeros, on every rank alike
-                    gradients.open(context.reductions, synchronize=True)
-                assert self._communicator is not None
-                gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"), ticket)
-            elif at_end:
-                if not gradients.is_open:
-                    gradients.open(context.reductions, synchronize=False)
-                gradients.expose(complete=self.synchronize)
+            if not gradients.is_open:  # unused, beside a used one or on this rank: zeros, so that all ranks do alike
+                gradients.open(context.reductions, synchronize=True)
+            assert self._communicator is not None
+            gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"), ticket)
 
     def backward_failed(self, error: BaseException, event: str) -> None:
         """A door of the unit raises ``error``: the backward ends here."""
