@@ -32,6 +32,7 @@ from fsdp.flat.ownership import (
     WRAPPED_MODULE,
     Ignored,
     build_handles,
+    check_not_torch,
     materialize,
     move_to,
     own_modules,
@@ -90,6 +91,16 @@ class FullyShardedDataParallel(nn.Module, _State):
         use_orig_params: True: ``parameters()`` keeps giving the user's own ``nn.Parameter`` objects, each holding this
             rank's 1-D part (possibly empty). False: it gives one flat parameter per bucket.
         ignored_states: parameters, or else modules, to leave alone.
+        reduce_unused: allow ranks to run different units. Without it, a unit that only some ranks run (a branch that
+            depends on the data, an expert that got no input) is an error that names it. With it, ranks may skip any
+            units, call them in any order and any number of times, in forward and in backward: before each gather and
+            each reduction the ranks agree on what is next, and those that have no use for it take part all the same,
+            with zeros as their gradient. A unit that no rank runs is left alone; its gradients stay what they were.
+            What has to be the same on every rank is the passes themselves (each forward and backward of the outermost
+            module, also without gradients), ``no_sync()``, and which parameters require grad. The instances of a tree
+            have the same value here and communicate over one process group. The price is an all-reduce of 24 bytes
+            before each collective and at the end of each pass, for which the host waits, and that nothing is gathered
+            ahead.
 
     ``device_mesh`` and the hybrid strategies are not there yet and raise ``NotImplementedError``.
 
@@ -122,8 +133,10 @@ class FullyShardedDataParallel(nn.Module, _State):
     ) -> None:
         super().__init__()
         self._parent_is_built = False  # while that happens, what it does to modules below it is not meant for this one
+        self._has_parent = False  # one of this class
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
+        check_not_torch(module)
         strategy = as_sharding_strategy(sharding_strategy)
         self.backward_prefetch = as_backward_prefetch(backward_prefetch)
         self.mixed_precision = as_mixed_precision(mixed_precision)
@@ -194,7 +207,7 @@ class FullyShardedDataParallel(nn.Module, _State):
             unit_name = f"the {type(module).__name__} unit"
             inner = self.fsdp_modules(module)
             for wrapper in inner:
-                wrapper._parent_is_built = True
+                wrapper._parent_is_built = wrapper._has_parent = True
             try:
                 materialize(module, ignored, param_init_fn, device_id, unit_name)
             finally:
@@ -331,6 +344,11 @@ class FullyShardedDataParallel(nn.Module, _State):
         return context
 
     def _become_root(self) -> RootContext:
+        if "_is_fsdp_managed_module" in self.__dict__ and not self._has_parent:  # so torch's own FSDP marks modules
+            raise RuntimeError(
+                f"{self._fsdp_unit.name} lies in a module that torch's own FSDP has wrapped, and the two cannot be "
+                "nested: wrap the whole model with one of them"
+            )
         units = list(units_in(self))
         wrappers = self.fsdp_modules(self)
         for unit in (unit for _, unit, _ in units):
@@ -342,6 +360,8 @@ class FullyShardedDataParallel(nn.Module, _State):
                     f"{attribute.lstrip('_')} must be the same for all FullyShardedDataParallel instances under one "
                     f"root, got {sorted(values)}"
                 )
+        if self._reduce_unused:
+            _check_one_group([(name, unit.groups) for name, unit, _ in units])
         context = RootContext(self._fsdp_unit, units)  # takes the units over while their former contexts are alive
         for wrapper in wrappers:
             wrapper._root_context, wrapper._is_root = None, False
@@ -662,6 +682,20 @@ def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> FullySh
 
 def _inside_checkpoint(module: nn.Module) -> nn.Module:
     return getattr(module, _CHECKPOINTED_MODULE, module)
+
+
+def _check_one_group(groups_of: list[tuple[str, Groups]]) -> None:
+    """Raises where units communicate over several groups: a rank that waits in one cannot take part in another."""
+    names: dict[int, str] = {}
+    for name, groups in groups_of:
+        for group, size in ((groups.shard, groups.shard_size), (groups.replica, groups.replica_size)):
+            if size > 1:
+                names.setdefault(id(group), f"unit {name!r}" if name else "the root unit")
+    if len(names) > 1:
+        raise NotImplementedError(
+            "reduce_unused=True needs a tree whose units communicate over one process group, and these are the first "
+            f"of each group: {', '.join(names.values())}. Pass the same process_group to all of them"
+        )
 
 
 def _check_optimizer_in_backward(unit: Unit, use_orig_params: bool) -> None:

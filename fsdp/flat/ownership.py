@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Groups, broadcast
 from fsdp.comm.streams import default_device, resolve_device
-from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.layout import FlatLayout, ParamSpec
 
 WRAPPED_MODULE = "_fsdp_wrapped_module"
+_TORCH = "torch.distributed.fsdp"  # never imported
 ALIGNMENT = 16  # bytes; collectives and kernels fall back to slow paths on what is not aligned so
 
 
@@ -69,6 +70,29 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str) -> list[Ow
         _check(param, places[0].name, unit_name)
         owned.append(OwnedParam(param, places))
     return owned
+
+
+def check_not_torch(module: nn.Module) -> None:
+    """Two engines cannot be nested.
+
+    Raises:
+        ValueError: torch's own FSDP has wrapped ``module``, something in it or something around it.
+    """
+    for name, submodule in module.named_modules():
+        for base in type(submodule).__mro__:
+            if base.__module__.startswith(_TORCH) and base.__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+                raise ValueError(
+                    f"{repr(name) if name else 'the module'} is already wrapped by {base.__module__}.{base.__name__}, "
+                    "which cannot be nested in this package's FullyShardedDataParallel: wrap the whole model with one "
+                    "of the two"
+                )
+    for name, param in module.named_parameters():
+        foreign = not isinstance(param, FlatParameter) and not hasattr(param, "_fsdp_owner")
+        if foreign and getattr(param, "_fsdp_flattened", False):
+            raise ValueError(
+                f"parameter {name!r} is already sharded by {_TORCH}.FullyShardedDataParallel, in which this package's "
+                "cannot be nested: wrap the whole model with one of the two"
+            )
 
 
 def _places(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, list[Place]]:

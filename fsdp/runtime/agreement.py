@@ -102,6 +102,10 @@ class Pass(NamedTuple):
 class Agreement:
     """What the ranks of one group have agreed on; its members are the tree's units that communicate over the group."""
 
+    REMEDY = (
+        "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
+    )
+
     def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
         """``device`` is where the members compute, and ``streams`` are its."""
         self._group = group
@@ -370,10 +374,7 @@ class Agreement:
         )
 
     def _out_of_step(self, found: str) -> OutOfStep:
-        message = (
-            f"Forward order differs across ranks, or what follows from it in backward: {found}. All ranks have to run "
-            "the same units in the same order, unless the model is wrapped with reduce_unused=True"
-        )
+        message = f"Forward order differs across ranks, or what follows from it in backward: {found}. {self.REMEDY}"
         store = group_store(self._group)
         if store is not None:
             with contextlib.suppress(RuntimeError):
@@ -428,6 +429,8 @@ class Negotiation(Agreement):
     it is how much is done in vain, so things come first in the order in which they did in the last such pass; at first
     that is the order of the tree, backwards in a backward.
     """
+
+    REMEDY = "Units may differ under reduce_unused=True; forwards and backwards have to be the same on every rank"
 
     def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
         super().__init__(group, members, device, streams)

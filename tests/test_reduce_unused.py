@@ -1,0 +1,342 @@
+"""`reduce_unused=True`: ranks run different units, and train as plain replicas whose skipped gradients are zeros.
+
+The programs run in lockstep with a plain replica of every rank (see `tests.harness.lockstep`): values and gradients are
+compared bit for bit on 2 ranks, and what no rank has used keeps no gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.lockstep import STEP, Data, Program, Reference
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import wrap
+
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+WIDTH = 5
+COUNT = 4  # blocks of a chain
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Chain(nn.Module):
+    """Blocks in the order that the batch asks for, some of them or one of them repeatedly."""
+
+    def __init__(self, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(COUNT))
+        self.head = nn.Linear(WIDTH, 3)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            block = self.blocks[index]
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)
+
+
+class Layer(nn.Module):
+    """A mixture of experts: a router of its own, and each row goes through one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, COUNT)
+        self.experts = nn.ModuleList(Block() for _ in range(COUNT))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        chosen = weights.argmax(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().flatten()
+            if rows.numel():
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, index, None])
+        return x + out
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+# Which blocks each rank runs, step by step; rank r takes entry r.
+ORDERS: list[tuple[list[int], ...]] = [
+    ([0, 1, 2, 3], [1, 2, 3], [0, 1, 2, 3]),  # the first is skipped, before there is any record
+    ([0, 1, 2, 3], [0, 1, 3], [0, 2, 3]),  # one in the middle
+    ([0, 1, 2], [0, 1, 2, 3], [0, 1, 2]),  # the last
+    ([0, 2], [1, 3], [3]),  # nothing in common
+    ([], [0, 1, 2, 3], []),
+    ([0, 1, 3], [0, 1, 3], [0, 1, 3]),  # 2 by no rank: it keeps its value, momentum or not
+    ([0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]),
+    ([3, 2, 1, 0], [0, 1, 2, 3], [2, 0]),  # another order
+    ([0, 0, 1], [1, 0, 1], [3, 3, 3]),  # some repeatedly
+]
+
+
+def random_orders(count: int) -> list[tuple[list[int], ...]]:
+    choose = random.Random(0)
+    return [
+        tuple([choose.randrange(COUNT) for _ in range(choose.randrange(6))] for _ in range(3)) for _ in range(count)
+    ]
+
+
+def build(module: nn.Module, strategy: ShardingStrategy, use_orig_params: bool, **options: Any) -> Any:
+    policy = ModuleWrapPolicy({Block, Layer})
+    return wrap(module, strategy, use_orig_params, wrap_policy=policy, reduce_unused=True, **options)
+
+
+def seeded(make: Any, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make(**options)  # type: ignore[no-any-return]
+
+
+def run_orders(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data) -> Iterator[Any]:
+    for step, by_rank in enumerate(orders):
+        x = data.tensor(step, 3, WIDTH)
+        out = model(x, by_rank[data.rank])
+        out.tanh().mean().backward()
+        yield {"out": out, "x": x.grad}
+        with torch.no_grad():  # nor need evaluations be alike
+            evaluated = model(x, by_rank[(data.rank + 1) % data.world_size])
+        yield {"out": evaluated}
+        yield STEP
+
+
+def accumulate(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data) -> Iterator[Any]:
+    """Two micro-batches under `no_sync`, the third reduces: a rank has unsharded gradients of units it skips there."""
+    for step in range(0, len(orders), 3):
+        for micro, by_rank in enumerate(orders[step : step + 3]):
+            quiet = micro < 2 and isinstance(model, FullyShardedDataParallel)
+            with model.no_sync() if quiet else nullcontext():  # type: ignore[operator]
+                out = model(data.tensor(step + micro, 3, WIDTH), by_rank[data.rank])
+                out.tanh().mean().backward()
+        yield {"out": out}
+        yield STEP
+
+
+def two_graphs(orders: list[tuple[list[int], ...]], model: nn.Module, data: Data) -> Iterator[Any]:
+    """Two forwards, then a backward of each in the other order; the second is not on every rank's mind alike."""
+    for step in range(0, len(orders) - 1, 2):
+        outs = [model(data.tensor(at, 3, WIDTH), orders[at][data.rank]) for at in (step, step + 1)]
+        for out in reversed(outs):
+            out.tanh().mean().backward()
+            yield {"out": out}
+        yield STEP
+
+
+def route(model: nn.Module, data: Data) -> Iterator[Any]:
+    for step in range(5):
+        x = data.tensor(step, 2, WIDTH)
+        out = model(x)
+        out.tanh().mean().backward()
+        yield {"out": out, "x": x.grad}
+        yield STEP
+
+
+EVERY_MODE = tuple(itertools.product(STRATEGIES, (False, True)))
+SOME_MODES = ((ShardingStrategy.FULL_SHARD, True), (ShardingStrategy.SHARD_GRAD_OP, False))
+
+
+def check(program: Program, make: Any, modes: Any = SOME_MODES, way: str = "auto") -> None:
+    """In float64: what rounding alone makes of a gradient whose parts cancel is far from a wrong value. Bit for bit on
+    2 ranks until a step; gloo adds three numbers in an order of its own."""
+    torch.set_default_dtype(torch.float64)
+    os.environ["FSDP_COLLECTIVES"] = way
+    try:
+        reference = Reference(make, program)
+        ulps = 4 if dist.get_world_size() == 3 else 0
+        for strategy, use_orig_params in modes:
+            what = f"{way}, {strategy}, use_orig_params={use_orig_params}"
+            reference.check(build(make(), strategy, use_orig_params), what, ulps=ulps, ulps_after_step=1 << 16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        os.environ["FSDP_COLLECTIVES"] = "auto"
+
+
+def train_chains() -> None:
+    chain = partial(seeded, Chain)
+    check(partial(run_orders, ORDERS), chain, EVERY_MODE if dist.get_world_size() < 3 else EVERY_MODE[1::2])
+    if dist.get_world_size() == 3:
+        return
+    check(partial(run_orders, ORDERS[:5]), chain, SOME_MODES[:1], way="direct")
+    check(partial(run_orders, random_orders(6)), chain)
+    check(partial(run_orders, ORDERS[1:]), partial(chain, recompute=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_skipped_units(world_size: int) -> None:
+    """R31, R34: units skipped at the beginning, in the middle, at the end, by all, in another order; with momentum."""
+    run_ranks(world_size, train_chains, timeout=120)
+
+
+def train_otherwise() -> None:
+    check(route, partial(seeded, Experts))
+    check(partial(accumulate, ORDERS), partial(seeded, Chain), EVERY_MODE if dist.get_world_size() < 3 else SOME_MODES)
+    check(partial(two_graphs, ORDERS), partial(seeded, Chain))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_experts_and_accumulation(world_size: int) -> None:
+    """Nested units, routed by the data; unsharded gradients of units that the reducing backward skips."""
+    run_ranks(world_size, train_otherwise, timeout=120)
+
+
+# -- DDP -----------------------------------------------------------------------------------------------------------
+
+
+def train_beside_ddp() -> None:
+    """Bit for bit on 2 ranks, with momentum, as long as kernels round alike: the flat vectors are not the tensors."""
+    plain = nn.parallel.DistributedDataParallel(seeded(Chain), find_unused_parameters=True)
+    model = build(seeded(Chain), ShardingStrategy.NO_SHARD, True)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (plain, model)]
+    data = Data(dist.get_rank(), dist.get_world_size())
+    for step, by_rank in enumerate(ORDERS[:6]):
+        for m in (plain, model):
+            m(data.tensor(step, 3, WIDTH), by_rank[data.rank]).tanh().mean().backward()
+        for (name, theirs), ours in zip(plain.module.named_parameters(), model.parameters(), strict=True):
+            assert (theirs.grad is None) == (ours.grad is None), f"step {step}: {name}"
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-8)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_like_ddp() -> None:
+    """The same gradients as DDP with `find_unused_parameters`, and None where it has None."""
+    run_ranks(2, train_beside_ddp)
+
+
+# -- what it costs, what it refuses --------------------------------------------------------------------------------
+
+
+def count(orders: tuple[list[int], ...]) -> list[tuple[int, int]]:
+    """Gathers and reductions of each step."""
+    model = build(seeded(Chain), ShardingStrategy.FULL_SHARD, True)
+    counts = []
+    for step in range(3):
+        with record_collectives() as log:
+            model(Data(dist.get_rank(), 2).tensor(step, 3, WIDTH), orders[dist.get_rank()]).sum().backward()
+        for record in log.records:
+            assert str(record.label).startswith("agree ") == (record.op == "all_reduce"), record
+        counts.append((log.count("all_gather"), log.count("reduce_scatter")))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "orders, units", [(([0, 1, 2, 3], [0, 3]), 4), (([0, 2], [1, 3]), 4), (([1], [1, 2]), 2), (([3, 2, 0], [3, 0]), 3)]
+)
+def test_counts(orders: tuple[list[int], ...], units: int) -> None:
+    """Each unit that some rank uses is gathered twice and reduced once, on every rank, and what none uses is not.
+
+    In an order that is not the tree's, that is so once the order is known."""
+    for counts in run_ranks(2, count, orders):
+        assert counts[-1] == (2 * units + 1, units + 1), counts
+
+
+def disagree(how: str) -> str:
+    rank = dist.get_rank()
+    group = dist.new_group()
+    chain = seeded(Chain)
+    options: dict[str, Any] = {"process_group": group, "wrap_policy": ModuleWrapPolicy({Block})}
+    if how == "frozen" and rank == 1:
+        chain.get_submodule("blocks.1").requires_grad_(False)
+    model = wrap(chain, reduce_unused=how != "argument" or rank == 1, **options)
+    x = torch.ones(2, WIDTH)
+    with pytest.raises(RuntimeError) as caught:
+        with model.no_sync() if how == "no_sync" and rank == 1 else nullcontext():
+            out = model(x, [0, 1])
+        if how == "backward" and rank == 1:
+            model(x, [0])
+        out.sum().backward()
+    return str(caught.value)
+
+
+DISAGREEMENTS = {
+    "frozen": (
+        "Forward order differs",
+        "rank 0 unit 'blocks.1': reduces bucket 0",
+        "rank 1 unit 'blocks.1': reduces n",
+    ),
+    "backward": ("Forward order differs", "rank 0 runs the backward; rank 1 runs the forward of the root unit"),
+    "argument": ("have wrapped different models", "reduced where unused"),
+}
+
+
+def disagree_in_all_ways() -> list[str]:
+    return [disagree(how) for how in DISAGREEMENTS]
+
+
+def test_what_is_no_choice() -> None:
+    """Passes, freezing and the argument itself have to be the same on every rank, who else all raise."""
+    for errors in run_ranks(2, disagree_in_all_ways):
+        for words, error in zip(DISAGREEMENTS.values(), errors, strict=True):
+            assert all(word in error for word in words), error
+
+
+def fail_together() -> None:
+    """Every rank raises in the same step, in units of its own; the next step is as if nothing had been."""
+    rank = dist.get_rank()
+    model, other = (
+        build(seeded(Chain), ShardingStrategy.FULL_SHARD, True, process_group=dist.new_group()) for _ in "ab"
+    )
+    x = Data(rank, 2).tensor(0, 3, WIDTH)
+    for step in range(3):
+        if step == 1:
+            with pytest.raises(IndexError):
+                model(x, [[0, 2, COUNT], [1, 2, COUNT]][rank])
+        for m in (model, other):
+            m.zero_grad()
+            m(x, [[0, 1, 3], [1, 2]][rank]).sum().backward()
+        for ours, theirs in zip(model.parameters(), other.parameters()):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+def refuse() -> None:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    chain = seeded(Chain)
+    chain.blocks[0] = build(chain.blocks[0], ShardingStrategy.FULL_SHARD, True, process_group=groups[0])  # type: ignore[operator]
+    model = wrap(chain, use_orig_params=True, wrap_policy=None, reduce_unused=True, process_group=groups[1])
+    with pytest.raises(NotImplementedError, match=r"reduce_unused=True.*one process group.*unit 'blocks.0'"):
+        model(torch.ones(2, WIDTH), [0])
+    chain = seeded(Chain)
+    chain.blocks[0] = build(chain.blocks[0], ShardingStrategy.FULL_SHARD, True)  # type: ignore[operator]
+    model = wrap(chain, use_orig_params=True, wrap_policy=None)
+    with pytest.raises(ValueError, match=r"reduce_unused must be the same"):
+        model(torch.ones(2, WIDTH), [0])
+
+
+def test_failures_and_refusals() -> None:
+    """A step that failed on all ranks is forgotten; trees of several groups and of both kinds are refused."""
+    run_ranks(2, fail_together)
+    run_ranks(2, refuse)
