@@ -1,11 +1,14 @@
 """Ranks that disagree: an error in words on every rank, instead of a hang, an abort or wrong numbers.
 
 Most tests let one rank of three do something else, over a group of the test's own, since it is of no use afterwards.
-Where the ranks are all alive they have to find out by themselves, long before a collective times out.
+Where the ranks are all alive they have to find out by themselves, long before a collective times out. They look what
+the others do more often than usual (`impatient`), so that the tests take less time.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import os
 import signal
@@ -16,7 +19,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -24,6 +27,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.comm import collectives
+from fsdp.comm.versions import ALL_GATHER
+from fsdp.runtime import agreement
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.pool import Died, run_fresh, run_ranks
@@ -42,6 +48,24 @@ EQUAL, UNEQUAL = (5, 5, 5), (5, 7, 11)  # of the units
 PATIENT = 30.0  # seconds that a collective may take where nothing should end that way
 SHORT = 4.0  # where it has to
 OUT_OF_STEP = "Forward order differs across ranks"
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def impatient(function: F) -> F:
+    """`function` with ranks that soon look what the others do while they wait."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        usual = collectives.PATIENCE
+        collectives.PATIENCE = agreement.PATIENCE = timedelta(seconds=0.1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            collectives.PATIENCE = agreement.PATIENCE = usual
+
+    return run  # type: ignore[return-value]
 
 
 class Block(nn.Module):
@@ -211,6 +235,7 @@ def test_names_may_differ() -> None:
     assert renamed[0][2] < renamed[0][0] / 2
 
 
+@impatient
 def train_reordered(widths: tuple[int, ...]) -> str:
     model = build((Reordered if dist.get_rank() == ODD else Chain)(widths), new_group())
     with pytest.raises(RuntimeError) as caught:
@@ -226,6 +251,7 @@ def test_registration_order(widths: tuple[int, ...]) -> None:
         assert "unit 'blocks.0'" in error and (widths != EQUAL or "unit 'blocks.1'" in error), error
 
 
+@impatient
 def train_frozen_whole() -> str:
     chain = Chain(EQUAL)
     if dist.get_rank() == ODD:
@@ -288,20 +314,151 @@ def test_groups_that_differ() -> None:
         assert lacking.count("agree on the layout") == (0 if rank == ODD else 1)
 
 
-def record_zoo(name: str) -> tuple[int, list[tuple[str, str, int]]]:
-    case = ZOO[name]
-    model = wrap(case)
-    with record_collectives() as log:
-        for step in range(3):
-            case.loss(model, case.make_batch(step, 2)).backward()
-    return hash("a string"), [(str(record.label), record.op, record.nbytes) for record in log.records]
+class Mixture(nn.Module):
+    """An expert that only some ranks share, between two layers that all of them do."""
+
+    def __init__(self, expert: nn.Module) -> None:
+        super().__init__()
+        self.head, self.expert, self.tail = nn.Linear(WIDTH, WIDTH), expert, nn.Linear(WIDTH, WIDTH)
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        return self.tail(x if self.skips else self.expert(x))
 
 
-def test_hash_seeds() -> None:
-    """Every rank hashes otherwise; the collectives are the same (R36)."""
-    (hash0, first), (hash1, second) = run_fresh(2, record_zoo, "encoder-decoder", env={"PYTHONHASHSEED": "random"})
-    assert hash0 != hash1
-    assert first and first == second
+# What the ranks do in each step: the usual, an evaluation or a step of the expert alone where two ranks share it, or a
+# step without it on these two. The third rank has an expert of its own, which it always uses.
+DOINGS = ["usual", "alone", "skip", "usual", "evaluate alone", "usual", "skip", "alone", "alone", "usual"]
+
+
+def train_mixture(strategy: ShardingStrategy, way: str) -> list[tuple[float, float]]:
+    """Losses of the mixture and of a plain one whose gradients are averaged by hand."""
+    os.environ["FSDP_COLLECTIVES"] = way
+    rank, everyone = dist.get_rank(), new_group()
+    alone, pair = [new_group(ranks=[r]) for r in range(RANKS)][rank], new_group(ranks=[0, 2])
+    shares = rank != ODD
+    torch.manual_seed(0)
+    expert: Any = Block(5) if shares else Chain(UNEQUAL)
+    if not shares:
+        expert.head = nn.Linear(WIDTH, WIDTH)
+    torch.manual_seed(1)
+    plain = Mixture(expert)
+    module = copy.deepcopy(plain)
+    module.expert = build(module.expert, pair if shares else alone, strategy)
+    module.tail = wrap(module.tail, strategy, process_group=everyone, wrap_policy=None)
+    model = wrap(module, strategy, process_group=everyone, wrap_policy=None)
+    losses = []
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in (model, plain)]
+    for step, what in enumerate(DOINGS):
+        x = torch.full((2, WIDTH), 0.1 * (rank + step))
+        found = []
+        for m, chain, optimizer in zip((model, plain), (module, plain), optimizers):
+            chain.skips = shares and what == "skip"
+            if shares and what == "evaluate alone":
+                with torch.no_grad():
+                    chain.expert(x)
+            if shares and what == "alone":
+                chain.expert(x).square().mean().backward()
+            loss = m(x).square().mean()
+            loss.backward()
+            if m is plain:
+                for name, param in plain.named_parameters():
+                    if param.grad is not None and (shares or not name.startswith("expert")):
+                        group = pair if name.startswith("expert") else everyone
+                        dist.all_reduce(param.grad, group=group)
+                        param.grad /= group.size()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append((found[0], found[1]))
+    os.environ["FSDP_COLLECTIVES"] = "auto"
+    return losses
+
+
+@pytest.mark.parametrize("strategy, way", [(FULL_SHARD, "native"), (FULL_SHARD, "direct"), (NO_SHARD, "native")])
+def test_group_that_is_used_now_and_then(strategy: ShardingStrategy, way: str) -> None:
+    """An expert is called alone, or skipped by the ranks that share it; trees and numbers of units differ (AA4)."""
+    for rank, losses in enumerate(run_ranks(RANKS, train_mixture, strategy, way)):
+        for step, (sharded, plain) in enumerate(losses):
+            assert sharded == pytest.approx(plain, rel=1e-5), f"rank {rank}, step {step}: {DOINGS[step]}"
+
+
+# -- debug level DETAIL --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def detail() -> Iterator[None]:
+    """Groups made inside check each collective."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+@impatient
+def train_in_detail(reduce_unused: bool) -> tuple[list[CollectiveLog], str]:
+    """What is called in an evaluation, two training steps and another evaluation; then the error of an odd first step
+    of another model."""
+    with detail():
+        model = build(frozen(Chain(UNEQUAL)), new_group(), reduce_unused=reduce_unused)
+        logs = []
+        for training in (False, True, True, False):
+            model.train(training)
+            with record_collectives() as log:
+                (train if training else evaluate)(model)
+            logs.append(log)
+        model = build(Chain(UNEQUAL), new_group())
+        with pytest.raises(RuntimeError) as caught:
+            (swap if dist.get_rank() == ODD else train)(model)
+    return logs, str(caught.value)
+
+
+@pytest.mark.parametrize("reduce_unused", [False, True])
+def test_detail(reduce_unused: bool) -> None:
+    """At DETAIL, each gather of the first training forward alone is preceded by two gathers of numbers: how many
+    handles, and which (AA21, Y54)."""
+    for logs, error in run_ranks(RANKS, train_in_detail, reduce_unused):
+        assert error.startswith(OUT_OF_STEP) and "unit 'blocks.0'" in error and "unit 'blocks.1'" in error, error
+        numbers = [
+            [record for record in log.records if record.op == "all_gather" and record.dtype is torch.int64]
+            for log in logs
+        ]
+        assert [len(records) for records in numbers] == [0, 8, 0, 0]
+        calls = [record for record in logs[1].records if record.op == "all_gather" or record.dtype is not torch.int64]
+        gathers = [index for index, record in enumerate(calls) if str(record.label).startswith("gather")]
+        for index in gathers[:3] + gathers[4:5]:  # the fourth is of the same unit's other bucket
+            before = calls[index - 2 : index]
+            handles = 2 if calls[index].label == "gather unit 'blocks.1'" else 1
+            assert [record.label for record in before] == [f"agree to {calls[index].label}"] * 2
+            assert [record.numel for record in before] == [RANKS, RANKS * handles]
+        assert not any(str(record.label).startswith("agree to gather") for record in calls[gathers[4] :])
+
+
+def test_detail_compares_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the gathers of numbers bring is compared, and zeros from a group that changes nothing agree (AA20, AA21)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        with detail():
+            train(build(Chain(UNEQUAL), None))
+            model = build(Chain(UNEQUAL), None)
+            real = getattr(dist, ALL_GATHER)
+
+            def gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+                assert output.dtype is not torch.int64 or not output.any()
+                work = real(output, *args, **kwargs)
+                if output.dtype is torch.int64:
+                    output.copy_(torch.tensor([1, 1, 1, 2])[: output.numel()])
+                return work
+
+            monkeypatch.setattr(dist, ALL_GATHER, gather)
+            with pytest.raises(RuntimeError, match=rf"^{OUT_OF_STEP}.*rank 3 gathers handles \[2\]"):
+                train(model)
+    finally:
+        dist.destroy_process_group()
 
 
 # -- another order -------------------------------------------------------------------------------------------------
@@ -412,13 +569,14 @@ STEPS: dict[str, Step] = {
     "raise late": partial(raise_and_go_on, position=2),
     "raise in backward": partial(raise_and_go_on, position=1, backward=True),
     "raise and stop": partial(train_and_raise, position=1),
-    "late": lambda model: (time.sleep(3), train(model)),
+    "late": lambda model: (time.sleep(0.5), train(model)),
     "train": train,
     "fork": step_fork,
     "fork reversed": partial(step_fork, reverse=True),
 }
 
 
+@impatient
 def play(
     odd: str,
     widths: tuple[int, ...],
@@ -441,8 +599,6 @@ def play(
             STEPS[name](model)
         except RuntimeError as error:
             return Outcome(step, str(error), time.monotonic() - started)
-        if odd in ("nothing", "no backward", "raise and stop") and step == at and dist.get_rank() == ODD:
-            break  # it stays away
     return Outcome(step, None, 0.0)
 
 
@@ -526,18 +682,39 @@ def test_another_model() -> None:
         assert step == 2 and seconds < SHORT + 5 and error is not None
 
 
-@pytest.mark.parametrize(
-    "odd, at, waiting_for",
-    [("nothing", 2, "gather the root unit"), ("no backward", 2, "backward"), ("raise and stop", 2, "unit 'blocks.")],
-)
-def test_rank_that_stays_away(odd: str, at: int, waiting_for: str) -> None:
-    """It has one batch fewer, or raised before or in its backward: the others fail within the timeout (R34)."""
-    outcomes = run_ranks(RANKS, play, odd, UNEQUAL, at, seconds=SHORT)
-    for rank, (step, error, seconds) in enumerate(outcomes):
-        if rank == ODD:
-            assert error is None
-            continue
-        assert step == at and seconds < SHORT + 5
+# What a rank does before it stays away, and what the other one of the pair then waits for.
+AWAY = {
+    "nothing": ((0, 1), "gather the root unit"),
+    "no backward": ((1, 2), "in the backward"),
+    "raise and stop": ((2, 0), "unit 'blocks."),
+}
+
+
+@impatient
+def stay_away() -> Outcome:
+    """Each rank stays away from the group that it has with another, and waits in the one that it has with the third."""
+    rank = dist.get_rank()
+    models = {}
+    for name, (pair, _) in AWAY.items():
+        group = new_group(SHORT, sorted(pair))
+        if rank in pair:
+            models[name] = build(Chain(UNEQUAL), group)
+            for _ in range(2):
+                train(models[name])
+    for name, ((_, odd), _) in AWAY.items():
+        if rank == odd:
+            STEPS[name](models[name])
+    (waiting,) = (models[name] for name, ((waits, _), _) in AWAY.items() if rank == waits)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train(waiting)
+    return Outcome(2, str(caught.value), time.monotonic() - started)
+
+
+def test_rank_that_stays_away() -> None:
+    """It has one batch fewer, or raised before or in its backward: the other fails within the timeout (R34)."""
+    for (_, error, seconds), ((waits, _), waiting_for) in zip(run_ranks(RANKS, stay_away), AWAY.values(), strict=True):
+        assert seconds < SHORT + 5, f"rank {waits}: {error}"
         assert error is not None and waiting_for in error and "Last collectives of rank 0: " in error, error
 
 
@@ -550,6 +727,7 @@ def test_late_rank() -> None:
 # -- what is no disagreement ---------------------------------------------------------------------------------------
 
 
+@impatient
 def wander(widths: tuple[int, ...], raises: bool) -> list[tuple[float, float]]:
     """Losses of a sharded and a plain chain while all ranks change together what they run."""
     torch.manual_seed(0)
@@ -623,6 +801,7 @@ def counted_store(group: Any) -> Iterator[CountingStore]:
         met[group] = (backend, store)
 
 
+@impatient
 def cost(strategy: ShardingStrategy) -> tuple[list[CollectiveLog], list[int]]:
     group = new_group()
     model = build(Chain(UNEQUAL), group, strategy)
@@ -642,8 +821,8 @@ def cost(strategy: ShardingStrategy) -> tuple[list[CollectiveLog], list[int]]:
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_cost(strategy: ShardingStrategy) -> None:
-    """The first step asks before every collective; from the third on there are two questions, one for each pass, none
-    of them for a single collective, and the store is left alone (AA20)."""
+    """The first step asks before every collective; from the third on there is a question for each pass that has any
+    collectives, none for a single collective, and the store is left alone (AA20)."""
     for logs, calls in run_ranks(RANKS, cost, strategy):
         for log in logs:
             for record in log.records:
@@ -658,7 +837,7 @@ def test_cost(strategy: ShardingStrategy) -> None:
                 assert labels[index - 1] == f"agree to {label}", labels
         for log in logs[2:]:
             asked = [str(label) for label in log.labels() if str(label).startswith("agree ")]
-            assert len(asked) == 2, asked
+            assert len(asked) == (1 if strategy is NO_SHARD else 2), asked
             assert not any(label.startswith(("agree to gather", "agree to reduce")) for label in asked), asked
         *steps, at_last = calls
         assert not any(steps[2:]) and at_last > 0, calls
@@ -715,48 +894,82 @@ def die_in_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 
 
 DEATHS = [die_in_forward, die_in_backward, die_in_step]
+FRESH = 1 + len(DEATHS)
 
 
-def outlive(folder: Path) -> None:
-    """Rank 2 + i dies in step 2 of a group with ranks 0 and 1, in the manner of `DEATHS[i]`. The two go from group to
-    group, leave a note on what they saw, and end with an exception that nobody catches."""
+def record_zoo(name: str) -> list[tuple[str, str, int]]:
+    case = ZOO[name]
+    model = wrap(case)
+    with record_collectives() as log:
+        for step in range(3):
+            case.loss(model, case.make_batch(step, 2)).backward()
+    return [(str(record.label), record.op, record.nbytes) for record in log.records]
+
+
+@impatient
+def die_one_by_one(folder: Path) -> None:
+    """Every rank notes its collectives. Then the last of the ranks that are left dies in step 2 of a group of rank 0, 1
+    and itself, in the manner of `DEATHS`. The others of the group note what they saw. Rank 0 is left, and ends with an
+    exception that nobody catches."""
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-    groups = [new_group(SHORT, [0, 1, 2 + number]) for number in range(len(DEATHS))]
-    notes = []
-    for number, (group, death) in enumerate(zip(groups, DEATHS)):
-        if rank not in (0, 1, 2 + number):
+    noted: dict[str, Any] = {"hash": hash("a string"), "collectives": record_zoo("encoder-decoder"), "deaths": {}}
+    groups = [(death, sorted({0, 1, FRESH - 1 - number})) for number, death in enumerate(DEATHS)]
+    for (death, ranks), group in zip(groups, [new_group(SHORT, ranks) for _, ranks in groups]):
+        if rank not in ranks:
             continue
-        store.set(f"{number}/{rank}", "here")
-        store.wait([f"{number}/{other}" for other in (0, 1, 2 + number)])
+        store.set(f"{death.__name__}/{rank}", "here")
+        store.wait([f"{death.__name__}/{other}" for other in ranks])
         model = build(Chain(UNEQUAL), group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if rank == ranks[-1]:
+            (folder / f"{rank}.json").write_text(json.dumps(noted))
         try:
             for step in range(5):
                 started = time.monotonic()
-                if step == 2 and rank == 2 + number:
+                if step == 2 and rank == ranks[-1]:
                     death(model, optimizer)
                 train(model)
                 optimizer.step()
                 optimizer.zero_grad()
         except RuntimeError as error:
-            notes.append((step, str(error), time.monotonic() - started))
-    (folder / f"{rank}.json").write_text(json.dumps({"notes": notes, "ended": time.time()}))
+            noted["deaths"][death.__name__] = (step, str(error), time.monotonic() - started)
+    (folder / f"{rank}.json").write_text(json.dumps({**noted, "ended": time.time()}))
     os.dup(int(sys.argv[1]))  # the pipe to the test closes when the process has ended, and not a moment before
     raise Uncaught
 
 
-def test_killed_ranks(tmp_path: Path) -> None:
+class Fresh(NamedTuple):
+    """What became of processes of the test's own."""
+
+    ends: list[Any]
+    notes: list[dict[str, Any]]
+    now: float
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
+    folder = tmp_path_factory.mktemp("notes")
+    ends = run_fresh(FRESH, die_one_by_one, folder, env={"PYTHONHASHSEED": "random"})
+    return Fresh(ends, [json.loads((folder / f"{rank}.json").read_text()) for rank in range(FRESH)], time.time())
+
+
+def test_hash_seeds(fresh: Fresh) -> None:
+    """Every rank hashes otherwise; the collectives are the same (R36)."""
+    assert len({noted["hash"] for noted in fresh.notes}) == FRESH
+    first = fresh.notes[0]["collectives"]
+    assert first and all(noted["collectives"] == first for noted in fresh.notes)
+
+
+def test_killed_ranks(fresh: Fresh) -> None:
     """The survivors raise in time, with the unit that waited and the last units of the ranks, and end by themselves
     (R35)."""
-    ends = run_fresh(2 + len(DEATHS), outlive, tmp_path)
-    assert ends == [Died(1), Died(1)] + [Died(-signal.SIGKILL)] * len(DEATHS)
-    for rank in (0, 1):
-        seen = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert time.time() - seen["ended"] < PATIENT, "the interpreter took long to exit"
-        notes = seen["notes"]
-        assert len(notes) == len(DEATHS)
-        for death, (step, error, seconds) in zip(DEATHS, notes):
-            assert step == (3 if death is die_in_step else 2), f"{death.__name__}: {error}"
-            assert seconds < SHORT + 5, f"{death.__name__}: {error}"
-            assert "unit '" in error or "the root unit" in error, f"{death.__name__}: {error}"
-            assert "Last collectives of rank 0: " in error and "rank 1: " in error, f"{death.__name__}: {error}"
+    assert fresh.ends == [Died(1)] + [Died(-signal.SIGKILL)] * len(DEATHS)
+    assert fresh.now - fresh.notes[0]["ended"] < PATIENT, "the interpreter took long to exit"
+    for rank, count in ((0, len(DEATHS)), (1, len(DEATHS) - 1)):
+        deaths = fresh.notes[rank]["deaths"]
+        assert list(deaths) == [death.__name__ for death in DEATHS[:count]]
+        for name, (step, error, seconds) in deaths.items():
+            assert step == (3 if name == die_in_step.__name__ else 2), f"{name}: {error}"
+            assert seconds < SHORT + 5, f"{name}: {error}"
+            assert "unit '" in error or "the root unit" in error, f"{name}: {error}"
+            assert "Last collectives of rank 0: " in error and "rank 1: " in error, f"{name}: {error}"

@@ -48,6 +48,7 @@ GATHER, REDUCE, END = "gather", "reduce", "end"
 MAX_BUCKETS = 64  # of a unit
 _KINDS = (GATHER, REDUCE, END)
 _MASK = (1 << 62) - 1
+HEARING = timedelta(seconds=1)  # how long to wait for what the other ranks have to say
 _BACKWARD, _ELSEWHERE = -1, -2  # numbers of a backward, and of the forward of a unit that another group serves
 
 
@@ -234,7 +235,7 @@ class Agreement:
         while self._questions and self._questions[0][1].answered():
             asked, question = self._questions.popleft()
             if question.differs(asked):
-                raise self._out_of_step(self._what_differs(self._talk(PATIENCE)))
+                raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
     def forget_pass(self) -> None:
         """The pass under way failed, if there is one."""
@@ -283,7 +284,7 @@ class Agreement:
         votes = torch.tensor([event, -event, 0], device="cpu")
         agree(votes, self._group, self._device, f"agree to {ticket}", ticket)
         if votes[:2].tolist() != [event, -event]:
-            raise self._out_of_step(self._what_differs(self._talk(PATIENCE)))
+            raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
     def _announce(self, ticket: Ticket, event: int) -> None:
         store = group_store(self._group)
@@ -387,7 +388,7 @@ class Agreement:
     def last_words(self) -> str:
         """What the ranks did last, as far as they have told."""
         words = []
-        said = self._talk(PATIENCE)
+        said = self._talk(HEARING)
         for rank in range(self._size):
             if rank in said:
                 recent = " -> ".join(_recent_of(said[rank])[-4:])
