@@ -327,6 +327,12 @@ class FlatParamHandle:
         self.copy = copy
 
     @property
+    def departs_from_layout(self) -> bool:
+        """Whether it computes or reduces in other dtypes than the layout's."""
+        dtypes = (self.copy.tensor.dtype, self.reduce_dtype)
+        return dtypes != (self.layout.compute_dtype, self.layout.reduce_dtype)
+
+    @property
     def full(self) -> torch.Tensor:
         """The full buffer that is computed with now."""
         return self.copy.tensor

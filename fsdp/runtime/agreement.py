@@ -46,7 +46,8 @@ from fsdp.comm.streams import Streams
 
 GATHER, REDUCE, END = "gather", "reduce", "end"
 MAX_BUCKETS = 64  # of a unit
-_KINDS = (GATHER, REDUCE, END)
+_KINDS = (GATHER, REDUCE)
+_END = 2 * len(_KINDS)  # times the number of members: the event that a pass ends
 _MASK = (1 << 62) - 1
 HEARING = timedelta(seconds=1)  # how long to wait for what the other ranks have to say
 _BACKWARD, _ELSEWHERE = -1, -2  # numbers of a backward, and of the forward of a unit that another group serves
@@ -61,13 +62,17 @@ class Member(Protocol):
     @property
     def handles(self) -> Sequence[Any]: ...
 
+    @property
+    def in_full_precision(self) -> bool:
+        """Whether its messages have the parameters' own dtypes, and usually have others."""
+
     def signature(self) -> str:
         """What its collectives depend on, in words."""
 
     def reduction(self) -> str:
         """What a backward that begins now would reduce of it, in words."""
 
-    def take_part(self, kind: str, ticket: Ticket) -> None:
+    def take_part(self, kind: str, ticket: Ticket, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit, and this one has no use for it: see that they can."""
 
 
@@ -220,7 +225,7 @@ class Agreement:
             RuntimeError: they are not through, or this pass was not the same.
         """
         self._detailed = False
-        self._next(END, "", len(self._members) * len(_KINDS))
+        self._next(END, "", _END * len(self._members))
         if wait:
             self._ask_later(self._before, f"agree on the {self._pass[1]}")
             self._look_at_answers()
@@ -249,7 +254,7 @@ class Agreement:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        ticket = self._next(kind, member.name, _event(kind, member))
+        ticket = self._next(kind, _words(member), _event(kind, member))
         if self._detailed and kind == GATHER:
             self._compare_handles(member)
         return ticket
@@ -416,7 +421,11 @@ def _hash(text: str) -> int:
 
 
 def _event(kind: str, member: Member) -> int:
-    return member.place * len(_KINDS) + _KINDS.index(kind)
+    return (member.place * len(_KINDS) + _KINDS.index(kind)) * 2 + member.in_full_precision
+
+
+def _words(member: Member) -> str:
+    return f"{member.name} in full precision" if member.in_full_precision else member.name
 
 
 class Negotiation(Agreement):
@@ -435,7 +444,7 @@ class Negotiation(Agreement):
 
     def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
         super().__init__(group, members, device, streams)
-        self._end = len(members) * len(_KINDS) + _KINDS.index(END)
+        self._end = _END * len(members)
         self._turns: dict[int, dict[int, int]] = {}  # number of a pass -> event -> when it has its turn, if known
         self._done: list[int] = []  # in the pass under way
         self._understood = ""  # what the ranks have to agree on besides
@@ -453,7 +462,7 @@ class Negotiation(Agreement):
         """Each proposal tells which pass it is for."""
 
     def about_to(self, kind: str, member: Member) -> Ticket:
-        return self._propose(kind, member.name, _event(kind, member))
+        return self._propose(kind, _words(member), _event(kind, member))
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
@@ -468,9 +477,9 @@ class Negotiation(Agreement):
     def _turn(self, event: int) -> int:
         """When ``event`` has its turn in this pass; what is lower comes first."""
         number = self._pass[0]
-        place, kind = divmod(event, len(_KINDS))
+        place, rest = divmod(event, _END)
         first = len(self._members) - 1 - place if number == _BACKWARD else place
-        return self._turns.get(number, {}).get(event, first * len(_KINDS) + kind)
+        return self._turns.get(number, {}).get(event, first * _END + rest)
 
     def _propose(self, kind: str, name: str, event: int) -> Ticket:
         while True:
@@ -482,16 +491,15 @@ class Negotiation(Agreement):
             if chosen == self._end:
                 return ticket
             self._done.append(chosen)
-            place, what = divmod(chosen, len(_KINDS))
-            member = self._members[place]()
+            member, what = self._members[chosen // _END](), _KINDS[chosen % _END // 2]
             assert member is not None
-            if self._detailed and _KINDS[what] == GATHER:
+            if self._detailed and what == GATHER:
                 self._compare_handles(member)
             if chosen == event:
                 return ticket
-            ticket = Ticket(self, ticket.position, 0, _KINDS[what], member.name)
+            ticket = Ticket(self, ticket.position, 0, what, member.name)
             self._recent.append(ticket)
-            member.take_part(ticket.kind, ticket)
+            member.take_part(what, ticket, full_precision=bool(chosen % 2))
 
     def _choose(self, event: int, ticket: Ticket) -> int:
         """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""

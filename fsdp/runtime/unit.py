@@ -184,7 +184,12 @@ class Unit:
         self._generation = context.generation
         context.gathered[self] = None
 
-    def take_part(self, kind: str, ticket: Ticket) -> None:
+    @property
+    def in_full_precision(self) -> bool:
+        """Whether messages have the parameters' own dtypes, and usually have others."""
+        return any(handle.departs_from_layout for handle in self.handles)
+
+    def take_part(self, kind: str, ticket: Ticket, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit and this one need not: let the values go; add to the sum what there is.
 
         A gradient that is not complete goes in two parts.
@@ -192,11 +197,14 @@ class Unit:
         context, communicator = self.context, self._communicator
         assert context is not None and communicator is not None
         if kind == REDUCE:
+            if self._phase is Phase.IDLE:
+                self.compute_in_full_precision(context, full_precision)
             self._reduce(context, ticket)
             return
         with context.streams.on_gather_stream():
             for bucket, handle in enumerate(self.handles):
-                handle.gather_in_vain(communicator, self._tag(bucket, "gather"), ticket)
+                tag = self._tag(bucket, "gather")
+                handle.gather_in_vain(communicator, tag, ticket, full_precision=full_precision)
 
     def unshard(self, context: RootContext, *, refill: bool) -> None:
         """The modules hold the full parameters when this returns, and the current stream may read them.
