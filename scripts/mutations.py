@@ -28,6 +28,7 @@ FULL_PARAMS = ("tests/test_full_params.py",)
 LIFECYCLE = ("tests/test_lifecycle.py",)
 NUMERICS = ("tests/test_reliability_numerics.py",)
 PARITY = ("tests/test_parity.py",)
+REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
 STAGES = ("tests/test_stages.py",)
 STREAMS = ("tests/test_streams.py",)
 
@@ -355,9 +356,44 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        "        if recorded is None:\n            self._ask_all(ticket, event)\n",
-        "        if recorded is None:\n            pass\n",
+        "        if recorded is None or self._detailed:\n            self._ask_all(ticket, event)\n",
+        "        if recorded is None or self._detailed:\n            pass\n",
         "nobody is asked in the first step",
         AGREEMENT,
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "            if agreement.under_way is what:\n                agreement.end(wait=wait)\n",
+        "            agreement.end(wait=wait)\n",
+        "a pass ends in groups where it has not begun",
+        AGREEMENT,
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "            if any(other != by_rank[0] for other in by_rank):\n",
+        "            if False:\n",
+        "handles that differ at debug level DETAIL go unnoticed",
+        AGREEMENT,
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "            member.take_part(what, ticket, full_precision=bool(chosen % 2))\n",
+        "",
+        "a rank that skips a unit stays away from its collectives",
+        REDUCE_UNUSED,
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "        self._turns.setdefault(number, {}).update(zip(order, turns))\n",
+        "",
+        "ranks do not learn in which order units run",
+        REDUCE_UNUSED,
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "        if votes[1:].tolist() != [understood, -understood]:\n",
+        "        if False:\n",
+        "ranks negotiate about different passes",
+        REDUCE_UNUSED,
     ),
 ]

@@ -20,12 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import STEP, Data, Program, Reference
+from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import wrap
+from tests.harness.sharded import full_parameters, wrap
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 WIDTH = 5
@@ -208,6 +209,48 @@ def train_otherwise() -> None:
 def test_experts_and_accumulation(world_size: int) -> None:
     """Nested units, routed by the data; unsharded gradients of units that the reducing backward skips."""
     run_ranks(world_size, train_otherwise, timeout=120)
+
+
+# -- other precisions ----------------------------------------------------------------------------------------------
+
+
+class ZeroedChain(Chain):
+    """Runs every block in order, and takes the output of those that are not asked for zero times."""
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            ahead = block(x)
+            x = ahead if index in order else x + 0 * (ahead - x)
+        return self.head(x)
+
+
+def train_mixed(way: str, offload: bool) -> None:
+    """Steps in bfloat16, with evaluations in full precision and a backward of such a graph in between."""
+    os.environ["FSDP_COLLECTIVES"], os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = way, "1"
+    try:
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options: dict[str, Any] = {"mixed_precision": precision, "cpu_offload": CPUOffload(offload_params=offload)}
+        found = []
+        for make in (Chain, ZeroedChain):
+            model = build(seeded(make), ShardingStrategy.FULL_SHARD, True, **options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+            for step, by_rank in enumerate(ORDERS[:5] * 2):
+                model.train(step % 3 != 1)
+                x = Data(dist.get_rank(), 2).tensor(step, 3, WIDTH)
+                model(x, sorted(by_rank[dist.get_rank()])).float().tanh().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(full_parameters(model))
+        assert_bit_equal(*found)
+    finally:
+        os.environ["FSDP_COLLECTIVES"] = "auto"
+        del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+
+
+@pytest.mark.parametrize("way, offload", [("native", False), ("direct", True)])
+def test_mixed_precision(way: str, offload: bool) -> None:
+    """As if the units that are skipped had been run and their outputs taken zero times."""
+    run_ranks(2, train_mixed, way, offload)
 
 
 # -- DDP -----------------------------------------------------------------------------------------------------------

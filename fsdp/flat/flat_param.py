@@ -412,12 +412,12 @@ class FlatParamHandle:
 
     def gather_in_vain(
         self, communicator: Communicator, tag: Tag, watch: Watch | None, *, full_precision: bool
-    ) -> None:
+    ) -> tuple[Pending, torch.Tensor]:
         """Take part in a gather that only other ranks need, in the dtype that they need; the full buffer is left
-        alone."""
+        alone. Returns what to wait for and the memory to hold until then."""
         dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
         unread = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        communicator.gather(unread, self._shard_as(dtype), tag, watch).wait()
+        return communicator.gather(unread, self._shard_as(dtype), tag, watch), unread
 
     def forget_cast(self) -> None:
         """The shard may have changed: the next gather casts it again."""

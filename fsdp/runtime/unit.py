@@ -202,9 +202,12 @@ class Unit:
             self._reduce(context, ticket)
             return
         with context.streams.on_gather_stream():
-            for bucket, handle in enumerate(self.handles):
-                tag = self._tag(bucket, "gather")
-                handle.gather_in_vain(communicator, tag, ticket, full_precision=full_precision)
+            gathers = [
+                handle.gather_in_vain(communicator, self._tag(bucket, "gather"), ticket, full_precision=full_precision)
+                for bucket, handle in enumerate(self.handles)
+            ]
+        for pending, _ in gathers:  # on the compute stream: whoever writes to the shard next must not overtake it
+            pending.wait()
 
     def unshard(self, context: RootContext, *, refill: bool) -> None:
         """The modules hold the full parameters when this returns, and the current stream may read them.
