@@ -161,10 +161,12 @@ SAME_AS_TORCHS += ["clip_grad_norm_", "register_comm_hook", "named_parameters", 
 
 @pytest.mark.parametrize("name", SAME_AS_TORCHS)
 def test_signatures_are_torchs(name: str) -> None:
-    """Names, order, defaults, kinds (section C)."""
+    """Names, order, defaults, kinds (section C); what ours has besides comes after them, by keyword only."""
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-    assert _signature(getattr(FullyShardedDataParallel, name)) == _signature(getattr(TorchFSDP, name))
+    ours, theirs = _signature(getattr(FullyShardedDataParallel, name)), _signature(getattr(TorchFSDP, name))
+    assert ours[: len(theirs)] == theirs
+    assert all(kind == "KEYWORD_ONLY" for _, _, kind in ours[len(theirs) :])
 
 
 def test_every_public_member_of_torchs_is_there() -> None:
@@ -1206,3 +1208,46 @@ def test_sync_module_states_on_cpu(use_orig_params: bool) -> None:
     (words,) = run_ranks(3, _synchronised, use_orig_params)[0]
     if torch.__version__.startswith("2.13"):
         assert words.startswith("ValueError")
+
+
+# -- torch's own FSDP ----------------------------------------------------------------------------------------------
+
+
+def _nest_with_torchs(use_orig_params: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+    from torch.distributed.fsdp import fully_shard
+
+    torchs = functools.partial(TorchFSDP, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    ours = functools.partial(FullyShardedDataParallel, use_orig_params=use_orig_params)
+    policy = ModuleWrapPolicy({nn.Linear})
+    for wrap, words in ((torchs, "FullyShardedDataParallel"), (fully_shard, "FSDPModule")):
+        net = Net()
+        net.head = wrap(net.head)
+        before = [(name, type(module)) for name, module in net.named_modules()]
+        with pytest.raises(
+            ValueError, match=rf"'head' is already wrapped by torch\.distributed\.fsdp.*\.{words}, which"
+        ):
+            ours(net, auto_wrap_policy=policy)
+        assert [(name, type(module)) for name, module in net.named_modules()] == before
+        with pytest.raises(ValueError, match=r"the module is already wrapped by torch"):
+            ours(net.head)
+    if use_orig_params:
+        net = Net()
+        torchs(net)
+        with pytest.raises(ValueError, match=r"parameter 'weight' is already sharded by torch\.distributed\.fsdp"):
+            ours(net.head)
+    net = Net()
+    net.head = ours(net.head)
+    model = torchs(net)
+    with pytest.raises(RuntimeError, match=r"the Linear unit lies in a module that torch's own FSDP has wrapped"):
+        model(torch.ones(2, WIDTH))
+    model = ours(Net(), auto_wrap_policy=policy)
+    model.head(torch.ones(2, WIDTH))  # one of ours in one of ours, called first (Y63)
+
+
+@is_2_13
+@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel:")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_not_nested_with_torchs(use_orig_params: bool) -> None:
+    """Two engines in one tree would shard the same things twice: refused by the class, before anything changes."""
+    run_ranks(2, _nest_with_torchs, use_orig_params)
