@@ -23,6 +23,8 @@ from fsdp.api import (
     TrainingState,
     as_backward_prefetch,
     as_cpu_offload,
+    as_distance,
+    as_flag,
     as_mixed_precision,
     as_sharding_strategy,
 )
@@ -76,7 +78,8 @@ class FullyShardedDataParallel(nn.Module, _State):
         cpu_offload: whether shards and gradients live in host memory; see :class:`fsdp.api.CPUOffload`.
         auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp.wrap`.
         backward_prefetch: ``BACKWARD_PRE`` gathers the next unit of the backward before the current one's gradients are
-            computed, ``BACKWARD_POST`` after, None not ahead at all.
+            computed, ``BACKWARD_POST`` after, before its gradients are reduced; None gathers nothing ahead. See
+            ``backward_prefetch_distance``.
         mixed_precision: the dtypes of compute, reduction, buffers and outputs; see :class:`fsdp.api.MixedPrecision`.
         ignored_modules: modules to leave alone, with all that is below them.
         param_init_fn: called on each module of a unit that has meta parameters or buffers, to give that module's own
@@ -84,12 +87,22 @@ class FullyShardedDataParallel(nn.Module, _State):
         device_id: where the parameters are moved before they are flattened, and where the unit computes: anything that
             ``torch.device()`` accepts. Without it they stay where they are.
         sync_module_states: give parameters and buffers the values that rank 0 of the group has.
-        forward_prefetch: accepted for compatibility: the next unit of the forward is always gathered before the current
-            one computes, as soon as the order is known.
-        limit_all_gathers: accepted for compatibility: gathers always wait, on the stream, for a free buffer.
+        forward_prefetch: changes nothing: with or without it, ``forward_prefetch_distance`` units are gathered before
+            the current one computes.
+        limit_all_gathers: True: at most ``1 + distance`` units are gathered at a time, beside the root, the units around
+            the one that computes, and units that their strategy keeps; a gather ahead waits until there is room, and
+            what is gathered but idle makes room for what is needed. The host never waits for it. False: a gather ahead
+            is issued as early as its distance says, and what is gathered stays until it is used or the pass is over
+            (all of a checkpointed segment that was recomputed, for instance); memory depends on the program alone, and
+            is the same at every step. The same for all instances under one root.
         use_orig_params: True: ``parameters()`` keeps giving the user's own ``nn.Parameter`` objects, each holding this
             rank's 1-D part (possibly empty). False: it gives one flat parameter per bucket.
         ignored_states: parameters, or else modules, to leave alone.
+        forward_prefetch_distance, backward_prefetch_distance: how many of the next units to gather while this one
+            computes, in the order in which the units ran in the last forward or backward; the first pass has no order
+            to follow, and gathers each unit when it is needed. 0: none ahead, for the least memory. 1 hides a gather
+            behind one unit's compute; each further one costs the memory of a unit, and hides a slower network, or
+            units too small to hide the next. ``backward_prefetch`` tells when in a unit's backward; None is 0.
 
     ``device_mesh`` and the hybrid strategies are not there yet and raise ``NotImplementedError``.
 
@@ -117,6 +130,9 @@ class FullyShardedDataParallel(nn.Module, _State):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        *,
+        forward_prefetch_distance: int = 1,
+        backward_prefetch_distance: int = 1,
     ) -> None:
         super().__init__()
         self._parent_is_built = False  # while that happens, what it does to modules below it is not meant for this one
@@ -132,6 +148,17 @@ class FullyShardedDataParallel(nn.Module, _State):
             raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time; pass only one")
         if param_init_fn is not None and not callable(param_init_fn):
             raise ValueError(f"Expected param_init_fn to be callable but got {type(param_init_fn)}")
+        self.forward_prefetch = as_flag(forward_prefetch, "forward_prefetch")
+        self.limit_all_gathers = as_flag(limit_all_gathers, "limit_all_gathers")
+        policy = _unit_policy(
+            strategy,
+            self.backward_prefetch,
+            as_distance(forward_prefetch_distance, "forward_prefetch_distance"),
+            as_distance(backward_prefetch_distance, "backward_prefetch_distance"),
+            self.limit_all_gathers,
+        )
+        if self.forward_prefetch and forward_prefetch_distance == 0:
+            raise ValueError("forward_prefetch=True asks for a gather ahead, and forward_prefetch_distance is 0")
         _check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
         for present, feature in (
             (strategy in _HYBRID, f"sharding_strategy={strategy}"),
@@ -148,8 +175,6 @@ class FullyShardedDataParallel(nn.Module, _State):
         self.process_group = process_group if process_group is not None else default_group()
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
 
         ignored = Ignored.of(module, ignored_modules, ignored_states)
@@ -173,6 +198,8 @@ class FullyShardedDataParallel(nn.Module, _State):
                     "limit_all_gathers": limit_all_gathers,
                     "use_orig_params": use_orig_params,
                     "ignored_states": ignored.params,
+                    "forward_prefetch_distance": forward_prefetch_distance,
+                    "backward_prefetch_distance": backward_prefetch_distance,
                 },
             )
 
@@ -225,12 +252,6 @@ class FullyShardedDataParallel(nn.Module, _State):
                     item.param = None  # type: ignore[assignment]
             if not use_orig_params:
                 watch_optimizers()
-            policy = UnitPolicy(
-                reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
-                forward_prefetch=int(forward_prefetch),
-                backward_prefetch=int(self.backward_prefetch is not None),
-                prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
-            )
             precision = UnitPrecision(module, self.mixed_precision, ignored.modules)
             self._fsdp_unit = Unit(module, unit_name, buckets, groups, self.compute_device, policy, precision)
         self._root_context: RootContext | None = None
@@ -666,6 +687,20 @@ def _check_optimizer_in_backward(unit: Unit, use_orig_params: bool) -> None:
             raise RuntimeError(
                 f"{visible.name!r} has an optimizer in backward, which is only supported with use_orig_params=True"
             )
+
+
+def _unit_policy(
+    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, forward: int, backward: int, limited: bool
+) -> UnitPolicy:
+    if prefetch is None and backward > 1:
+        raise ValueError(f"backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is {backward}")
+    return UnitPolicy(
+        reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
+        forward_prefetch=forward,
+        backward_prefetch=0 if prefetch is None else backward,
+        prefetch_after_gradients=prefetch is BackwardPrefetch.BACKWARD_POST,
+        limit_gathers=limited,
+    )
 
 
 def _check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:

@@ -29,7 +29,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from fsdp.runtime.context import RootContext
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
@@ -564,6 +563,7 @@ def test_order_that_changes(change: str) -> None:
 # -- checkpointing -------------------------------------------------------------------------------------------------
 
 SEGMENT = 4
+GATHERED = 2  # units at a time, with one gathered ahead
 
 
 class Checkpointed(nn.Module):
@@ -607,7 +607,7 @@ def count_checkpointed(where: str, reentrant: bool, strategy: ShardingStrategy) 
 @pytest.mark.parametrize("where", ["inside", "outside", "segment"])
 def test_gathers_under_checkpointing(where: str, reentrant: bool) -> None:
     """R20: a unit that is recomputed for its own backward is gathered for both at once, so that checkpointing costs no
-    gather. A segment of k units is recomputed as a whole before its backward: all but the last MAX_GATHERED of them
+    gather. A segment of k units is recomputed as a whole before its backward: all but the last two of them
     are gathered once more.
     """
     for strategy in (FULL_SHARD, SHARD_GRAD_OP):
@@ -615,7 +615,7 @@ def test_gathers_under_checkpointing(where: str, reentrant: bool) -> None:
         if strategy is FULL_SHARD:
             gathers = 2 * SEGMENT
             if where == "segment":
-                gathers += SEGMENT - RootContext.MAX_GATHERED
+                gathers += SEGMENT - GATHERED
         expected = Counter({"gather": gathers, "reduce": SEGMENT, f"gather {ROOT}": 1, f"reduce {ROOT}": 1})
         for found in run_ranks(2, count_checkpointed, where, reentrant, strategy):
             for step, counted in enumerate(found):

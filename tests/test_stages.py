@@ -13,7 +13,7 @@ ranks, a root of R bytes (its own parameters), n units of U bytes each and P = R
 
 `gathered` is U for each block of the gather pool: under FULL_SHARD the unit's own and that of the next one (none before
 there is a record), kept between the passes; under SHARD_GRAD_OP one for each unit that has run and the next one, and in
-backward one for each unit that is not over and up to KEPT_BLOCKS kept ones. `reducing` is the unit's own slots U, the
+backward one for each unit that is not over and up to two kept ones. `reducing` is the unit's own slots U, the
 reduced shards so far, and for the one reduction that is still under way what it reads (U, or R for the root's) and what
 a direct exchange receives ((N - 1) / N of that). NO_SHARD holds P, and in backward one more vector per unit, which
 becomes its gradient. `Formulas` says the rest.
@@ -39,8 +39,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
-from fsdp.flat.flat_param import MemoryPool
-from fsdp.runtime.context import RootContext
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
@@ -60,6 +58,7 @@ STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 WIDTH, HIDDEN, UNITS = 511, 513, 4
+GATHERED = 2  # units at a time, with one gathered ahead; as many blocks are kept for the next ones
 # Activations of one sample, the graph, hooks and tensor headers: below the smallest term of a formula, U / 3.
 NOISE = 384 * 1024
 needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
@@ -251,7 +250,7 @@ class Formulas:
 
     def gathered_between(self, ahead: int) -> int:
         """Under FULL_SHARD the units' blocks are kept ones by now, lent to nobody."""
-        assert 1 + ahead <= min(RootContext.MAX_GATHERED, MemoryPool.KEPT_BLOCKS)
+        assert 1 + ahead <= GATHERED
         return self.gathered_in_forward(UNITS - 1, ahead)
 
     def gathered_in_backward(self, over: int, ahead: int) -> int:
@@ -259,9 +258,8 @@ class Formulas:
         if self.strategy is NO_SHARD:
             return 0
         if self.strategy is FULL_SHARD:
-            # Without a record a unit is gathered as its backward begins, before the last one has let go.
-            return 2 * self.unit if ahead or over else self.unit
-        return (UNITS - over + min(over, MemoryPool.KEPT_BLOCKS)) * self.unit
+            return (1 + ahead) * self.unit
+        return (UNITS - over + min(over, GATHERED)) * self.unit
 
     def written(self, over: int) -> int:
         """Gradients of the root, of the units that are over and of the one that runs, unsharded."""
@@ -673,7 +671,7 @@ WAYS = [("none", False)] + [(where, how) for where in ("inside", "outside", "seg
 @pytest.mark.parametrize(("checkpointing", "reentrant"), WAYS)
 @pytest.mark.parametrize("kind", ["frozen", "adapted", "trained"])
 def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, shared: bool = False) -> None:
-    """At most MAX_GATHERED units beside the root, frozen and checkpointed ones too (R20, R29, R30).
+    """At most two units beside the root, frozen and checkpointed ones too (R20, R29, R30).
 
     Where all large parameters are frozen there are no large gradients: then the bytes say it as well as the count.
     """
@@ -682,12 +680,12 @@ def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, 
         unit, root = nbytes_of(block), nbytes_of(nn.Linear(STEM, WIDTH))
         frozen = 0 if kind == "trained" else nbytes_of(Block(0))
     shards, gradients = (root + UNITS * unit) // 2, (root + UNITS * (unit - frozen)) // 2
-    most = shards + root + RootContext.MAX_GATHERED * unit
+    most = shards + root + GATHERED * unit
     for peaks in run_ranks(2, measure_peaks, kind, shared, checkpointing, reentrant, use_orig_params=reentrant):
         for step, peak in enumerate(peaks):
             what = f"step {step}"
             assert peak.observations == (2 + (checkpointing != "none")) * UNITS, what
-            assert peak.units <= RootContext.MAX_GATHERED, f"{what}: {peak.units} units at a time"
+            assert peak.units <= GATHERED, f"{what}: {peak.units} units at a time"
             assert peak.frozen_grads == 0, what
             assert abs(peak.at_rest - shards - gradients) <= NOISE, f"{what}: {peak.at_rest:,} bytes at rest"
             if kind != "trained":

@@ -161,10 +161,12 @@ SAME_AS_TORCHS += ["clip_grad_norm_", "register_comm_hook", "named_parameters", 
 
 @pytest.mark.parametrize("name", SAME_AS_TORCHS)
 def test_signatures_are_torchs(name: str) -> None:
-    """Names, order, defaults, kinds (section C)."""
+    """Names, order, defaults, kinds (section C). What is ours alone has to be named, and comes last."""
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
-    assert _signature(getattr(FullyShardedDataParallel, name)) == _signature(getattr(TorchFSDP, name))
+    ours, theirs = (_signature(getattr(cls, name)) for cls in (FullyShardedDataParallel, TorchFSDP))
+    assert ours[: len(theirs)] == theirs
+    assert all(kind == "KEYWORD_ONLY" for _, _, kind in ours[len(theirs) :])
 
 
 def test_every_public_member_of_torchs_is_there() -> None:

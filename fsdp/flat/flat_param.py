@@ -125,8 +125,6 @@ class MemoryPool:
         kept_nbytes: how much returned memory to keep.
     """
 
-    KEPT_BLOCKS = 2  # of the size of the largest buffers it lends for; see kept_nbytes
-
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self.kept_nbytes = 0
         self._device = device

@@ -139,7 +139,7 @@ class Unit:
             f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}"
             for layout in layouts
         ]
-        return f"{kind}, {'; '.join(buckets) or 'no parameters'}"
+        return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}"
 
     @property
     def phase(self) -> Phase:
@@ -499,6 +499,7 @@ class Unit:
         gradients.add(index, self.views[bucket].hooked(index, grad))
         expected.discard(key)
         if not self.awaits_leaves:
+            context.gather_ahead(self)  # before the reduction: somebody waits for a gather
             self.finish_gradients(context, at_end=False)
             self._maybe_reshard(context)
 
