@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
@@ -446,23 +446,6 @@ def test_prefetch_follows_the_record(name: str, delayed: bool) -> None:
             assert only(back, "issue gather") == backward[1:], f"step {number}"  # the root was kept
             assert overlapped(there, "forward") == (0 if number == 0 else len(forward) - 1), f"step {number}"
             assert overlapped(back, "backward") == (0 if number == 0 else len(backward) - 1), f"step {number}"
-
-
-@pytest.mark.parametrize("choice", [BackwardPrefetch.BACKWARD_POST, None])
-def test_backward_prefetch_as_asked(choice: BackwardPrefetch | None) -> None:
-    """BACKWARD_POST gathers the next unit once the gradients of the current one are computed; None not ahead at all."""
-    for steps in run_ranks(2, trace_passes, "mlp", FULL_SHARD, False, {"backward_prefetch": choice}):
-        for number, events in enumerate(steps):
-            _, back = split(events)
-            for before, unit in ((2, 1), (1, 0)):
-                name, earlier = f"unit 'blocks.{unit}'", f"unit 'blocks.{before}'"
-                issue = back.index(f"issue gather {name}")
-                reduced = back.index(f"issue reduce {earlier}")
-                if choice is None or number == 0:
-                    assert back[issue + 1] == f"wait gather {name}"
-                else:
-                    assert reduced < issue < back.index(f"backward {name}")
-                    assert back[issue + 1] != f"wait gather {name}" or back[issue + 2] == f"backward {name}"
 
 
 def test_forward_gathers_under_shard_grad_op_overlap() -> None:

@@ -1,16 +1,17 @@
 """Gathered ahead, exactly: which gathers are issued before which compute, and how many full buffers there are then.
 
-A chain of n units under a root R, in the order in which they run (backwards in backward), with distance d and a record
-of the pass before. "k + d" stands for that unit and all before it, as far as they are not issued yet.
+A chain of units under a root R that has a layer at each end; here units are numbered in the order in which they run, so
+from the other end in backward. With distance d and a record of the pass before (the first pass has none: all as with
+distance 0), where "k + d" stands for that unit and all before it, as far as their gathers are not issued yet:
 
                             before R computes   before unit k computes      after its gradients, before they are reduced
     forward                 R and 0 ... d - 1   k + d
     backward, BACKWARD_PRE  0 ... d - 1         k + d
-    backward, BACKWARD_POST                     k (gathered already if d)   k + d
+    backward, BACKWARD_POST                     k                           k + d
     backward, None                              k
 
-So d + 1 units have memory while one computes, and under BACKWARD_POST d (one if d is 0) while gradients are computed.
-The first pass has no record: all as with distance 0. The root is gathered once for both passes.
+So 1 + d units have memory while one computes, and under BACKWARD_POST d, or one where nothing was gathered ahead. The
+root is gathered once for both passes.
 """
 
 from __future__ import annotations
@@ -64,9 +65,11 @@ class Around(nn.Module):
 class Chain(nn.Module):
     def __init__(self, *units: nn.Module, segment: str = "") -> None:
         super().__init__()
-        self.units, self.head, self.segment = nn.Sequential(*units), nn.Linear(WIDTH, 3), segment
+        self.stem, self.units, self.head = nn.Linear(WIDTH, WIDTH), nn.Sequential(*units), nn.Linear(WIDTH, 3)
+        self.segment = segment
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
         if self.segment:
             return self.head(checkpoint(self.units, x, use_reentrant=self.segment == "reentrant"))
         return self.head(self.units(x))
@@ -140,7 +143,9 @@ class Tracer:
     def issued(self, record: Collective) -> None:
         if record.dtype is not None and record.dtype.is_floating_point:
             what, _, unit = str(record.label).partition(" ")
-            self.note(f"{what} {'R' if unit == 'the root unit' else unit[len('unit '):].strip(chr(39))[len('units.'):]}")
+            self.note(
+                f"{what} {'R' if unit == 'the root unit' else unit[len('unit ') :].strip(chr(39))[len('units.') :]}"
+            )
 
     def run(self, model: FullyShardedDataParallel, step: int) -> tuple[list[str], list[int]]:
         self.events, self.live = [], []
@@ -204,13 +209,12 @@ def expected_backward(distance: int, after: bool) -> list[str]:
     if not after:
         expected.gathers(distance)
     expected.note("backward R")
-    expected.gathers(distance)
-    expected.note("reduce R")
     for k, unit in enumerate(order):
         expected.gathers(k + 1 if after else k + distance + 1)
         expected.note(f"backward {unit}")
         expected.gathers(k + distance + 1)
         expected.note(f"reduce {unit}")
+    expected.note("reduce R")
     return expected.events
 
 
@@ -224,12 +228,15 @@ def check_order(choice: Choice, steps: list[Any]) -> None:
             if what == "forward" and unit != "R":
                 most = min(forward + 1, UNITS - int(unit))
             elif what == "backward" and unit != "R":
-                most = min(max(backward, 1) if choice.prefetch is POST else backward + 1, int(unit) + 1)
+                most = backward + 1
+                if choice.prefetch is POST:
+                    most = max(backward, 1) if int(unit) < UNITS - 1 else 1
+                most = min(most, int(unit) + 1)
             else:
                 continue
             assert count == most, f"{choice}, step {number}, {event}: {count} units gathered, expected {most}"
         bound = {"forward": forward + 1, "backward": backward + 1}
-        middle = events.index("reduce R")
+        middle = events.index("backward R") + 1
         for phase, counts in (("forward", live[: events.index(f"forward {UNITS - 1}")]), ("backward", live[middle:])):
             assert max(counts) <= bound[phase], f"{choice}, step {number}: {max(counts)} at a time in {phase}"
 
@@ -321,9 +328,7 @@ def test_units_that_are_kept() -> None:
 
 def one_unit_farther() -> None:
     module = chain()
-    policy = CustomPolicy(
-        lambda m: {"forward_prefetch_distance": 3} if m is module.units[1] else isinstance(m, Part)
-    )
+    policy = CustomPolicy(lambda m: {"forward_prefetch_distance": 3} if m is module.units[1] else isinstance(m, Part))
     model = wrap(module, FULL_SHARD, wrap_policy=policy)
     tracer = Tracer(model)
     for step in range(2):
