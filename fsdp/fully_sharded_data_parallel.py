@@ -89,12 +89,11 @@ class FullyShardedDataParallel(nn.Module, _State):
         sync_module_states: give parameters and buffers the values that rank 0 of the group has.
         forward_prefetch: changes nothing: with or without it, ``forward_prefetch_distance`` units are gathered before
             the current one computes.
-        limit_all_gathers: True: at most ``1 + distance`` units are gathered at a time, beside the root, the units around
-            the one that computes, and units that their strategy keeps; a gather ahead waits until there is room, and
-            what is gathered but idle makes room for what is needed. The host never waits for it. False: a gather ahead
-            is issued as early as its distance says, and what is gathered stays until it is used or the pass is over
-            (all of a checkpointed segment that was recomputed, for instance); memory depends on the program alone, and
-            is the same at every step. The same for all instances under one root.
+        limit_all_gathers: True: beside the root, the units around the one that computes, and those that their strategy
+            keeps, at most ``1 + distance`` units have memory at a time: a gather ahead is held back until there is
+            room, and what is idle makes room for what is needed. The host never waits for it. False: nothing is held
+            back or sent away (a checkpointed segment that was recomputed stays as a whole, for instance); memory then
+            depends on the program alone, the same at every step. It is the same for all instances under one root.
         use_orig_params: True: ``parameters()`` keeps giving the user's own ``nn.Parameter`` objects, each holding this
             rank's 1-D part (possibly empty). False: it gives one flat parameter per bucket.
         ignored_states: parameters, or else modules, to leave alone.

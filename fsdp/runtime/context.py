@@ -308,9 +308,9 @@ class RootContext:
 
     def gather_ahead(self, unit: TreeUnit) -> None:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
-        if self.in_backward and unit.policy.prefetch_after_gradients:
-            if any(other.awaits_leaves and other.index not in unit.ancestors for other in self.gathered):
-                return
+        waits = self.in_backward and unit.policy.prefetch_after_gradients
+        if waits and any(other.awaits_leaves and other.index not in unit.ancestors for other in self.gathered):
+            return
         for candidate in self.order.upcoming(self._distance(unit)):
             if candidate.is_gathered:
                 continue
