@@ -293,11 +293,10 @@ class FullyShardedDataParallel(nn.Module, _State):
             args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
         call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))
         try:
-            output = function(*args, **kwargs)
+            return unit.post_forward(context, call, function(*args, **kwargs))
         except BaseException:
             unit.abort_forward(context)
             raise
-        return unit.post_forward(context, call, output)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As ``nn.Module.apply``, with each unit's parameters whole while ``fn`` sees its modules, and written back.

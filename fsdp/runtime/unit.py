@@ -393,7 +393,6 @@ class Unit:
             else:
                 self.reshard(context)
                 context.gather_ahead(self)
-        context.exit_forward(backward_follows=bool(differentiable))
         for tensor in differentiable:
             assert call is not None
             call.forget(hooks.gradient_node(tensor))
@@ -402,6 +401,7 @@ class Unit:
             elif tensor not in self._hooked_leaves:  # a leaf outlives this graph: one door for all of them
                 self._hooked_leaves[tensor] = True
                 hooks.on_gradient(tensor, _leaf_output_door(self.ref))
+        context.exit_forward(backward_follows=bool(differentiable))  # last: what fails before it is aborted
         return output
 
     def _holds(self, tensor: torch.Tensor) -> bool:
@@ -414,7 +414,8 @@ class Unit:
             self.reshard(context)
 
     def abort_forward(self, context: RootContext) -> None:
-        """The wrapped module raised. Checkpointing ends a recomputation early that way, which is no fault."""
+        """The wrapped module raised, or ``post_forward``. Checkpointing ends a recomputation early that way, which is
+        no fault."""
         self._leave_forward(context)
         if hooks.current_backward() == hooks.NO_BACKWARD:
             context.failed = True
