@@ -167,6 +167,7 @@ def train(choice: Choice, module: nn.Module, delayed: bool) -> tuple[list[Any], 
         assert_at_rest(model, f"{choice}, step {step}")
         grads.append(full_gradients(model))
         model.zero_grad()
+    assert steps[2] == steps[1], f"{choice}: the same events and the same memory at every step"
     return steps, grads
 
 

@@ -136,9 +136,10 @@ class RootContext:
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
-        farthest = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
-        self.gather_pool.kept_nbytes = (1 + farthest) * self._largest_unit()
-        self.reductions.pool.kept_nbytes = self.reductions.MAX_BUFFERS * self._largest_unit()
+        ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
+        for pool, blocks in ((self.gather_pool, 1 + ahead), (self.reductions.pool, self.reductions.MAX_BUFFERS)):
+            pool.kept_nbytes = blocks * self._largest_unit()
+            pool.kept_block_nbytes = 2 * self._largest_unit()
         self._agreements = Agreements(((unit.group, unit) for unit in self.units), root.device, self.streams)
 
     def _largest_unit(self) -> int:
