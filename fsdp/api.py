@@ -255,6 +255,31 @@ def as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
     return None if value is None else _as_member(BackwardPrefetch, value, "backward_prefetch")
 
 
+def as_flag(value: Any, argument: str) -> bool:
+    """``value`` as a bool, if it equals one.
+
+    Raises:
+        TypeError: it does not.
+    """
+    if isinstance(value, torch.Tensor) or value not in (False, True):
+        raise TypeError(f"{argument} must be a bool, but got {_described(value)}")
+    return bool(value)
+
+
+def as_distance(value: Any, argument: str) -> int:
+    """``value`` as a number of units.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be an int, a number of units, but got {_described(value)}")
+    if value < 0:
+        raise ValueError(f"{argument} must be a number of units, 0 or more, but got {value}")
+    return value
+
+
 def as_mixed_precision(value: Any) -> MixedPrecision:
     """``value`` as a validated :class:`MixedPrecision` (one of ours is returned itself); all defaults for None.
 

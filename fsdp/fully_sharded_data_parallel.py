@@ -23,6 +23,8 @@ from fsdp.api import (
     TrainingState,
     as_backward_prefetch,
     as_cpu_offload,
+    as_distance,
+    as_flag,
     as_mixed_precision,
     as_sharding_strategy,
 )
@@ -77,7 +79,8 @@ class FullyShardedDataParallel(nn.Module, _State):
         cpu_offload: whether shards and gradients live in host memory; see :class:`fsdp.api.CPUOffload`.
         auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp.wrap`.
         backward_prefetch: ``BACKWARD_PRE`` gathers the next unit of the backward before the current one's gradients are
-            computed, ``BACKWARD_POST`` after, None not ahead at all.
+            computed, ``BACKWARD_POST`` after, before its gradients are reduced; None gathers nothing ahead. See
+            ``backward_prefetch_distance``.
         mixed_precision: the dtypes of compute, reduction, buffers and outputs; see :class:`fsdp.api.MixedPrecision`.
         ignored_modules: modules to leave alone, with all that is below them.
         param_init_fn: called on each module of a unit that has meta parameters or buffers, to give that module's own
@@ -85,9 +88,13 @@ class FullyShardedDataParallel(nn.Module, _State):
         device_id: where the parameters are moved before they are flattened, and where the unit computes: anything that
             ``torch.device()`` accepts. Without it they stay where they are.
         sync_module_states: give parameters and buffers the values that rank 0 of the group has.
-        forward_prefetch: accepted for compatibility: the next unit of the forward is always gathered before the current
-            one computes, as soon as the order is known.
-        limit_all_gathers: accepted for compatibility: gathers always wait, on the stream, for a free buffer.
+        forward_prefetch: changes nothing: with or without it, ``forward_prefetch_distance`` units are gathered before
+            the current one computes.
+        limit_all_gathers: True: beside the root, the units around the one that computes, and those that their strategy
+            keeps, at most ``1 + distance`` units have memory at a time: a gather ahead is held back until there is
+            room, and what is idle makes room for what is needed. The host never waits for it. False: nothing is held
+            back or sent away (a checkpointed segment that was recomputed stays as a whole, for instance); memory then
+            depends on the program alone, the same at every step. It is the same for all instances under one root.
         use_orig_params: True: ``parameters()`` keeps giving the user's own ``nn.Parameter`` objects, each holding this
             rank's 1-D part (possibly empty). False: it gives one flat parameter per bucket.
         ignored_states: parameters, or else modules, to leave alone.
@@ -101,6 +108,11 @@ class FullyShardedDataParallel(nn.Module, _State):
             have the same value here and communicate over one process group. The price is an all-reduce of 24 bytes
             before each collective and at the end of each pass, for which the host waits, and that nothing is gathered
             ahead.
+        forward_prefetch_distance, backward_prefetch_distance: how many of the next units to gather while this one
+            computes, in the order in which the units ran in the last forward or backward; the first pass has no order
+            to follow, and gathers each unit when it is needed. 0: none ahead, for the least memory. 1 hides a gather
+            behind one unit's compute; each further one costs the memory of a unit, and hides a slower network, or
+            units too small to hide the next. ``backward_prefetch`` tells when in a unit's backward; None is 0.
 
     ``device_mesh`` and the hybrid strategies are not there yet and raise ``NotImplementedError``.
 
@@ -130,6 +142,8 @@ class FullyShardedDataParallel(nn.Module, _State):
         device_mesh: DeviceMesh | None = None,
         *,
         reduce_unused: bool = False,
+        forward_prefetch_distance: int = 1,
+        backward_prefetch_distance: int = 1,
     ) -> None:
         super().__init__()
         self._parent_is_built = False  # while that happens, what it does to modules below it is not meant for this one
@@ -147,6 +161,17 @@ class FullyShardedDataParallel(nn.Module, _State):
             raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time; pass only one")
         if param_init_fn is not None and not callable(param_init_fn):
             raise ValueError(f"Expected param_init_fn to be callable but got {type(param_init_fn)}")
+        self.forward_prefetch = as_flag(forward_prefetch, "forward_prefetch")
+        self.limit_all_gathers = as_flag(limit_all_gathers, "limit_all_gathers")
+        policy = _unit_policy(
+            strategy,
+            self.backward_prefetch,
+            as_distance(forward_prefetch_distance, "forward_prefetch_distance"),
+            as_distance(backward_prefetch_distance, "backward_prefetch_distance"),
+            self.limit_all_gathers,
+        )
+        if self.forward_prefetch and forward_prefetch_distance == 0:
+            raise ValueError("forward_prefetch=True asks for a gather ahead, and forward_prefetch_distance is 0")
         _check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
         for present, feature in (
             (strategy in _HYBRID, f"sharding_strategy={strategy}"),
@@ -163,8 +188,6 @@ class FullyShardedDataParallel(nn.Module, _State):
         self.process_group = process_group if process_group is not None else default_group()
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
         self._use_orig_params = use_orig_params
         self._reduce_unused = reduce_unused
 
@@ -190,6 +213,8 @@ class FullyShardedDataParallel(nn.Module, _State):
                     "use_orig_params": use_orig_params,
                     "ignored_states": ignored.params,
                     "reduce_unused": reduce_unused,
+                    "forward_prefetch_distance": forward_prefetch_distance,
+                    "backward_prefetch_distance": backward_prefetch_distance,
                 },
             )
 
@@ -242,13 +267,7 @@ class FullyShardedDataParallel(nn.Module, _State):
                     item.param = None  # type: ignore[assignment]
             if not use_orig_params:
                 watch_optimizers()
-            policy = UnitPolicy(
-                reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
-                forward_prefetch=int(forward_prefetch),
-                backward_prefetch=int(self.backward_prefetch is not None),
-                prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
-                reduce_unused=reduce_unused,
-            )
+            policy = dataclasses.replace(policy, reduce_unused=reduce_unused)
             precision = UnitPrecision(module, self.mixed_precision, ignored.modules)
             self._fsdp_unit = Unit(module, unit_name, buckets, groups, self.compute_device, policy, precision)
         self._root_context: RootContext | None = None
@@ -291,11 +310,10 @@ class FullyShardedDataParallel(nn.Module, _State):
             args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
         call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))
         try:
-            output = function(*args, **kwargs)
+            return unit.post_forward(context, call, function(*args, **kwargs))
         except BaseException:
             unit.abort_forward(context)
             raise
-        return unit.post_forward(context, call, output)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As ``nn.Module.apply``, with each unit's parameters whole while ``fn`` sees its modules, and written back.
@@ -705,6 +723,20 @@ def _check_optimizer_in_backward(unit: Unit, use_orig_params: bool) -> None:
             raise RuntimeError(
                 f"{visible.name!r} has an optimizer in backward, which is only supported with use_orig_params=True"
             )
+
+
+def _unit_policy(
+    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, forward: int, backward: int, limited: bool
+) -> UnitPolicy:
+    if prefetch is None and backward > 1:
+        raise ValueError(f"backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is {backward}")
+    return UnitPolicy(
+        reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
+        forward_prefetch=forward,
+        backward_prefetch=0 if prefetch is None else backward,
+        prefetch_after_gradients=prefetch is BackwardPrefetch.BACKWARD_POST,
+        limit_gathers=limited,
+    )
 
 
 def _check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from fsdp.runtime.context import RootContext
+from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
@@ -449,23 +448,6 @@ def test_prefetch_follows_the_record(name: str, delayed: bool) -> None:
             assert overlapped(back, "backward") == (0 if number == 0 else len(backward) - 1), f"step {number}"
 
 
-@pytest.mark.parametrize("choice", [BackwardPrefetch.BACKWARD_POST, None])
-def test_backward_prefetch_as_asked(choice: BackwardPrefetch | None) -> None:
-    """BACKWARD_POST gathers the next unit once the gradients of the current one are computed; None not ahead at all."""
-    for steps in run_ranks(2, trace_passes, "mlp", FULL_SHARD, False, {"backward_prefetch": choice}):
-        for number, events in enumerate(steps):
-            _, back = split(events)
-            for before, unit in ((2, 1), (1, 0)):
-                name, earlier = f"unit 'blocks.{unit}'", f"unit 'blocks.{before}'"
-                issue = back.index(f"issue gather {name}")
-                reduced = back.index(f"issue reduce {earlier}")
-                if choice is None or number == 0:
-                    assert back[issue + 1] == f"wait gather {name}"
-                else:
-                    assert reduced < issue < back.index(f"backward {name}")
-                    assert back[issue + 1] != f"wait gather {name}" or back[issue + 2] == f"backward {name}"
-
-
 def test_forward_gathers_under_shard_grad_op_overlap() -> None:
     forward = [ROOT, *(f"unit 'blocks.{index}'" for index in range(3))]
     for steps in run_ranks(2, trace_passes, "mlp", SHARD_GRAD_OP, True, {}):
@@ -564,6 +546,7 @@ def test_order_that_changes(change: str) -> None:
 # -- checkpointing -------------------------------------------------------------------------------------------------
 
 SEGMENT = 4
+GATHERED = 2  # units at a time, with one gathered ahead
 
 
 class Checkpointed(nn.Module):
@@ -607,7 +590,7 @@ def count_checkpointed(where: str, reentrant: bool, strategy: ShardingStrategy) 
 @pytest.mark.parametrize("where", ["inside", "outside", "segment"])
 def test_gathers_under_checkpointing(where: str, reentrant: bool) -> None:
     """R20: a unit that is recomputed for its own backward is gathered for both at once, so that checkpointing costs no
-    gather. A segment of k units is recomputed as a whole before its backward: all but the last MAX_GATHERED of them
+    gather. A segment of k units is recomputed as a whole before its backward: all but the last two of them
     are gathered once more.
     """
     for strategy in (FULL_SHARD, SHARD_GRAD_OP):
@@ -615,7 +598,7 @@ def test_gathers_under_checkpointing(where: str, reentrant: bool) -> None:
         if strategy is FULL_SHARD:
             gathers = 2 * SEGMENT
             if where == "segment":
-                gathers += SEGMENT - RootContext.MAX_GATHERED
+                gathers += SEGMENT - GATHERED
         expected = Counter({"gather": gathers, "reduce": SEGMENT, f"gather {ROOT}": 1, f"reduce {ROOT}": 1})
         for found in run_ranks(2, count_checkpointed, where, reentrant, strategy):
             for step, counted in enumerate(found):

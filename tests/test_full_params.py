@@ -649,43 +649,6 @@ def test_forward_inside(world_size: int) -> None:
     run_ranks(world_size, _everywhere, "_forward_inside")
 
 
-def _forward_inside_of_torch() -> list[Any]:
-    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
-
-    warnings.simplefilter("ignore")
-    results: list[Any] = []
-    for use_orig_params in (False, True):
-        torch.manual_seed(0)
-        model = TorchFSDP(
-            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)),
-            auto_wrap_policy=TorchPolicy({nn.Linear}),
-            device_id=torch.device("cpu"),
-            use_orig_params=use_orig_params,
-        )
-
-        def forward_inside() -> None:
-            with TorchFSDP.summon_full_params(model), torch.no_grad():  # noqa: B023
-                model(batch(0))  # noqa: B023
-
-        with TorchFSDP.summon_full_params(model):
-            before = values(model)
-        words = error_of(forward_inside)
-        if words != "no error":
-            results.append(words)
-            continue
-        with TorchFSDP.summon_full_params(model):
-            results.append(all(torch.equal(value, before[name]) for name, value in values(model).items()))
-    return results
-
-
-@is_2_13
-def test_forward_inside_breaks_weights_in_torch() -> None:
-    """Y58"""
-    flat, original = run_ranks(2, _forward_inside_of_torch)[0]
-    assert flat.startswith("AssertionError") and original is False
-
-
 def _backward_inside(mode: Mode) -> None:
     """Gradients arrive as outside; the optimizer sees them when the parameters are sharded again."""
     model, plain = build(mode), Plain()

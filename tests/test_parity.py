@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 import fsdp
-from fsdp import FlatLayout, ShardingStrategy
+from fsdp import BackwardPrefetch, FlatLayout, ShardingStrategy
 from fsdp.flat import ownership
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO, Case, LoraBlock, MlpBlock
@@ -100,12 +100,14 @@ class Run:
     micro: int = 1
     reduce_each: bool = False
     shard_alignment: int = 1
+    prefetch: str = "1 BACKWARD_PRE 1"  # distance in forward, kind and distance in backward
 
     def __str__(self) -> str:
         mode = "originals" if self.use_orig_params else "flat"
         words = [f"{self.world_size}r", self.case, self.optimizer, self.strategy, mode, self.collectives]
         words += [self.policy] * (self.policy != "blocks") + [f"micro{self.micro}"] * (self.micro > 1)
         words += ["each"] * self.reduce_each + [f"align{self.shard_alignment}"] * (self.shard_alignment > 1)
+        words += [self.prefetch.replace(" ", "-")] * (self.prefetch != "1 BACKWARD_PRE 1")
         return "-".join(words)
 
     @property
@@ -211,6 +213,21 @@ def test_parity_with_the_shard_alignment_of_accelerators(run: Run) -> None:
     run_ranks(run.world_size, compare, run)
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(2, "mlp", "sgd", "FULL_SHARD", True, prefetch="1 BACKWARD_POST 1"),
+        Run(3, "encoder-decoder", "sgd", "FULL_SHARD", False, "direct", prefetch="2 BACKWARD_POST 2"),
+        Run(2, "segment-reentrant", "sgd", "FULL_SHARD", False, prefetch="0 None 1"),
+        Run(3, "used-twice", "sgd", "FULL_SHARD", True, "direct", prefetch="1 None 1"),
+        Run(2, "lora", "sgd", "FULL_SHARD", True, policy="nested", prefetch="3 BACKWARD_PRE 2"),
+    ],
+    ids=str,
+)
+def test_parity_whatever_is_gathered_ahead(run: Run) -> None:
+    run_ranks(run.world_size, compare, run)
+
+
 # -- in the rank processes ---------------------------------------------------------------------------------------
 
 
@@ -218,10 +235,14 @@ def compare(run: Run) -> None:
     """Train as `run` says and under DDP, and on rank 0 compare with every reference."""
     os.environ["FSDP_COLLECTIVES"] = run.collectives
     schedule = Schedule(STEPS, micro=run.micro, reduce_each=run.reduce_each)
+    forward, kind, backward = run.prefetch.split()
     options: dict[str, Any] = {
         "strategy": ShardingStrategy[run.strategy],
         "use_orig_params": run.use_orig_params,
         "wrap_policy": POLICIES[run.policy],
+        "forward_prefetch_distance": int(forward),
+        "backward_prefetch": None if kind == "None" else BackwardPrefetch[kind],
+        "backward_prefetch_distance": int(backward),
     }
     with shard_alignment(run.shard_alignment):
         if run.shard_alignment > 1:

@@ -13,10 +13,11 @@ ranks, a root of R bytes (its own parameters), n units of U bytes each and P = R
 
 `gathered` is U for each block of the gather pool: under FULL_SHARD the unit's own and that of the next one (none before
 there is a record), kept between the passes; under SHARD_GRAD_OP one for each unit that has run and the next one, and in
-backward one for each unit that is not over and up to KEPT_BLOCKS kept ones. `reducing` is the unit's own slots U, the
-reduced shards so far, and for the one reduction that is still under way what it reads (U, or R for the root's) and what
-a direct exchange receives ((N - 1) / N of that). NO_SHARD holds P, and in backward one more vector per unit, which
-becomes its gradient. `Formulas` says the rest.
+backward one for each unit that is not over and up to two kept ones. Where d units are gathered ahead it is d instead of
+the next one, and 1 + d kept ones. `reducing` is the unit's own slots U, the reduced shards so far, and for the one
+reduction that is still under way what it reads (U, or R for the root's) and what a direct exchange receives
+((N - 1) / N of that). NO_SHARD holds P, and in backward one more vector per unit, which becomes its gradient.
+`Formulas` says the rest.
 """
 
 from __future__ import annotations
@@ -39,8 +40,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
-from fsdp.flat.flat_param import MemoryPool
-from fsdp.runtime.context import RootContext
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
@@ -60,6 +59,7 @@ STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 WIDTH, HIDDEN, UNITS = 511, 513, 4
+GATHERED = 2  # units at a time, with one gathered ahead
 # Activations of one sample, the graph, hooks and tensor headers: below the smallest term of a formula, U / 3.
 NOISE = 384 * 1024
 needs_meter = pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
@@ -161,14 +161,17 @@ def nbytes_of(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def build(strategy: ShardingStrategy, use_orig_params: bool) -> FullyShardedDataParallel:
-    return wrap(Net(), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}))
+def build(strategy: ShardingStrategy, use_orig_params: bool, distance: int = 1) -> FullyShardedDataParallel:
+    distances = {"forward_prefetch_distance": distance, "backward_prefetch_distance": distance}
+    return wrap(Net(), strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({Block}), **distances)
 
 
 # -- bytes ---------------------------------------------------------------------------------------------------------
 
 
-def measure(strategy: ShardingStrategy, use_orig_params: bool, expected: dict[str, int]) -> dict[str, int]:
+def measure(
+    strategy: ShardingStrategy, use_orig_params: bool, distance: int, expected: dict[str, int]
+) -> dict[str, int]:
     """Bytes beyond what was there before the model was built, by stage. Step 0 has no record of an earlier one."""
     meter, quiet = Meter(), Quiet()
     measured: dict[str, int] = {}
@@ -205,7 +208,7 @@ def measure(strategy: ShardingStrategy, use_orig_params: bool, expected: dict[st
         for steps in (1, 3):
             gc.collect()
             base, patience, step = meter.at_rest(), 400 if steps > 1 else 0, "new"
-            model = build(strategy, use_orig_params)
+            model = build(strategy, use_orig_params, distance)
             note("built")
             for number in range(steps):
                 train(model, f"step {number}")
@@ -231,6 +234,7 @@ class Formulas:
 
     strategy: ShardingStrategy
     world_size: int
+    distance: int
     unit: int
     root: int
 
@@ -251,7 +255,6 @@ class Formulas:
 
     def gathered_between(self, ahead: int) -> int:
         """Under FULL_SHARD the units' blocks are kept ones by now, lent to nobody."""
-        assert 1 + ahead <= min(RootContext.MAX_GATHERED, MemoryPool.KEPT_BLOCKS)
         return self.gathered_in_forward(UNITS - 1, ahead)
 
     def gathered_in_backward(self, over: int, ahead: int) -> int:
@@ -259,9 +262,8 @@ class Formulas:
         if self.strategy is NO_SHARD:
             return 0
         if self.strategy is FULL_SHARD:
-            # Without a record a unit is gathered as its backward begins, before the last one has let go.
-            return 2 * self.unit if ahead or over else self.unit
-        return (UNITS - over + min(over, MemoryPool.KEPT_BLOCKS)) * self.unit
+            return (1 + ahead) * self.unit
+        return (UNITS - over + min(over, 1 + self.distance)) * self.unit
 
     def written(self, over: int) -> int:
         """Gradients of the root, of the units that are over and of the one that runs, unsharded."""
@@ -287,15 +289,17 @@ class Formulas:
         return nbytes * (self.world_size - 1) // self.world_size
 
 
-def expect(strategy: ShardingStrategy, world_size: int) -> dict[str, int]:
+def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[str, int]:
     """The formulas applied to the stages of `measure`."""
     with torch.device("meta"):
         net = Net()
     is_sharded = strategy is not NO_SHARD and world_size > 1
-    f = Formulas(strategy if is_sharded else NO_SHARD, world_size, nbytes_of(net.blocks[0]), nbytes_of(net.head))
+    f = Formulas(
+        strategy if is_sharded else NO_SHARD, world_size, distance, nbytes_of(net.blocks[0]), nbytes_of(net.head)
+    )
     expected = {"new: built": f.shards}
     for step in ("step 0", "step 1", "step 2", "unsynced", "unsynced again", "synced"):
-        ahead = 0 if step == "step 0" else 1
+        ahead = 0 if step == "step 0" else distance
         accumulated = f.whole if step in ("unsynced again", "synced") else 0
         for index in range(UNITS):
             expected[f"{step}: forward {index}"] = f.shards + f.gathered_in_forward(index, ahead) + accumulated
@@ -314,7 +318,7 @@ def expect(strategy: ShardingStrategy, world_size: int) -> dict[str, int]:
         expected[f"{step}: cleared"] = f.shards
     f.strategy = FULL_SHARD if is_sharded else NO_SHARD  # nothing is kept for a backward that will not come
     for index in range(UNITS):
-        expected[f"evaluated: forward {index}"] = f.shards + f.gathered_in_forward(index, 1)
+        expected[f"evaluated: forward {index}"] = f.shards + f.gathered_in_forward(index, distance)
     expected["evaluated: after"] = f.shards
     return expected
 
@@ -323,16 +327,25 @@ def expect(strategy: ShardingStrategy, world_size: int) -> dict[str, int]:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_bytes_at_each_stage(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_bytes_at_each_stage(
+    world_size: int, strategy: ShardingStrategy, use_orig_params: bool, distance: int = 1
+) -> None:
     """At rest: the shards and the gradients' shards, and nothing else (R27, R28)."""
-    expected = expect(strategy, world_size)
-    for measured in run_ranks(world_size, measure, strategy, use_orig_params, expected):
+    expected = expect(strategy, world_size, distance)
+    for measured in run_ranks(world_size, measure, strategy, use_orig_params, distance, expected):
         wrong = [
             f"{stage}: {nbytes:,} bytes, expected {expected[stage]:,} ({nbytes - expected[stage]:+,})"
             for stage, nbytes in measured.items()
             if abs(nbytes - expected[stage]) > NOISE
         ]
         assert not wrong, f"{len(wrong)} of {len(measured)} stages are off by more than {NOISE:,}:\n" + "\n".join(wrong)
+
+
+@needs_meter
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@pytest.mark.parametrize("distance", [0, 2])
+def test_bytes_where_other_units_are_gathered_ahead(strategy: ShardingStrategy, distance: int) -> None:
+    test_bytes_at_each_stage(2, strategy, distance == 2, distance)
 
 
 # -- what is registered --------------------------------------------------------------------------------------------
@@ -673,7 +686,7 @@ WAYS = [("none", False)] + [(where, how) for where in ("inside", "outside", "seg
 @pytest.mark.parametrize(("checkpointing", "reentrant"), WAYS)
 @pytest.mark.parametrize("kind", ["frozen", "adapted", "trained"])
 def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, shared: bool = False) -> None:
-    """At most MAX_GATHERED units beside the root, frozen and checkpointed ones too (R20, R29, R30).
+    """At most two units beside the root, frozen and checkpointed ones too (R20, R29, R30).
 
     Where all large parameters are frozen there are no large gradients: then the bytes say it as well as the count.
     """
@@ -682,12 +695,12 @@ def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, 
         unit, root = nbytes_of(block), nbytes_of(nn.Linear(STEM, WIDTH))
         frozen = 0 if kind == "trained" else nbytes_of(Block(0))
     shards, gradients = (root + UNITS * unit) // 2, (root + UNITS * (unit - frozen)) // 2
-    most = shards + root + RootContext.MAX_GATHERED * unit
+    most = shards + root + GATHERED * unit
     for peaks in run_ranks(2, measure_peaks, kind, shared, checkpointing, reentrant, use_orig_params=reentrant):
         for step, peak in enumerate(peaks):
             what = f"step {step}"
             assert peak.observations == (2 + (checkpointing != "none")) * UNITS, what
-            assert peak.units <= RootContext.MAX_GATHERED, f"{what}: {peak.units} units at a time"
+            assert peak.units <= GATHERED, f"{what}: {peak.units} units at a time"
             assert peak.frozen_grads == 0, what
             assert abs(peak.at_rest - shards - gradients) <= NOISE, f"{what}: {peak.at_rest:,} bytes at rest"
             if kind != "trained":

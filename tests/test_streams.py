@@ -372,18 +372,25 @@ class Setting(NamedTuple):
     use_orig_params: bool
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
     mixed_precision: MixedPrecision | None = None
+    forward_prefetch_distance: int = 1
+    backward_prefetch_distance: int = 1
+    limit_all_gathers: bool = True
 
     def __str__(self) -> str:
         prefetch = getattr(self.backward_prefetch, "name", "no prefetch")
         words = [self.strategy.name, "original" if self.use_orig_params else "flat", prefetch, str(self.ranks)]
-        return "-".join(words + ["bf16"] * (self.mixed_precision is not None))
+        words += ["bf16"] * (self.mixed_precision is not None) + ["unlimited"] * (not self.limit_all_gathers)
+        distances = (self.forward_prefetch_distance, self.backward_prefetch_distance)
+        return "-".join(words + ["{}/{}".format(*distances)] * (distances != (1, 1)))
 
 
 SETTINGS = (
     Setting(2, FULL_SHARD, False),
     Setting(1, FULL_SHARD, True),
     Setting(1, FULL_SHARD, False, backward_prefetch=BackwardPrefetch.BACKWARD_POST),
-    Setting(1, FULL_SHARD, True, backward_prefetch=None),
+    Setting(1, FULL_SHARD, True, backward_prefetch=None, forward_prefetch_distance=0),
+    Setting(1, FULL_SHARD, True, forward_prefetch_distance=3, backward_prefetch_distance=2),
+    Setting(1, FULL_SHARD, False, forward_prefetch_distance=2, limit_all_gathers=False),
     Setting(1, SHARD_GRAD_OP, False),
     Setting(1, SHARD_GRAD_OP, True),
     Setting(2, NO_SHARD, False),

@@ -123,12 +123,11 @@ class MemoryPool:
 
     Attributes:
         kept_nbytes: how much returned memory to keep.
+        kept_block_nbytes: the largest block to keep; larger ones serve hardly any buffer.
     """
 
-    KEPT_BLOCKS = 2  # of the size of the largest buffers it lends for; see kept_nbytes
-
     def __init__(self, device: torch.device, streams: Streams) -> None:
-        self.kept_nbytes = 0
+        self.kept_nbytes = self.kept_block_nbytes = 0
         self._device = device
         self._streams = streams
         self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
@@ -171,10 +170,10 @@ class MemoryPool:
 
     def _shrink_to(self, nbytes: int) -> None:
         total = sum(block.nbytes() for block, _ in self._free)
-        while self._free and total > nbytes:
+        too_large = [i for i, (block, _) in enumerate(self._free) if block.nbytes() > self.kept_block_nbytes]
+        while too_large or (self._free and total > nbytes):
             # what is too large to keep at all would only push out the others; else the oldest goes
-            too_large = (i for i, (block, _) in enumerate(self._free) if block.nbytes() > self.kept_nbytes)
-            block, last_use = self._free.pop(next(too_large, 0))
+            block, last_use = self._free.pop(too_large.pop() if too_large else 0)
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             total -= block.nbytes()
 

@@ -31,17 +31,28 @@ class UnitPolicy:
 
     Attributes:
         reshard_after_forward: whether it is gathered again for backward.
-        forward_prefetch, backward_prefetch: how many of the next units to gather ahead.
+        forward_prefetch, backward_prefetch: how many of the next units to gather ahead. The default is one: asked for
+            only after the unit before it was resharded, a gather would get that unit's memory and wait for its
+            compute, even where the host runs ahead.
         prefetch_after_gradients: in backward, gather ahead only once the gradients under way are computed.
+        limit_gathers: no more full buffers than this unit's and those to gather ahead of it. Without it nothing is
+            held back, and nothing idle resharded, for want of room.
         reduce_unused: whether a rank may skip the unit where others do not. Nothing is gathered ahead then, as what
             comes next may not be what came last time.
     """
 
     reshard_after_forward: bool = True
-    forward_prefetch: int = 0
+    forward_prefetch: int = 1
     backward_prefetch: int = 1
     prefetch_after_gradients: bool = False
+    limit_gathers: bool = True
     reduce_unused: bool = False
+
+    def order_in_words(self) -> str:
+        """What the order of collectives depends on."""
+        when = "after" if self.prefetch_after_gradients else "before"
+        limited = "" if self.limit_gathers else ", not limited"
+        return f"{self.backward_prefetch} ahead {when} gradients{limited}"
 
 
 class Idle(Enum):
@@ -118,10 +129,6 @@ class RootContext:
     Owned by the root's wrapper; units refer to it weakly. The graph of a forward keeps it alive.
     """
 
-    # Gathered units beside live ancestors, the root and those that their strategy keeps: the one that computes and the
-    # one that comes next.
-    MAX_GATHERED = 2
-
     def __init__(self, root: TreeUnit, units: Iterable[tuple[str, TreeUnit, frozenset[int]]]) -> None:
         """Takes the units over from the contexts they were in. ``units`` are (name, unit, the units around it)."""
         self.streams: Streams = streams_for(root.device)
@@ -142,8 +149,10 @@ class RootContext:
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
-        for pool in (self.gather_pool, self.reductions.pool):
-            pool.kept_nbytes = pool.KEPT_BLOCKS * self._largest_unit()
+        ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
+        for pool, blocks in ((self.gather_pool, 1 + ahead), (self.reductions.pool, self.reductions.MAX_BUFFERS)):
+            pool.kept_nbytes = blocks * self._largest_unit()
+            pool.kept_block_nbytes = 2 * self._largest_unit()
         members = [(unit.group, unit) for unit in self.units]
         self._agreements = Agreements(members, root.device, self.streams, negotiate=root.policy.reduce_unused)
 
@@ -289,39 +298,40 @@ class RootContext:
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def _has_room(self, unit: TreeUnit) -> bool:
-        """Whether ``unit`` may be gathered without more full buffers than the bound allows."""
+    def _distance(self, unit: TreeUnit) -> int:
+        """How many units to gather ahead while ``unit`` computes."""
+        return unit.policy.backward_prefetch if self.in_backward else unit.policy.forward_prefetch
+
+    def _has_room(self, unit: TreeUnit, computing: TreeUnit) -> bool:
+        """Whether ``unit`` may be gathered within what ``computing`` allows: its own full buffers and those of so many
+        units as it gathers ahead, beside live ancestors, the root and units that their strategy keeps."""
+        if not computing.policy.limit_gathers:
+            return True
         counted = (
             other
             for other in self.gathered
             if other is not self.root and other.policy.reshard_after_forward and other.index not in unit.ancestors
         )
-        return sum(1 for _ in counted) < self.MAX_GATHERED
+        return sum(1 for _ in counted) <= self._distance(computing)
 
     def make_room(self, unit: TreeUnit) -> None:
         """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
         for other in list(self.idle):
-            if self._has_room(unit):
+            if self._has_room(unit, unit):
                 return
             other.reshard(self)
 
     def gather_ahead(self, unit: TreeUnit) -> None:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
-        policy = unit.policy
-        if policy.reduce_unused:
+        if unit.policy.reduce_unused:
             return
-        if not self.in_backward:
-            # One ahead in any case. Asked for only after the unit before it was resharded, a gather would get that
-            # unit's memory and wait for its compute, even where the host runs ahead.
-            count = max(policy.forward_prefetch, 1)
-        elif policy.prefetch_after_gradients and any(other.awaits_leaves for other in self.gathered):
+        waits = self.in_backward and unit.policy.prefetch_after_gradients
+        if waits and any(other.awaits_leaves and other.index not in unit.ancestors for other in self.gathered):
             return
-        else:
-            count = policy.backward_prefetch
-        for candidate in self.order.upcoming(count):
+        for candidate in self.order.upcoming(self._distance(unit)):
             if candidate.is_gathered:
                 continue
-            if not self._has_room(candidate):
+            if not self._has_room(candidate, unit):
                 return
             candidate.gather(self)
             self.idle[candidate] = Idle.AHEAD

@@ -42,7 +42,8 @@ class ForwardCall:
                 unit.input_ready(call, index)
 
         self.inputs.append(hooks.gradient_node(tensor))
-        self._handles.append(hooks.on_gradient(tensor, door))
+        # What the input is the output of begins its backward there, and finds this unit's memory given back.
+        self._handles.append(hooks.on_gradient(tensor, door, first=True))
 
     def forget(self, node: Any) -> None:
         """Stop waiting for an input that is an output as well: its gradient is there when the backward begins, and

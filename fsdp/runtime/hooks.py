@@ -57,13 +57,19 @@ def will_run(node: Any) -> bool:
         raise
 
 
-def on_gradient(tensor: torch.Tensor, door: Callable[[], None]) -> Any:
-    """Call ``door`` each time ``tensor``'s gradient is complete; returns the handle that undoes it."""
+def on_gradient(tensor: torch.Tensor, door: Callable[[], None], *, first: bool = False) -> Any:
+    """Call ``door`` each time ``tensor``'s gradient is complete, after the hooks that are there already or, with
+    ``first``, before them; returns the handle that undoes it."""
 
     def hook(grad: torch.Tensor) -> None:
         door()
 
-    return tensor.register_hook(hook)
+    handle = tensor.register_hook(hook)
+    if first:
+        hooks: Any = tensor._backward_hooks
+        for key in [key for key in hooks if key != handle.id]:  # autograd goes by the order of insertion
+            hooks[key] = hooks.pop(key)
+    return handle
 
 
 def on_accumulated(leaf: torch.Tensor, door: Callable[[torch.Tensor], None]) -> Any:

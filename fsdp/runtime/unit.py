@@ -142,7 +142,7 @@ class Unit:
         ]
         if self.policy.reduce_unused:
             kind += ", reduced where unused"
-        return f"{kind}, {'; '.join(buckets) or 'no parameters'}"
+        return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}"
 
     def reduction(self) -> str:
         """What a backward would reduce now, in words: ranks that differ in that are out of step."""
@@ -428,7 +428,6 @@ class Unit:
             else:
                 self.reshard(context)
                 context.gather_ahead(self)
-        context.exit_forward(backward_follows=bool(differentiable))
         for tensor in differentiable:
             assert call is not None
             call.forget(hooks.gradient_node(tensor))
@@ -437,6 +436,7 @@ class Unit:
             elif tensor not in self._hooked_leaves:  # a leaf outlives this graph: one door for all of them
                 self._hooked_leaves[tensor] = True
                 hooks.on_gradient(tensor, _leaf_output_door(self.ref))
+        context.exit_forward(backward_follows=bool(differentiable))  # last: what fails before it is aborted
         return output
 
     def _holds(self, tensor: torch.Tensor) -> bool:
@@ -449,7 +449,8 @@ class Unit:
             self.reshard(context)
 
     def abort_forward(self, context: RootContext) -> None:
-        """The wrapped module raised. Checkpointing ends a recomputation early that way, which is no fault."""
+        """The wrapped module raised, or ``post_forward``. Checkpointing ends a recomputation early that way, which is
+        no fault."""
         self._leave_forward(context)
         if hooks.current_backward() == hooks.NO_BACKWARD:
             context.failed = True
@@ -534,6 +535,7 @@ class Unit:
         gradients.add(index, self.views[bucket].hooked(index, grad))
         expected.discard(key)
         if not self.awaits_leaves:
+            context.gather_ahead(self)  # before the reduction: somebody waits for a gather
             self.finish_gradients(context, at_end=False)
             self._maybe_reshard(context)
 

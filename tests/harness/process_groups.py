@@ -117,11 +117,13 @@ class Collective:
 class CollectiveLog:
     """Every collective since the context was entered, in order.
 
-    `events` tells besides when each was waited for: ("issue", index), ("wait", index), ("mark", text).
+    `events` tells besides when each was waited for: ("issue", index), ("wait", index), ("mark", text). `on_issue` is
+    told of each collective before it is called.
     """
 
     records: list[Collective] = field(default_factory=list)
     events: list[tuple[str, int | str]] = field(default_factory=list)
+    on_issue: Callable[[Collective], None] | None = None
 
     def select(self, op: str | None = None, label: str | None = None) -> list[Collective]:
         return [r for r in self.records if (op is None or r.op == op) and (label is None or r.label == label)]
@@ -346,6 +348,8 @@ class _Call:
             )
         )
         log.events.append(("issue", index))
+        if log.on_issue is not None:
+            log.on_issue(log.records[index])
         return index
 
 

@@ -1,0 +1,192 @@
+"""R48: an exception anywhere in a step, on every rank alike; a retry is then as if it had not happened.
+
+What models raise themselves, in forward, backward and recomputation, is in test_backward.py. Here memory runs out where
+the engine asks for it, at each place of a step in turn, and an optimizer fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from fsdp.flat.flat_param import LentTensor, MemoryPool
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.lockstep import assert_at_rest
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_gradients, full_parameters, wrap
+
+WIDTH = 5
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Around(nn.Module):
+    """A unit with units inside, the last of which ends with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(WIDTH, WIDTH), nn.Sequential(Part(), Part())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.before(x))
+
+
+class Net(nn.Module):
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        self.stem, self.units, self.head = nn.Linear(WIDTH, WIDTH), nn.Sequential(Part(), Around(), Part()), Part()
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        if self.recompute:
+            return self.head(checkpoint(self.units, x, use_reentrant=self.recompute == "reentrant"))
+        return self.head(self.units(x))
+
+
+def net(recompute: str = "") -> Net:
+    torch.manual_seed(0)
+    return Net(recompute)
+
+
+def batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator).requires_grad_()
+
+
+class OutOfMemory:
+    """While installed, the memory that buffers are lent runs out at the `left`-th request."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.asked = 0
+        self._lend = MemoryPool.lend
+
+    def __enter__(self) -> OutOfMemory:
+        def lend(pool: MemoryPool, buffer: LentTensor) -> None:
+            self.asked += 1
+            self.left -= 1
+            if self.left == 0:
+                raise torch.OutOfMemoryError("there is no more")
+            self._lend(pool, buffer)
+
+        self._patch = mock.patch.object(MemoryPool, "lend", lend)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._patch.stop()
+
+
+CHOICES: list[dict[str, Any]] = [
+    {},
+    {"forward_prefetch_distance": 2, "backward_prefetch_distance": 2},
+    {"forward_prefetch_distance": 0, "backward_prefetch": None},
+    {"limit_all_gathers": False, "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+]
+KINDS = list(itertools.product((ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP), (False, True)))
+
+
+def out_of_memory(recompute: str) -> int:
+    os.environ["FSDP_COLLECTIVES"] = "native"
+    count = 0
+    for number, options in enumerate(CHOICES):
+        strategy, use_orig_params = KINDS[number if not recompute else -number]
+        policy = ModuleWrapPolicy({Part, Around})
+        model = wrap(net(recompute), strategy, use_orig_params, wrap_policy=policy, **options)
+
+        def step(model: FullyShardedDataParallel) -> tuple[Tensor, dict[str, Tensor | None]]:
+            loss = model(batch(0)).square().mean()
+            loss.backward()
+            return loss.detach(), full_gradients(model)
+
+        def scale(factor: float) -> None:
+            with torch.no_grad():
+                for param in model.parameters():  # noqa: B023
+                    param.mul_(factor)
+
+        expected = {}
+        for factor in (2.0, 0.5):  # the second has a record to follow
+            scale(factor)
+            expected[factor] = step(model)
+            model.zero_grad()
+        with OutOfMemory() as memory:
+            step(model)
+            model.zero_grad()
+            asked, memory.asked = memory.asked, 0
+            for place in range(1 + number // 2, asked + 1, 2 if number else 1):
+                what = f"{options}, {strategy}, out of memory at {place} of {asked}"
+                memory.left = place
+                with pytest.raises(torch.OutOfMemoryError):
+                    step(model)
+                if place // 2 % 2:
+                    model.reset_iter_state()
+                model.zero_grad()
+                for factor in (2.0, 0.5):  # what was gathered for the step that failed is not what there is now
+                    scale(factor)
+                    loss, grads = step(model)
+                    assert_bit_equal({"loss": loss}, {"loss": expected[factor][0]}, f"{what}, times {factor}")
+                    assert_bit_equal(grads, expected[factor][1], f"{what}, times {factor}")
+                    assert_at_rest(model, what)
+                    model.zero_grad()
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
+def test_r48_memory_runs_out(recompute: str) -> None:
+    """For a full buffer, needed now or gathered ahead, or for a reduction; with and without `reset_iter_state()`."""
+    for count in run_ranks(2, out_of_memory, recompute):
+        assert count > 40, count
+
+
+class Fault(Exception):
+    pass
+
+
+def optimizer_fails() -> None:
+    """Before it changes anything, or after it has changed all."""
+
+    def fail(*args: Any) -> None:
+        raise Fault
+
+    for use_orig_params in (False, True):
+        found = []
+        for faults in (False, True):
+            model = wrap(net(), ShardingStrategy.FULL_SHARD, use_orig_params, wrap_policy=ModuleWrapPolicy({Part}))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            for number in range(4):
+                model(batch(number)).square().mean().backward()
+                if faults:
+                    register = optimizer.register_step_post_hook if number % 2 else optimizer.register_step_pre_hook
+                    handle = register(fail)
+                    with pytest.raises(Fault):
+                        optimizer.step()
+                    handle.remove()
+                if not faults or number % 2 == 0:
+                    optimizer.step()
+                optimizer.zero_grad()
+                assert_at_rest(model, f"step {number}")
+            found.append(full_parameters(model))
+        assert_bit_equal(found[1], found[0])
+
+
+def test_r48_the_optimizer_fails() -> None:
+    run_ranks(2, optimizer_fails)
