@@ -38,6 +38,7 @@ from fsdp.flat.ownership import (
     WRAPPED_MODULE,
     Ignored,
     build_handles,
+    check_initialisers,
     materialize,
     move_to,
     own_modules,
@@ -165,7 +166,11 @@ class FullyShardedDataParallel(nn.Module, _State):
         self._comm_hook: Callable[..., Any] | None = None
         self._comm_hook_state: Any = None
 
+        unit_name = f"the {type(module).__name__} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
+        if param_init_fn is None:  # of the whole tree, before any of it is wrapped
+            check_initialisers(module, ignored, unit_name)
+            owned_params(module, ignored, unit_name)
         if auto_wrap_policy is not None:
             auto_wrap(
                 module,
@@ -200,7 +205,6 @@ class FullyShardedDataParallel(nn.Module, _State):
             self.sharding_strategy = ShardingStrategy.NO_SHARD
 
         with torch.inference_mode(False):
-            unit_name = f"the {type(module).__name__} unit"
             inner = self.fsdp_modules(module)
             for wrapper in inner:
                 wrapper._parent_is_built = True
@@ -519,7 +523,9 @@ class FullyShardedDataParallel(nn.Module, _State):
     @property
     def _exec_order_data(self) -> PrefetchLimits:
         """How many units this instance, and those below it, gather ahead: readable and writable."""
-        return PrefetchLimits([unit for _, unit, _ in units_in(self)])
+        wrappers = self.fsdp_modules(self)
+        ahead = [wrapper._fsdp_unit for wrapper in wrappers if wrapper.backward_prefetch is not None]
+        return PrefetchLimits([wrapper._fsdp_unit for wrapper in wrappers], ahead)
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
         return self.mixed_precision.buffer_dtype is not None

@@ -32,6 +32,13 @@ from fsdp.flat.layout import FlatLayout
 from fsdp.flat.released import CheckedLeaf, guard_released, new_leaf
 
 
+class MisplacedShardError(RuntimeError, AssertionError):
+    """A shard was moved to another device than its unit computes on, past ``.to()`` and the like.
+
+    Callers of FSDP1 expect the one type at the first use and the other one later.
+    """
+
+
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
@@ -496,10 +503,12 @@ class FlatParamHandle:
         if new.data_ptr() == self._shard.data_ptr():
             return
         if (new.shape, new.dtype, new.device) != (self._shard.shape, self._shard.dtype, self._shard.device):
-            raise RuntimeError(
-                f"Cannot writeback the flat parameter of {self.layout.params[0].name!r} and others: its data became "
-                f"{tuple(new.shape)}, {new.dtype} on {new.device}, and the shard is {tuple(self._shard.shape)}, "
-                f"{self._shard.dtype} on {self._shard.device}"
+            kind = RuntimeError if new.device == self._shard.device else MisplacedShardError
+            raise kind(
+                f"Cannot writeback the flat parameter of {self.unit_name}: its data became {tuple(new.shape)}, "
+                f"{new.dtype} on {new.device}, and the shard is {tuple(self._shard.shape)}, {self._shard.dtype} on "
+                f"{self._shard.device}. Move or cast the wrapped module instead: .to(), .half() and the like keep the "
+                "two together"
             )
         self._shard.copy_(new)
         self.flat_param.data = self._shard

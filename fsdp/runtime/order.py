@@ -83,11 +83,13 @@ class Prefetching(Protocol):
 class PrefetchLimits:
     """How many units a tree gathers ahead, readable and writable by the names that tools know from FSDP1.
 
-    Reading tells of the first unit, writing goes to all of them.
+    Reading tells of the first unit, writing goes to all of them; what is written for the backward, only to those that
+    gather ahead there at all.
     """
 
-    def __init__(self, units: Units[Prefetching]) -> None:
+    def __init__(self, units: Units[Prefetching], in_backward: Units[Prefetching]) -> None:
         self._units = units
+        self._in_backward = in_backward
 
     @property
     def _forward_prefetch_limit(self) -> int:
@@ -95,7 +97,7 @@ class PrefetchLimits:
 
     @_forward_prefetch_limit.setter
     def _forward_prefetch_limit(self, count: int) -> None:
-        self._set(forward_prefetch=count)
+        self._set(self._units, forward_prefetch=count)
 
     @property
     def _backward_prefetch_limit(self) -> int:
@@ -103,11 +105,12 @@ class PrefetchLimits:
 
     @_backward_prefetch_limit.setter
     def _backward_prefetch_limit(self, count: int) -> None:
-        self._set(backward_prefetch=count)
+        self._set(self._in_backward, backward_prefetch=count)
 
-    def _set(self, **count: int) -> None:
+    @staticmethod
+    def _set(units: Units[Prefetching], **count: int) -> None:
         for value in count.values():
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"a prefetch limit is a number of units, 0 or more, but got {value!r}")
-        for unit in self._units:
+        for unit in units:
             unit.policy = dataclasses.replace(unit.policy, **count)
