@@ -13,13 +13,19 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed._composable_state import _State
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
     TrainingState,
     as_backward_prefetch,
     as_cpu_offload,
@@ -34,6 +40,7 @@ from fsdp.flat.ownership import (
     WRAPPED_MODULE,
     Ignored,
     build_handles,
+    check_initialisers,
     check_not_torch,
     materialize,
     move_to,
@@ -46,6 +53,7 @@ from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.full_params import SummonOptions, summon
 from fsdp.runtime.hooks import watch_optimizers
 from fsdp.runtime.nested import to_device
+from fsdp.runtime.order import PrefetchLimits
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import WRAPPER_PARTS, Phase, Unit, units_in
 from fsdp.wrap import auto_wrap
@@ -190,8 +198,18 @@ class FullyShardedDataParallel(nn.Module, _State):
         self.world_size: int = self.process_group.size()
         self._use_orig_params = use_orig_params
         self._reduce_unused = reduce_unused
+        self._device_mesh = device_mesh
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config: StateDictConfig = FullStateDictConfig()
+        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        self._comm_hook: Callable[..., Any] | None = None
+        self._comm_hook_state: Any = None
 
+        unit_name = f"the {type(module).__name__} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
+        if param_init_fn is None:  # of the whole tree, before any of it is wrapped
+            check_initialisers(module, ignored, unit_name)
+            owned_params(module, ignored, unit_name)
         if auto_wrap_policy is not None:
             auto_wrap(
                 module,
@@ -229,7 +247,6 @@ class FullyShardedDataParallel(nn.Module, _State):
             self.sharding_strategy = ShardingStrategy.NO_SHARD
 
         with torch.inference_mode(False):
-            unit_name = f"the {type(module).__name__} unit"
             inner = self.fsdp_modules(module)
             for wrapper in inner:
                 wrapper._parent_is_built = wrapper._has_parent = True
@@ -256,7 +273,7 @@ class FullyShardedDataParallel(nn.Module, _State):
                 views = (
                     OriginalViews(handle, members)
                     if use_orig_params
-                    else FlatViews(handle, members, _inside_checkpoint(module), unit_name, orders)
+                    else FlatViews(handle, members, _inside_checkpoint(module), orders)
                 )
                 buckets.append((handle, views))
             for item in owned:
@@ -538,6 +555,27 @@ class FullyShardedDataParallel(nn.Module, _State):
     @_sync_gradients.setter
     def _sync_gradients(self, value: bool) -> None:
         self._fsdp_unit.synchronize = value
+
+    # -- what tools read -----------------------------------------------------------------------------------------------
+
+    @property
+    def _device_handle(self) -> Any:
+        """torch's module for the kind of device the unit computes on, ``torch.cuda`` for instance."""
+        return torch.get_device_module(self.compute_device)
+
+    @property
+    def _exec_order_data(self) -> PrefetchLimits:
+        """How many units this instance, and those below it, gather ahead: readable and writable."""
+        wrappers = self.fsdp_modules(self)
+        ahead = [wrapper._fsdp_unit for wrapper in wrappers if wrapper.backward_prefetch is not None]
+        return PrefetchLimits([wrapper._fsdp_unit for wrapper in wrappers], ahead)
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    def _low_precision_hook_enabled(self) -> bool:
+        """Whether the communication hook is one of torch's two that compress gradients."""
+        return self._comm_hook is not None and self._comm_hook in LOW_PRECISION_HOOKS
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

@@ -8,14 +8,16 @@ of the buffer through ``.data``: they share no version counter with it, so a ref
 change. The price is that autograd no longer notices a wrong fill; the handle's state machine and, with
 ``FSDP_DEBUG=1``, poisoning take its place.
 
-This file alone resizes or exchanges storages, and (with ``ownership.py``, while a unit is built) assigns ``.data``.
+This file alone resizes or exchanges storages (``released.py`` sets up what they hold meanwhile), and (with
+``ownership.py``, while a unit is built) assigns ``.data``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -27,6 +29,14 @@ from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.layout import FlatLayout
+from fsdp.flat.released import CheckedLeaf, guard_released, new_leaf
+
+
+class MisplacedShardError(RuntimeError, AssertionError):
+    """A shard was moved to another device than its unit computes on, past ``.to()`` and the like.
+
+    Callers of FSDP1 expect the one type at the first use and the other one later.
+    """
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -98,6 +108,8 @@ class LentTensor:
         self.nbytes = tensor.numel() * tensor.element_size()
         self._block: torch.UntypedStorage | None = None
         tensor.untyped_storage().resize_(0)
+        if STORAGES_SWAP and self.nbytes:
+            guard_released(tensor, self.nbytes)
 
     def attach(self, block: torch.UntypedStorage) -> None:
         self._swap(block)
@@ -259,6 +271,7 @@ class FlatParamHandle:
         device: where it computes.
         offload: where shards and gradients live while nothing computes.
         full_precision: whether it computes, and reduces gradients, in ``layout.dtype``.
+        unit_name: what errors call the unit.
     """
 
     def __init__(
@@ -276,6 +289,7 @@ class FlatParamHandle:
         self.offload = offload
         self.full_precision = False
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
+        self.unit_name = "its unit"
 
         values = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=device)  # zeros: padding is born zero
         with torch.no_grad():
@@ -298,10 +312,7 @@ class FlatParamHandle:
         return shard.pin_memory() if self.offload.pin_memory else shard
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        leaves = [
-            nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=param.requires_grad)
-            for param in params
-        ]
+        leaves = [new_leaf(dtype, self.device, param.requires_grad) for param in params]
         for leaf, param in zip(leaves, params):
             leaf.__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
         return leaves
@@ -314,6 +325,9 @@ class FlatParamHandle:
         elif donated is None or donated.dtype != dtype:
             donated = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         self._copies[dtype] = copy = FullCopy(self.layout, donated, leaves, resident=resident)
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, CheckedLeaf):
+                leaf.explain = _why_not_there(weakref.ref(self), dtype, index)
         return copy
 
     def compute_in_full_precision(self, full_precision: bool) -> None:
@@ -374,9 +388,23 @@ class FlatParamHandle:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the full buffer, and so loses its values when that is released."""
-        if self.copy.lent is None or type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        kinds = (torch.Tensor, nn.Parameter, CheckedLeaf)
+        if self.copy.lent is None or type(tensor) not in kinds or tensor.layout != torch.strided:
             return False
         return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
+
+    def state_in(self, dtype: torch.dtype) -> BufferState:
+        """The state of the full copy in ``dtype``."""
+        return self._copies[dtype].state if dtype in self._copies else BufferState.SHARDED
+
+    def describe_sharded(self, index: int) -> str:
+        """Why parameter ``index`` of the layout cannot be read, and what to do."""
+        return (
+            f"parameter {self.layout.params[index].name!r} of {self.unit_name} is sharded; its values are there only "
+            "while the unit runs. Call the wrapped module itself, or a module that contains it, instead of reading the "
+            "parameter or calling a module inside the unit; use register_forward_method() for other methods, and "
+            "summon_full_params() to read parameters"
+        )
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
@@ -490,10 +518,12 @@ class FlatParamHandle:
         if new.data_ptr() == self._shard.data_ptr():
             return
         if (new.shape, new.dtype, new.device) != (self._shard.shape, self._shard.dtype, self._shard.device):
-            raise RuntimeError(
-                f"Cannot writeback the flat parameter of {self.layout.params[0].name!r} and others: its data became "
-                f"{tuple(new.shape)}, {new.dtype} on {new.device}, and the shard is {tuple(self._shard.shape)}, "
-                f"{self._shard.dtype} on {self._shard.device}"
+            kind = RuntimeError if new.device == self._shard.device else MisplacedShardError
+            raise kind(
+                f"Cannot writeback the flat parameter of {self.unit_name}: its data became {tuple(new.shape)}, "
+                f"{new.dtype} on {new.device}, and the shard is {tuple(self._shard.shape)}, {self._shard.dtype} on "
+                f"{self._shard.device}. Move or cast the wrapped module instead: .to(), .half() and the like keep the "
+                "two together"
             )
         self._shard.copy_(new)
         self.flat_param.data = self._shard
@@ -501,6 +531,21 @@ class FlatParamHandle:
     def point_at_shard(self, originals: Sequence[nn.Parameter]) -> None:
         """Re-point each original parameter's data at its part of the shard."""
         point_at(originals, self.sharded_views(self.shard))
+
+
+def _why_not_there(
+    handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype, index: int
+) -> Callable[[], str | None]:
+    """What a :class:`CheckedLeaf` of the handle's copy in ``dtype`` asks before it is read."""
+
+    def explain() -> str | None:
+        handle = handle_ref()
+        if handle is None:
+            return "a parameter was read after its unit was deleted"
+        there = handle.state_in(dtype) in (BufferState.UNSHARDED, BufferState.RESIDENT)
+        return None if there else f"{handle.describe_sharded(index)}. This reference was kept from inside a forward"
+
+    return explain
 
 
 class SlotBuffer:

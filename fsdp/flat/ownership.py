@@ -259,24 +259,17 @@ def materialize(
     Without it each module that has some is emptied on the device and its ``reset_parameters()`` called.
 
     Raises:
-        AttributeError: modules have no ``reset_parameters()``; all are listed, and nothing has been changed.
         ValueError: ``param_init_fn`` left a parameter on the meta device.
     """
     modules = [(name, owner) for name, owner in _breadth_first(module) if owner not in ignored.modules]
-    if not any(_is_meta(owner, ignored) for _, owner in modules):
+    own = [(name, owner) for name, owner in modules if _is_meta(owner, ignored)]
+    if not own:
         return
     ties = [places for places in _places(module, ignored).values() if len(places) > 1]
     if param_init_fn is not None:
         for _, owner in modules:
             param_init_fn(owner)
     else:
-        own = [(name, owner) for name, owner in modules if _is_meta(owner, ignored)]
-        lacking = [f"{name or 'itself'} ({type(owner).__name__})" for name, owner in own if not _resets(owner)]
-        if lacking:
-            raise AttributeError(
-                f"{unit_name} is on the meta device, and these of its modules have no reset_parameters() to initialise "
-                f"them: {', '.join(lacking)}. Give them one, or pass param_init_fn="
-            )
         device = resolve_device(device_id) if device_id is not None else default_device()
         with torch.no_grad():
             for _, owner in own:
@@ -292,6 +285,19 @@ def materialize(
                 "meta device; it has to give every module's own ones memory, for instance by "
                 "module.to_empty(device=..., recurse=False)"
             )
+
+
+def check_initialisers(module: nn.Module, ignored: Ignored, unit_name: str) -> None:
+    """Raises AttributeError if ``materialize`` without ``param_init_fn`` could not initialise some module of the tree;
+    all of them are listed."""
+    modules = ((name, owner) for name, owner in _breadth_first(module) if owner not in ignored.modules)
+    meta = ((name, owner) for name, owner in modules if _is_meta(owner, ignored))
+    lacking = [f"{name or 'itself'} ({type(owner).__name__})" for name, owner in meta if not _resets(owner)]
+    if lacking:
+        raise AttributeError(
+            f"{unit_name} is on the meta device, and these of its modules have no reset_parameters() to initialise "
+            f"them: {', '.join(lacking)}. Give them one, or pass param_init_fn="
+        )
 
 
 def _breadth_first(module: nn.Module) -> list[tuple[str, nn.Module]]:

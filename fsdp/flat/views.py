@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,14 +31,16 @@ class Visible:
 class ShardedPlaceholder(torch.Tensor):
     """Stands on a module for a parameter that is not gathered: has its shape, dtype and device, and no values."""
 
-    _explanation: str
+    _handle: FlatParamHandle
+    _index: int  # of the parameter in the handle's layout
 
     @staticmethod
-    def __new__(cls, leaf: nn.Parameter, dtype: torch.dtype, explanation: str) -> ShardedPlaceholder:
+    def __new__(cls, handle: FlatParamHandle, index: int) -> ShardedPlaceholder:
+        leaf, dtype = handle.leaves[index], handle.layout.dtype
         placeholder = torch.Tensor._make_wrapper_subclass(
             cls, leaf.shape, leaf.stride(), 0, dtype=dtype, device=leaf.device, requires_grad=leaf.requires_grad
         )
-        placeholder._explanation = explanation
+        placeholder._handle, placeholder._index = handle, index
         return placeholder
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -47,11 +49,32 @@ class ShardedPlaceholder(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         for value in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(value, cls):
-                raise RuntimeError(f"{func}: {value._explanation}")
+                raise RuntimeError(f"{func}: {value._handle.describe_sharded(value._index)}")
         raise AssertionError("dispatched without a placeholder")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+class _AtRest:
+    """Forward pre-hook of a module that owns sharded parameters, while they are sharded: the module was called by
+    itself, and would compute with this rank's part of them."""
+
+    KEY = "fsdp_at_rest"  # torch's own keys are integers
+
+    def __init__(self, handle: FlatParamHandle, index: int) -> None:
+        self._handle, self._index = handle, index
+
+    def __call__(self, module: nn.Module, inputs: Any) -> NoReturn:
+        raise RuntimeError(
+            f"a {type(module).__name__} was called by itself: {self._handle.describe_sharded(self._index)}"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AtRest:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"cannot pickle a module: {self._handle.describe_sharded(self._index)}")
 
 
 class _Slot:
@@ -182,6 +205,29 @@ class OriginalViews(_BucketViews):
         handle.flat_param._params = self._originals
         self._hidden_grads: list[torch.Tensor | None] = []  # of the shards, while summoned
         self._shown_grads: list[torch.Tensor | None] | None = None
+        # Parameters that are themselves read between steps are their shards. What computes with them must not.
+        self._guards = [
+            (module._forward_pre_hooks, _AtRest(handle, index))
+            for module, index in {p.module: index for index, item in enumerate(owned) for p in item.places}.items()
+            if handle.groups.sharded
+        ]
+        self._guard()
+
+    def _guard(self) -> None:
+        for pre_hooks, guard in self._guards:
+            pre_hooks[_AtRest.KEY] = guard  # type: ignore[index]
+
+    def _unguard(self) -> None:
+        for pre_hooks, _ in self._guards:
+            pre_hooks.pop(_AtRest.KEY, None)  # type: ignore[call-overload]
+
+    def use_leaves(self) -> None:
+        super().use_leaves()
+        self._unguard()
+
+    def use_sharded(self) -> None:
+        super().use_sharded()
+        self._guard()
 
     def follow(self) -> None:
         """The shard has moved or changed its dtype: point the originals at it."""
@@ -264,7 +310,8 @@ class OriginalViews(_BucketViews):
         self.use_sharded()
 
     def _register_shown(self, shown: list[nn.Parameter]) -> None:
-        self.use_sharded()  # the same objects
+        super().use_sharded()  # the same objects
+        self._unguard()
 
     def refresh(self) -> bool:
         """Follow what the user did to the parameters since the last forward; True if some ``requires_grad`` changed.
@@ -322,12 +369,10 @@ class FlatViews(_BucketViews):
         handle: FlatParamHandle,
         owned: list[OwnedParam],
         module: nn.Module,
-        unit_name: str,
         orders: dict[nn.Module, list[str]],
     ) -> None:
         """``orders``: what was registered on each module, in its order, before the unit's first bucket changed it."""
         self._orders = {place.module: orders[place.module] for item in owned for place in item.places}
-        self._unit_name = unit_name
         slots = []
         for index, (item, resting) in enumerate(zip(owned, self._resting(handle))):
             for place in item.places:  # one object at all of them, so that a tie can be seen
@@ -351,15 +396,7 @@ class FlatViews(_BucketViews):
         if not handle.groups.sharded:
             values = handle.sharded_views(handle.shard)
             return [nn.Parameter(value, leaf.requires_grad) for value, leaf in zip(values, handle.leaves)]
-        return [
-            ShardedPlaceholder(
-                leaf,
-                handle.layout.dtype,
-                f"parameter {record.name!r} of {self._unit_name} is sharded; its values are there only while the unit "
-                "runs. Call the wrapped module itself, or a module that contains it, instead of reading the parameter",
-            )
-            for record, leaf in zip(handle.layout.params, handle.leaves)
-        ]
+        return [ShardedPlaceholder(handle, index) for index in range(len(handle.leaves))]
 
     def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """New parameters with ``values`` (in their true shapes) are registered under the original names."""

@@ -7,7 +7,9 @@ moves the cursor, and where the record says nothing, nothing is gathered ahead.
 
 from __future__ import annotations
 
-from typing import Generic, Protocol, TypeVar
+import dataclasses
+from collections.abc import Sequence as Units
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Indexed(Protocol):
@@ -70,3 +72,45 @@ class ExecutionOrder(Generic[T]):
     def stop(self) -> None:
         """The pass is over; what runs until the next one is not recorded."""
         self._active = None
+
+
+class Prefetching(Protocol):
+    """What says how many units to gather ahead of it: a unit."""
+
+    policy: Any
+
+
+class PrefetchLimits:
+    """How many units a tree gathers ahead, readable and writable by the names that tools know from FSDP1.
+
+    Reading tells of the first unit, writing goes to all of them; what is written for the backward, only to those that
+    gather ahead there at all.
+    """
+
+    def __init__(self, units: Units[Prefetching], in_backward: Units[Prefetching]) -> None:
+        self._units = units
+        self._in_backward = in_backward
+
+    @property
+    def _forward_prefetch_limit(self) -> int:
+        return int(self._units[0].policy.forward_prefetch)
+
+    @_forward_prefetch_limit.setter
+    def _forward_prefetch_limit(self, count: int) -> None:
+        self._set(self._units, forward_prefetch=count)
+
+    @property
+    def _backward_prefetch_limit(self) -> int:
+        return int(self._units[0].policy.backward_prefetch)
+
+    @_backward_prefetch_limit.setter
+    def _backward_prefetch_limit(self, count: int) -> None:
+        self._set(self._in_backward, backward_prefetch=count)
+
+    @staticmethod
+    def _set(units: Units[Prefetching], **count: int) -> None:
+        for value in count.values():
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"a prefetch limit is a number of units, 0 or more, but got {value!r}")
+        for unit in units:
+            unit.policy = dataclasses.replace(unit.policy, **count)

@@ -333,6 +333,12 @@ class BucketGradients:
             current = self.views.grad(position)
             if current is None:
                 self.views.set_grad(position, grad)
+            elif (current.shape, current.device) != (grad.shape, grad.device):
+                raise AssertionError(
+                    f"the gradient of {visible.name!r} of {self.handle.unit_name} is {tuple(current.shape)} on "
+                    f"{current.device}, and the one to be added to it {tuple(grad.shape)} on {grad.device}: leave "
+                    ".grad as it is between backwards, or set it to None"
+                )
             else:
                 present.append(current)
                 added.append(grad)

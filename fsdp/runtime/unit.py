@@ -68,8 +68,8 @@ class Unit:
         precision: UnitPrecision,
     ) -> None:
         self.module = module
-        self.name = name
         self.handles = [handle for handle, _ in buckets]
+        self.name = self._named(name)
         self.views = [views for _, views in buckets]
         self.groups = groups
         self.device = device
@@ -120,8 +120,13 @@ class Unit:
             before.release(self)
         self._context = weakref.ref(context)
         self._communicator = Communicator(self.groups, context.streams)
-        self.index, self.name, self.ancestors = index, name, ancestors
+        self.index, self.name, self.ancestors = index, self._named(name), ancestors
         self.precision.place_buffers(self.device)
+
+    def _named(self, name: str) -> str:
+        for handle in self.handles:
+            handle.unit_name = name
+        return name
 
     @property
     def group(self) -> Any | None:

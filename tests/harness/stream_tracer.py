@@ -178,7 +178,7 @@ class _Block:
     def is_free(self) -> bool:
         if not self.freed:
             storage = torch.UntypedStorage._new_with_weak_ptr(self.holder.cdata)
-            self.freed = storage is None or storage.data_ptr() != self.address
+            self.freed = storage is None or not storage.nbytes() or storage.data_ptr() != self.address
         return self.freed
 
     @property
@@ -387,7 +387,7 @@ class StreamTracer(TorchDispatchMode):
     def _swapped(self, one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
         """The two storages are about to exchange their memory."""
         for storage, new_holder in ((one, other), (other, one)):
-            if storage.data_ptr():
+            if storage.nbytes():  # what is released may not be asked for its address
                 if not self._is_known(storage):
                     self.current.advance()
                     self._allocate(storage, "a storage's constructor")
@@ -395,11 +395,11 @@ class StreamTracer(TorchDispatchMode):
 
     def _resizing(self, storage: torch.UntypedStorage) -> None:
         """The storage is about to free its memory."""
-        if storage.data_ptr():
+        if storage.nbytes():
             self._find(storage).freed = True
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        if storage.data_ptr():
+        if storage.nbytes():
             self.current.advance()
             self._allocate(storage, "resize_")
 
@@ -524,4 +524,4 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return None
     storage = tensor.untyped_storage()
-    return storage if storage.data_ptr() else None
+    return storage if storage.nbytes() else None

@@ -1,0 +1,186 @@
+"""What is read after its memory was given back: an error where torch lets us, and never a crash of the process.
+
+A program may keep what it read inside a forward: a leaf, or a view of one. Once the unit is resharded there is no
+memory behind it, and torch's kernels do not check for that: on CPU the process would die.
+
+[Note: Released memory]
+The storage of a released buffer has 0 bytes, so what looks at its size (views, matrix products) refuses it. Where torch
+can have a storage refuse every access (in builds for CUDA) it does, with a message. Elsewhere, on CPU, it refuses to be
+written, and points to address space without memory of its own, in which whatever reads it nevertheless finds NaN. All
+of this is set up once per buffer and changes places with the memory that is lent, so it costs nothing per step. With
+``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the parameter in every build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.dlpack import from_dlpack
+
+_MESSAGE = (
+    "a sharded parameter was used, through a reference kept from inside a forward, after its unit was resharded. Use "
+    "it inside the forward, copy it there, or use summon_full_params(); FSDP_DEBUG=1 names the parameter"
+)
+
+
+def guard_released(tensor: torch.Tensor, nbytes: int) -> None:
+    """Make the storage of ``tensor``, which has 0 bytes while ``nbytes`` of memory are away, safe to use by mistake.
+
+    What is set here goes to the other storage when the two exchange their memory, and comes back with it.
+    """
+    storage: Any = tensor.untyped_storage()
+    if _storages_refuse():
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, _MESSAGE)
+    elif tensor.device.type == "cpu" and sys.platform == "linux":
+        try:
+            nowhere = _without_memory(nbytes)
+        except OSError:  # a system that gives no address space: nothing is guarded, and nothing else depends on it
+            return
+        torch._C._set_throw_on_mutable_data_ptr(nowhere)
+        storage._swap_data_ptr_(nowhere.untyped_storage())
+
+
+@functools.cache
+def _storages_refuse() -> bool:
+    """Whether a storage can be told to refuse every access, and whether that goes with the memory it has."""
+    refuse: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+    if refuse is None:
+        return False
+    tensor, block = torch.ones(1, device="cpu"), torch.ones(1, device="cpu")
+    storage: Any = tensor.untyped_storage()
+    storage.resize_(0)
+    refuse(storage._cdata, _MESSAGE)
+    try:
+        storage._swap_data_ptr_(block.untyped_storage())
+        tensor.add(1)
+        storage._swap_data_ptr_(block.untyped_storage())
+    except RuntimeError:
+        return False
+    try:
+        tensor.add(1)
+    except RuntimeError:
+        return True
+    return False
+
+
+class _DLTensor(ctypes.Structure):
+    """The exchange format of tensors between libraries (DLPack), here of 1-D ones of bytes in host memory."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("type_code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+def _without_memory(nbytes: int) -> torch.Tensor:
+    """A tensor of 0 bytes on CPU, at whose address ``nbytes`` can be read: of any floating point type, NaN."""
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    described = _address_space(max(nbytes, mmap.PAGESIZE).bit_length())
+    return from_dlpack(new_capsule(ctypes.addressof(described), b"dltensor", None))
+
+
+@functools.cache
+def _address_space(bits: int) -> _DLTensor:
+    """``2 ** bits`` bytes of address space, all ones, described as a tensor of none. It lasts as long as the process,
+    and takes little memory: a few pages that appear again and again."""
+    nbytes = 1 << bits
+    chunk = max(nbytes >> 9, mmap.PAGESIZE)
+    pages = os.memfd_create("fsdp")
+    try:
+        os.write(pages, b"\xff" * chunk)
+        space = _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        for offset in range(0, nbytes, chunk):
+            _map(space + offset, chunk, mmap.MAP_SHARED | _MAP_FIXED, pages)
+    finally:
+        os.close(pages)
+    return _DLTensor(
+        data=space, device_type=1, ndim=1, type_code=1, bits=8, lanes=1, shape=ctypes.pointer(ctypes.c_int64(0))
+    )
+
+
+_MAP_FIXED = 0x10
+
+
+def _map(address: int | None, nbytes: int, flags: int, file: int) -> int:
+    """The system's mmap(2), read-only: Python's own does not let one say where."""
+    system_call = ctypes.CDLL(None, use_errno=True).mmap
+    system_call.restype = ctypes.c_void_p
+    system_call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    mapped = system_call(address, nbytes, mmap.PROT_READ, flags, file, 0)
+    if mapped == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+    return int(mapped)
+
+
+# -- leaves that know whether they may be read -------------------------------------------------------------------------
+
+
+def new_leaf(dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.nn.Parameter:
+    """An empty parameter; under ``FSDP_DEBUG=1`` a :class:`CheckedLeaf`."""
+    empty = torch.empty(0, dtype=dtype, device=device)
+    if os.environ.get("FSDP_DEBUG", "0") == "1":
+        return CheckedLeaf(empty, requires_grad)  # type: ignore[return-value]
+    return torch.nn.Parameter(empty, requires_grad=requires_grad)
+
+
+class CheckedLeaf(torch.Tensor):
+    """A parameter, or a view of one, that raises when its values are used while they are not there.
+
+    ``explain`` returns the error's text, and None while the values are there. Views take it over.
+    """
+
+    explain: Callable[[], str | None]
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor, requires_grad: bool) -> CheckedLeaf:
+        leaf: Any = torch.Tensor._make_subclass(cls, data, requires_grad)
+        leaf._is_param = True
+        leaf.explain = lambda: None
+        return leaf
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        checked = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, cls)]
+        is_view = getattr(func, "is_view", False)
+        if not is_view:
+            for value in checked:
+                error = value.explain()
+                if error is not None:
+                    raise RuntimeError(f"{func}: {error}")
+        with torch._C._DisableTorchDispatch():
+            result = func(*args, **(kwargs or {}))
+        if not is_view:
+            return result
+
+        def also_checked(view: Any) -> Any:
+            if not isinstance(view, torch.Tensor):
+                return view
+            view = torch.Tensor._make_subclass(cls, view)
+            view.explain = checked[0].explain
+            return view
+
+        return pytree.tree_map(also_checked, result)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"CheckedLeaf(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"

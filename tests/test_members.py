@@ -1,0 +1,127 @@
+"""What tools read of an instance: by the names, and with the values, that torch's FSDP1 has in the same situation."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
+
+import fsdp
+from fsdp import MixedPrecision
+from fsdp.api import TrainingState
+from tests.harness.pool import run_ranks
+from tests.test_wrapper import WIDTH, StandIn, batch, build, error_of, net, torchs
+
+NAMES = ["_has_params", "_flat_param", "params", "_is_root", "training_state", "rank", "world_size", "process_group"]
+NAMES += ["compute_device", "sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch"]
+NAMES += ["forward_prefetch", "limit_all_gathers", "_use_orig_params", "_device_mesh", "_state_dict_type"]
+NAMES += ["_state_dict_config", "_optim_state_dict_config", "_comm_hook", "_comm_hook_state", "_sync_gradients"]
+METHODS = ["_mixed_precision_enabled_for_buffers", "_low_precision_hook_enabled", "check_is_root"]
+
+
+def _described(value: Any) -> Any:
+    """In words that do not depend on whose class it is."""
+    if isinstance(value, torch.Tensor):
+        return type(value).__name__, tuple(value.shape), value.dtype, value.requires_grad
+    if isinstance(value, (list, tuple)):
+        return [_described(item) for item in value]
+    if hasattr(value, "name") and hasattr(value, "value"):
+        return type(value).__name__, value.name
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value).__name__, vars(value)
+    return value
+
+
+def _read(model: Any, names: list[str]) -> dict[str, Any]:
+    found = {name: _described(getattr(model, name)) for name in names}
+    found["is the default group"] = found.pop("process_group") is dist.group.WORLD
+    found["current device"] = model._device_handle.current_device()
+    found["its flat parameter"] = model._handle is None or model._handle.flat_param is model._flat_param
+    if model.backward_prefetch is not None:
+        found["backward limit"] = model._exec_order_data._backward_prefetch_limit
+    found["has a forward limit"] = hasattr(model._exec_order_data, "_forward_prefetch_limit")
+    return found
+
+
+def _compare(use_orig_params: bool) -> None:
+    def both(module: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
+        options["use_orig_params"] = use_orig_params
+        return build(module(), **options), torchs(module(), **options)
+
+    pairs = [
+        both(net),
+        both(net, backward_prefetch=None, forward_prefetch=True, limit_all_gathers=False),
+        both(lambda: nn.Sequential(nn.Tanh())),
+    ]
+    for ours, theirs in pairs:
+        assert repr(ours) == repr(theirs)
+        for when in ("built", "asked", "used", "in no_sync", "shown"):
+            if when == "asked":
+                for name in METHODS:
+                    assert getattr(ours, name)() == getattr(theirs, name)(), name
+            elif when == "used":
+                for model in (ours, theirs):
+                    model(batch(0, dist.get_rank())).sum().requires_grad_().backward()
+                assert len(ours._all_handles) == len(theirs._all_handles)
+            for model in (ours, theirs):
+                model.inside = model.no_sync() if when == "in no_sync" else warnings.catch_warnings()
+                model.inside = model.summon_full_params(model) if when == "shown" else model.inside
+                model.inside.__enter__()
+            names = [name for name in NAMES if when != "shown" or name not in ("params", "_flat_param")]
+            mine, torchs_own = _read(ours, names), _read(theirs, names)
+            differ = {name: (mine[name], torchs_own[name]) for name in mine if mine[name] != torchs_own[name]}
+            assert not differ, f"{when}: {differ}"
+            for model in (ours, theirs):
+                model.inside.__exit__(None, None, None)
+    ours, theirs = pairs[0]
+    for model in (ours, theirs):
+        model._comm_hook = LOW_PRECISION_HOOKS[1]
+        assert model._low_precision_hook_enabled()
+        model._comm_hook = print
+        assert not model._low_precision_hook_enabled()
+        model.mixed_precision.buffer_dtype = torch.bfloat16
+        assert model._mixed_precision_enabled_for_buffers()
+        model._reset_lazy_init()
+        assert model._is_root is None and model.check_is_root()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_attributes_have_torchs_values(use_orig_params: bool) -> None:
+    """R9-R11, R13, R18, A7"""
+    run_ranks(2, _compare, use_orig_params)
+
+
+def test_prefetch_limits_are_writable() -> None:
+    """K10: by the names that tools write to; for all units below, before or after the first use."""
+    module = net()
+    inner = module.layers = build(module.layers, process_group=StandIn(0, 1))
+    model = build(module, process_group=StandIn(0, 1))
+    model._exec_order_data._forward_prefetch_limit = 3
+    model(batch(0, 0)).sum().backward()
+    model._exec_order_data._backward_prefetch_limit = 2
+    for instance in (model, inner):
+        limits = instance._exec_order_data
+        assert (limits._forward_prefetch_limit, limits._backward_prefetch_limit) == (3, 2)
+        assert (instance._fsdp_unit.policy.forward_prefetch, instance._fsdp_unit.policy.backward_prefetch) == (3, 2)
+    inner._exec_order_data._backward_prefetch_limit = 0
+    assert model._exec_order_data._backward_prefetch_limit == 2
+    never = build(net(), process_group=StandIn(0, 1), backward_prefetch=None)
+    never._exec_order_data._backward_prefetch_limit = 2
+    assert never._fsdp_unit.policy.backward_prefetch == 0
+    for wrong in (-1, "all", None):
+        assert error_of(setattr, limits, "_forward_prefetch_limit", wrong).startswith("ValueError: a prefetch limit is")
+    assert limits._forward_prefetch_limit == 3
+
+
+def test_defaults_of_the_state_dict_settings_are_each_instances_own() -> None:
+    first, second = (build(net(), process_group=StandIn()) for _ in range(2))
+    assert first._state_dict_config == second._state_dict_config == fsdp.FullStateDictConfig()
+    assert first._state_dict_config is not second._state_dict_config
+    assert first._optim_state_dict_config is not second._optim_state_dict_config
+    assert first.mixed_precision == MixedPrecision() and first.training_state is TrainingState.IDLE
+    assert first.compute_device.type == "cpu" and first.module.head.in_features == WIDTH
