@@ -299,9 +299,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "                if not gradients.is_open:  # unused beside a used one: zeros, on every rank alike\n"
-        "                    gradients.open(context.reductions, synchronize=True)\n",
-        "                if not gradients.is_open:\n                    continue\n",
+        "            if not gradients.is_open:  # unused, but not by all: zeros, on every rank alike\n"
+        "                gradients.open(context.reductions, synchronize=True)\n",
+        "            if not gradients.is_open:\n                continue\n",
         "an unused bucket beside a used one gets no gradient",
         BACKWARD,
     ),

@@ -575,7 +575,7 @@ class Unit:
         for bucket, gradients in enumerate(self.gradients):
             if not gradients.trainable:
                 continue
-            if not gradients.is_open:  # unused, beside a used one or on this rank: zeros, so that all ranks do alike
+            if not gradients.is_open:  # unused, but not by all: zeros, on every rank alike
                 gradients.open(context.reductions, synchronize=True)
             assert self._communicator is not None
             gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"), ticket)
