@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -26,14 +27,19 @@ METHODS = ["_mixed_precision_enabled_for_buffers", "_low_precision_hook_enabled"
 
 def _described(value: Any) -> Any:
     """In words that do not depend on whose class it is."""
+    import torch.distributed.fsdp.api as torch_api
+
     if isinstance(value, torch.Tensor):
         return type(value).__name__, tuple(value.shape), value.dtype, value.requires_grad
     if isinstance(value, (list, tuple)):
         return [_described(item) for item in value]
     if hasattr(value, "name") and hasattr(value, "value"):
         return type(value).__name__, value.name
-    if hasattr(value, "__dataclass_fields__"):
-        return type(value).__name__, vars(value)
+    if dataclasses.is_dataclass(value):  # ours may have more fields
+        torchs_own = getattr(torch_api, type(value).__name__)
+        return type(value).__name__, {
+            field.name: getattr(value, field.name) for field in dataclasses.fields(torchs_own)
+        }
     return value
 
 
