@@ -112,12 +112,15 @@ def _address_space(bits: int) -> _DLTensor:
             _map(space + offset, chunk, mmap.MAP_SHARED | _MAP_FIXED, pages)
     finally:
         os.close(pages)
-    return _DLTensor(
+    described = _DLTensor(
         data=space, device_type=1, ndim=1, type_code=1, bits=8, lanes=1, shape=ctypes.pointer(ctypes.c_int64(0))
     )
+    _described.append(described)
+    return described
 
 
 _MAP_FIXED = 0x10
+_described: list[_DLTensor] = []  # every tensor made of one looks at it when it is freed
 
 
 def _map(address: int | None, nbytes: int, flags: int, file: int) -> int:
