@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import warnings
@@ -50,6 +51,7 @@ from fsdp.flat.ownership import (
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
 from fsdp.runtime.context import RootContext, UnitPolicy
+from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, summon
 from fsdp.runtime.hooks import watch_optimizers
 from fsdp.runtime.nested import to_device
@@ -605,10 +607,29 @@ class FullyShardedDataParallel(nn.Module, _State):
             for unit, value in zip(units, before):
                 unit.synchronize = value
 
-    # -- not yet -------------------------------------------------------------------------------------------------------
+    # -- copies --------------------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self._refuse("copy.deepcopy() of a wrapped module; build and wrap the model again")
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        """An independent model with the same values and no gradients, over the same ranks; nothing is communicated.
+
+        Raises:
+            RuntimeError: an instance in it runs, or is inside ``summon_full_params``.
+        """
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        for shared in (self.process_group, self._device_mesh):
+            memo[id(shared)] = shared
+        own = {"_fsdp_unit": None, "_root_context": None, "_is_root": None}
+
+        def copy_module() -> nn.Module:
+            state = {name: value for name, value in self.__dict__.items() if name not in own}
+            copied.__dict__.update(copy.deepcopy(state, memo))
+            return copied._fsdp_wrapped_module
+
+        copied.__dict__.update(own)
+        copied._fsdp_unit = copy_unit(self._fsdp_unit, copy_module, memo)
+        return copied
+
+    # -- not yet -------------------------------------------------------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -704,15 +725,24 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module.module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module.module).__name__} has no method {method_name!r}")
-    wrapper_ref = weakref.ref(module)
+    module.__dict__[method_name] = functools.update_wrapper(_GatheredMethod(module, method_name), method)
 
-    @functools.wraps(method)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        wrapper = wrapper_ref()
+
+class _GatheredMethod:
+    """A method of the wrapped module that runs like its forward."""
+
+    def __init__(self, wrapper: FullyShardedDataParallel, name: str) -> None:
+        self._wrapper, self._name = weakref.ref(wrapper), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        wrapper = self._wrapper()
         assert wrapper is not None
-        return wrapper._run(getattr(wrapper.module, method_name), args, kwargs)
+        return wrapper._run(getattr(wrapper.module, self._name), args, kwargs)
 
-    module.__dict__[method_name] = gathered
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatheredMethod:
+        copied: Any = _GatheredMethod(memo[id(self._wrapper())], self._name)
+        functools.update_wrapper(copied, self.__wrapped__)  # type: ignore[attr-defined]
+        return copied
 
 
 class UnshardHandle:

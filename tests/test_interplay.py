@@ -3,15 +3,18 @@ copies of the model. With the numbers of a plain model."""
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import ShardingStrategy
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, register_forward_method
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, named_parameters, rank_batch, run_plain, sgd
@@ -159,3 +162,122 @@ def wrap_late() -> None:
 def test_an_optimizer_from_before_wrapping_trains_or_is_warned_of() -> None:
     """D13."""
     run_ranks(2, wrap_late)
+
+
+# -- copies --------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """A tied weight, a frozen part, a buffer, an LSTM, and a method beside `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 7), nn.Linear(7, 7)
+        self.second.weight = self.first.weight
+        self.blocks = nn.Sequential(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 7)), nn.LSTM(7, 7))
+        self.blocks[0][0].requires_grad_(False)
+        self.register_buffer("scale", torch.full((1,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.blocks(self.first(x))[0])) * self.scale
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self(x) * 2
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    loss = model(torch.randn(3, 2, 7)).float().square().mean()
+    loss.backward()
+    for param in model.parameters():  # of the plain model, which every rank has
+        if type(model) is Tied and param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def copy_models() -> None:
+    for index, strategy in enumerate(STRATEGIES):
+        for use_orig_params in (False, True):
+            torch.manual_seed(0)
+            plain = Tied()
+            policy = ModuleWrapPolicy({nn.Sequential, nn.LSTM} if index else {nn.LSTM})
+            model = wrap(deepcopy(plain), strategy, use_orig_params, wrap_policy=policy)
+            register_forward_method(model, "twice")
+            pristine = deepcopy(model)  # before the first use
+            optimizers = [optimizer_of(module) for module in (plain, model)]
+            for seed in range(3):
+                losses = [step(module, opt, seed) for module, opt in zip((plain, model), optimizers, strict=True)]
+                assert torch.equal(*losses)
+            plain_copy, plain_optimizer = deepcopy((plain, optimizers[0]))
+            copied, optimizer = deepcopy((model, optimizers[1]))
+            assert type(copied) is type(model) and copied.process_group is model.process_group
+            held = {param.untyped_storage().data_ptr() for param in model.parameters() if param.numel()}
+            assert held.isdisjoint(p.untyped_storage().data_ptr() for p in copied.parameters() if p.numel())
+            assert all(param.grad is None for param in copied.parameters())
+            assert [n for n, _ in copied.named_parameters()] == [n for n, _ in model.named_parameters()]
+            assert copied.module.first.weight is copied.module.second.weight  # R07
+            for seed in range(3, 6):  # the two go on by themselves, one on other data
+                for module, opt, offset in (
+                    (plain, optimizers[0], 0),
+                    (model, optimizers[1], 0),
+                    (plain_copy, plain_optimizer, 100),
+                    (copied, optimizer, 100),
+                ):
+                    step(module, opt, seed + offset)
+            for ours, theirs in ((model, plain), (copied, plain_copy)):
+                assert_bit_equal(full_parameters(ours), named_parameters(theirs), f"{strategy}, {use_orig_params}")
+            with torch.no_grad():  # an average for evaluation, of the shards alone
+                for mine, other in zip(copied.parameters(), model.parameters(), strict=True):
+                    mine.lerp_(other, 0.5)
+                for mine, other in zip(plain_copy.parameters(), plain.parameters(), strict=True):
+                    mine.lerp_(other, 0.5)
+                x = torch.randn(3, 2, 7)
+                assert torch.equal(copied(x), plain_copy(x))
+                assert torch.equal(copied.twice(x), plain_copy(x) * 2)
+                torch.manual_seed(0)
+                assert torch.equal(pristine(x), Tied()(x))
+            with FullyShardedDataParallel.summon_full_params(model), pytest.raises(RuntimeError, match="can be copied"):
+                deepcopy(model)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_copies_are_models_of_their_own(world_size: int) -> None:
+    """W13, W19: deepcopy before and after the first use, with and without the optimizer."""
+    run_ranks(world_size, copy_models)
+
+
+def copy_in_precision() -> None:
+    precision = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    model = wrap(Tied(), use_orig_params=True, wrap_policy=ModuleWrapPolicy({nn.LSTM}), mixed_precision=precision)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    loss = model(torch.ones(3, 2, 7)).float().sum()
+    copied = deepcopy(model)  # between a forward and its backward
+    assert copied.module.scale.dtype is torch.bfloat16
+    assert copied._fsdp_unit.precision.original_dtype(copied.module.scale) is torch.float32
+    loss.backward()
+    before = full_parameters(copied)
+    assert_bit_equal(before, full_parameters(model), "values")
+    with torch.no_grad():
+        assert torch.equal(copied(torch.ones(3, 2, 7)), model(torch.ones(3, 2, 7)))
+    model.zero_grad()
+    step(model, optimizer, 1)
+    assert_bit_equal(full_parameters(copied), before, "the copy stays")
+    reference = weakref.ref(copied)
+    gc.disable()
+    try:
+        del copied
+        assert reference() is None, "only the garbage collector would free the copy"
+    finally:
+        gc.enable()
+
+
+def test_copies_keep_precision_and_are_freed() -> None:
+    run_ranks(2, copy_in_precision)

@@ -277,12 +277,16 @@ class FlatParamHandle:
     def __init__(
         self,
         layout: FlatLayout,
+        shard: torch.Tensor,
         params: Sequence[nn.Parameter],
         groups: Groups,
         device: torch.device,
         offload: CPUOffload,
+        *,
+        donated: torch.Tensor | None = None,
     ) -> None:
-        """Copies ``params`` into the layout; they stay as they are."""
+        """Takes ``shard`` over. ``params`` tell what requires grad, and what users have hung on it; ``donated`` is
+        memory of the size of a full buffer that may become one."""
         self.layout = layout
         self.groups = groups
         self.device = device
@@ -291,18 +295,36 @@ class FlatParamHandle:
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self.unit_name = "its unit"
 
-        values = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=device)  # zeros: padding is born zero
-        with torch.no_grad():
-            for view, param in zip(parameter_views(layout, values), params):
-                view.copy_(param)
-        start, end = layout.shard_range(groups.shard_rank)
-        self._shard = self._put_at_rest(values[start:end].clone() if groups.sharded else values)
+        self._shard = self._put_at_rest(shard)
         requires_grad = any(param.requires_grad for param in params)
         self.flat_param: Any = FlatParameter(self._shard, requires_grad=requires_grad)
         setattr(self.flat_param, "_fqns", [param.name for param in layout.params])  # noqa: B010, tools read it
         self._copies: dict[torch.dtype, FullCopy] = {}
         leaves = self._new_leaves(layout.compute_dtype, params)
-        self.copy = self._make_copy(layout.compute_dtype, leaves, values if groups.sharded else None)
+        self.copy = self._make_copy(layout.compute_dtype, leaves, donated)
+
+    @staticmethod
+    def flatten(
+        layout: FlatLayout,
+        params: Sequence[nn.Parameter],
+        groups: Groups,
+        device: torch.device,
+        offload: CPUOffload,
+    ) -> FlatParamHandle:
+        """A handle with the values of ``params``, which stay as they are."""
+        values = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=device)  # zeros: padding is born zero
+        with torch.no_grad():
+            for view, param in zip(parameter_views(layout, values), params):
+                view.copy_(param)
+        if not groups.sharded:
+            return FlatParamHandle(layout, values, params, groups, device, offload)
+        start, end = layout.shard_range(groups.shard_rank)
+        return FlatParamHandle(layout, values[start:end].clone(), params, groups, device, offload, donated=values)
+
+    def clone(self) -> FlatParamHandle:
+        """One with the same values, in memory of its own."""
+        shard = self._shard.clone()
+        return FlatParamHandle(self.layout, shard, self.leaves, self.groups, self.device, self.offload)
 
     def _put_at_rest(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, in host memory if that is where it lives."""

@@ -176,7 +176,7 @@ def build_handles(
             shard_alignment=shard_alignment,
         )
         params = [item.param for item in members]
-        handles.append((FlatParamHandle(layout, params, groups, device, offload), members))
+        handles.append((FlatParamHandle.flatten(layout, params, groups, device, offload), members))
     return handles
 
 

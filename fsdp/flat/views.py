@@ -80,11 +80,11 @@ class _AtRest:
 class _Slot:
     """One registration: the dictionary that holds it, and what goes there."""
 
-    __slots__ = ("attribute", "index", "module", "owner", "plain", "sharded")
+    __slots__ = ("attribute", "index", "module", "name", "owner", "plain", "sharded")
 
     def __init__(self, owner: dict[str, Any], place: Place, index: int, sharded: Any) -> None:
         """``index``: of the parameter in the layout."""
-        self.owner, self.module, self.attribute = owner, place.module, place.attribute
+        self.owner, self.module, self.attribute, self.name = owner, place.module, place.attribute, place.name
         self.index, self.sharded = index, sharded
         # A class with a __setattr__ of its own (torch's RNNs) keeps books that a dictionary write would pass by.
         self.plain = type(place.module).__setattr__ is nn.Module.__setattr__
@@ -173,6 +173,13 @@ class _BucketViews:
     def _register_shown(self, shown: list[nn.Parameter]) -> None:
         raise AssertionError("each mode has its own")
 
+    def _owned_in(self, memo: dict[int, Any]) -> list[OwnedParam]:
+        """Where each parameter is registered in the copies that ``memo`` has of the modules; without parameters."""
+        owned: list[Any] = [OwnedParam(None, []) for _ in self.handle.layout.params]  # type: ignore[arg-type]
+        for slot in self._slots:
+            owned[slot.index].places.append(Place(memo[id(slot.module)], slot.attribute, slot.name))
+        return owned
+
     def use_sharded(self) -> None:
         """The modules show what stands for the parameters while they are sharded."""
         for owner, attribute, sharded in self._sharded_writes:
@@ -228,6 +235,22 @@ class OriginalViews(_BucketViews):
     def use_sharded(self) -> None:
         super().use_sharded()
         self._guard()
+
+    def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
+        """The modules are about to be copied; ``handle`` is the copy of this one's. Says what to put for what is on
+        them."""
+        memo[id(self.handle.flat_param)] = handle.flat_param
+        for original in self._originals:
+            copied: Any = torch.Tensor._make_subclass(type(original), original.detach()[:0], original.requires_grad)
+            copied.__dict__.update(original.__dict__)
+            memo[id(original)] = copied
+
+    def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
+        """The same for ``handle``, and for the copies of the modules that ``memo`` has."""
+        owned = self._owned_in(memo)
+        for item, original in zip(owned, self._originals):
+            item.param = memo[id(original)]
+        return OriginalViews(handle, owned)
 
     def follow(self) -> None:
         """The shard has moved or changed its dtype: point the originals at it."""
@@ -397,6 +420,19 @@ class FlatViews(_BucketViews):
             values = handle.sharded_views(handle.shard)
             return [nn.Parameter(value, leaf.requires_grad) for value, leaf in zip(values, handle.leaves)]
         return [ShardedPlaceholder(handle, index) for index in range(len(handle.leaves))]
+
+    def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
+        memo[id(self.handle.flat_param)] = handle.flat_param
+        for slot in self._slots:
+            memo[id(slot.sharded)] = slot.sharded  # until it is replaced
+
+    def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
+        owned, home = self._owned_in(memo), memo[id(self._home)]
+        del home._parameters[self._name]
+        for place in (place for item in owned for place in item.places):
+            place.module.__dict__.pop(place.attribute)
+            place.module._parameters[place.attribute] = None
+        return FlatViews(handle, owned, home, {memo[id(module)]: order for module, order in self._orders.items()})
 
     def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """New parameters with ``values`` (in their true shapes) are registered under the original names."""

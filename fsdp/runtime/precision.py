@@ -36,6 +36,16 @@ class UnitPrecision:
         self._ignored = ignored
         self._original_dtypes = WeakIdKeyDictionary()  # of the buffers that were cast
 
+    def copied(self, module: nn.Module, memo: dict[int, Any]) -> UnitPrecision:
+        """The same for ``module``, a copy of this one's, with the copies that ``memo`` has of what is in it."""
+        ignored = frozenset(memo.get(id(owner), owner) for owner in self._ignored)
+        result = UnitPrecision(module, self.asked, ignored)
+        result.full_in_eval = self.full_in_eval
+        for buffer, dtype in self._original_dtypes.items():
+            if id(buffer) in memo:
+                result._original_dtypes[memo[id(buffer)]] = dtype
+        return result
+
     @property
     def wants_full(self) -> bool:
         """Whether a forward now is to compute in full precision."""

@@ -1,0 +1,39 @@
+"""``copy.deepcopy`` of a wrapped model: one with shards, buffers and a runtime of its own, over the same ranks.
+
+A unit is copied around the copy of its module. Before that is made, what stands on the module for parameters is given
+its counterparts in ``memo``, where ``deepcopy`` looks before it copies anything; so an optimizer that is copied
+together with the model holds the parameters of the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from fsdp.runtime.unit import Phase, Unit
+
+
+def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, Any]) -> Unit:
+    """A copy of ``unit`` around ``copy_module()``, with the same values and no gradients. It belongs to no tree yet.
+
+    Raises:
+        RuntimeError: ``unit`` runs, or is shown whole.
+    """
+    if unit.phase is not Phase.IDLE:
+        raise RuntimeError(
+            f"{unit.name} is in {unit.phase.name}: a wrapped model can be copied only while it does not run, and "
+            "outside of summon_full_params()"
+        )
+    for group in (unit.groups.shard, unit.groups.replica):
+        memo[id(group)] = group
+    handles = [handle.clone() for handle in unit.handles]
+    for handle, views in zip(handles, unit.views):
+        views.announce_copies(handle, memo)
+    module = copy_module()
+    buckets = [(handle, views.copied(handle, memo)) for handle, views in zip(handles, unit.views)]
+    precision = unit.precision.copied(module, memo)
+    copied = Unit(module, unit.name, buckets, unit.groups, unit.device, unit.policy, precision)
+    copied.synchronize = unit.synchronize
+    return copied
