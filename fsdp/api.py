@@ -29,6 +29,8 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "RaggedOptimStateDictConfig",
+    "RaggedStateDictConfig",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -174,6 +176,14 @@ class ShardedStateDictConfig(StateDictConfig):
 
 
 @dataclasses.dataclass
+class RaggedStateDictConfig(ShardedStateDictConfig):
+    """For a sharded state dict without communication: values are :class:`fsdp.checkpoint.ragged.RaggedTensor`, each
+    with the part of the parameter that lies in this rank's shard, for ``torch.distributed.checkpoint`` to save and to
+    load into at any number of ranks. Under every strategy, ``NO_SHARD`` included. ``_use_dtensor`` means nothing here.
+    """
+
+
+@dataclasses.dataclass
 class OptimStateDictConfig:
     """Options that every kind of optimizer state dict has. The default differs from the model's: state goes to CPU."""
 
@@ -199,6 +209,11 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """``_use_dtensor``: values are ``DTensor`` instead of ``ShardedTensor``; set where a device mesh was given."""
 
     _use_dtensor: bool = False
+
+
+@dataclasses.dataclass
+class RaggedOptimStateDictConfig(ShardedOptimStateDictConfig):
+    """As :class:`RaggedStateDictConfig`, for the optimizer's state."""
 
 
 @dataclasses.dataclass
@@ -298,6 +313,32 @@ def as_cpu_offload(value: Any) -> CPUOffload:
 def as_training_state(value: Any) -> TrainingState:
     """The :class:`TrainingState` that ``value``, a member of it or of torch's enum of that name, stands for."""
     return _as_member(TrainingState, value, "state")
+
+
+_STATE_DICT_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def as_state_dict_settings(state_dict_type: Any, config: Any = None, optim_config: Any = None) -> StateDictSettings:
+    """The kind of state dict with its options; None for either config means its defaults for that kind.
+
+    Raises:
+        TypeError, ValueError: ``state_dict_type`` is no member of :class:`StateDictType`.
+        RuntimeError: a config is of another kind of state dict.
+    """
+    kind = _as_member(StateDictType, state_dict_type, "state_dict_type")
+    configs: list[Any] = []
+    for cls, value, argument in zip(
+        _STATE_DICT_CONFIGS[kind], (config, optim_config), ("state_dict_config", "optim_state_dict_config")
+    ):
+        try:
+            configs.append(cls() if value is None else _as_record(cls, value, argument))
+        except TypeError as error:
+            raise RuntimeError(f"Expected {argument} of type {cls} but got {type(value)}, for {kind}") from error
+    return StateDictSettings(kind, *configs)
 
 
 _Member = TypeVar("_Member", bound=enum.Enum)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,12 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
+    StateDictSettings,
     StateDictType,
     TrainingState,
     as_backward_prefetch,
@@ -34,7 +33,10 @@ from fsdp.api import (
     as_flag,
     as_mixed_precision,
     as_sharding_strategy,
+    as_state_dict_settings,
 )
+from fsdp.checkpoint.loading import LoadingHooks, load
+from fsdp.checkpoint.state_dict import SavingHooks, collecting, strip_wrapper
 from fsdp.comm.collectives import Groups, default_group
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.ownership import (
@@ -45,7 +47,6 @@ from fsdp.flat.ownership import (
     check_not_torch,
     materialize,
     move_to,
-    own_modules,
     owned_params,
     synchronize,
 )
@@ -201,9 +202,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         self._use_orig_params = use_orig_params
         self._reduce_unused = reduce_unused
         self._device_mesh = device_mesh
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config: StateDictConfig = FullStateDictConfig()
-        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        self._set_state_dict_settings(as_state_dict_settings(StateDictType.FULL_STATE_DICT))
         self._comm_hook: Callable[..., Any] | None = None
         self._comm_hook_state: Any = None
 
@@ -295,9 +294,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         for submodule in module.modules():  # torch.compile and tools look for these two
             submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
             submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
-        for _, owner in own_modules(module):
-            owner.register_state_dict_pre_hook(_refuse_state_dict)
-            owner.register_load_state_dict_pre_hook(_refuse_state_dict)
+        self._fsdp_saving, self._fsdp_loading = SavingHooks(self), LoadingHooks(self)
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
@@ -607,6 +604,137 @@ class FullyShardedDataParallel(nn.Module, _State):
             for unit, value in zip(units, before):
                 unit.synchronize = value
 
+    # -- state dicts ---------------------------------------------------------------------------------------------------
+
+    def _set_state_dict_settings(self, settings: StateDictSettings) -> None:
+        self._state_dict_type = settings.state_dict_type
+        self._state_dict_config = settings.state_dict_config
+        self._optim_state_dict_config = settings.optim_state_dict_config
+
+    @property
+    def _state_dict_settings(self) -> StateDictSettings:
+        return StateDictSettings(self._state_dict_type, self._state_dict_config, self._optim_state_dict_config)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state of the wrapped module under its original names, in the form that ``set_state_dict_type`` chose.
+
+        All ranks have to call it alike, and not in the middle of a forward or backward. ``state_dict()`` of a module
+        that contains this one, or of one inside, gives the same values. Parameters have their sharded dtype (full
+        precision), and buffers and parameters that no unit owns are the live tensors.
+
+        * ``FULL_STATE_DICT``: whole tensors, copied. With ``rank0_only`` other ranks get only what no unit owns. One
+          gather per unit; the peak is the result and one unit.
+        * ``SHARDED_STATE_DICT``: each rank's rows, copied, as ``ShardedTensor``, or as ``DTensor`` if a device mesh was
+          given. One gather per unit.
+        * ``SHARDED_STATE_DICT`` with :class:`RaggedStateDictConfig`: what each rank's shard holds, for
+          ``torch.distributed.checkpoint``. No communication. The values are the live ones: loading into them by
+          ``torch.distributed.checkpoint`` changes the model.
+        * ``LOCAL_STATE_DICT``: each rank's part of each flat parameter, live, as ``ShardedTensor``. No communication,
+          and of use only at the same number of ranks and with the same wrapping.
+
+        The last four give a full state dict, with a warning, where nothing is sharded (``NO_SHARD``).
+
+        Raises:
+            RuntimeError: a forward or backward is under way; or ``LOCAL_STATE_DICT`` with a device mesh.
+        """
+        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
+        with collecting(self):
+            destination: dict[str, Any] = super().state_dict(*args, **kwargs)
+        strip_wrapper(destination, prefix)
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what ``state_dict()`` gives, or a plain module's or torch's FSDP1's.
+
+        Whole tensors take no communication: each rank copies its own part, so all of them have to have them. Under
+        ``FullStateDictConfig(rank0_only=True)`` the other ranks may pass an empty dict; rank 0 then hands out its
+        values unit by unit. Parameters stay the same objects, and keep their dtype and device.
+
+        Nothing is loaded unless everything fits on every rank: keys, shapes and kinds of tensor. (A module that is not
+        wrapped but contains this one loads its own parameters as it goes, and cannot take back what this one refuses.)
+
+        Args:
+            strict: whether missing and unexpected keys are errors.
+            assign: parameters that no unit owns, and buffers, become the dict's tensors. Sharded ones are copied, and
+                have to have their dtype already.
+
+        Returns:
+            the missing and unexpected keys, by their original names.
+
+        Raises:
+            RuntimeError: something does not fit here or on another rank, in the words of ``nn.Module``; or a forward
+                or backward is under way.
+        """
+        return load(self, super().load_state_dict, state_dict, strict, assign)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The kind of state dict that the instances in ``module`` make and take, with its options; None without
+        instances.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        settings: StateDictSettings | None = None
+        for name, wrapper in module.named_modules():
+            if isinstance(wrapper, FullyShardedDataParallel):
+                if wrapper._device_mesh is not None and hasattr(wrapper._optim_state_dict_config, "_use_dtensor"):
+                    wrapper._optim_state_dict_config._use_dtensor = True
+                if settings is not None and wrapper._state_dict_settings != settings:
+                    raise AssertionError(
+                        f"All FSDP instances must have the same state dict settings, but {_clean_path(name)!r} has "
+                        f"{wrapper._state_dict_settings} and others have {settings}: set them once, on the root"
+                    )
+                settings = wrapper._state_dict_settings
+        return settings
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Let the instances in ``module`` make and take this kind of state dict, with these options (None: its
+        defaults).
+
+        Returns:
+            the settings before; their fields are None where ``module`` has no instances.
+
+        Raises:
+            RuntimeError: a config that belongs to another kind.
+            AssertionError: the instances have different settings now.
+        """
+        settings = as_state_dict_settings(state_dict_type, state_dict_config, optim_state_dict_config)
+        before: Any = FullyShardedDataParallel.get_state_dict_type(module)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._set_state_dict_settings(settings)
+        return before if before is not None else StateDictSettings(*[None] * 3)  # type: ignore[arg-type]
+
+    @staticmethod
+    @contextlib.contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Iterator[None]:
+        """``set_state_dict_type`` inside; the settings before are back afterwards, also after an exception.
+
+        Raises:
+            ValueError: ``module`` has no instance, so there is nothing to set.
+        """
+        if not FullyShardedDataParallel.fsdp_modules(module):
+            raise ValueError(f"state_dict_type: there is no FullyShardedDataParallel in this {type(module).__name__}")
+        before = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+                wrapper._set_state_dict_settings(before)
+
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
@@ -636,12 +764,6 @@ class FullyShardedDataParallel(nn.Module, _State):
             "a FullyShardedDataParallel module cannot be pickled: its process group and buffers belong to this process"
         )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("state_dict()")
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("load_state_dict()")
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
         self._refuse("clip_grad_norm_()")
 
@@ -663,9 +785,6 @@ def _not_yet(name: str) -> staticmethod[..., NoReturn]:
 
 
 for _name in (
-    "state_dict_type",
-    "set_state_dict_type",
-    "get_state_dict_type",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "full_optim_state_dict",
@@ -823,7 +942,3 @@ def _check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | Non
             f"{strategy}: Expected process_group to be passed in as a pair (shard group, replica group), "
             f"got {type(group)}"
         )
-
-
-def _refuse_state_dict(*args: Any, **kwargs: Any) -> NoReturn:
-    FullyShardedDataParallel._refuse("state dicts of a wrapped module, which would hold bare shards")

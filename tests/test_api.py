@@ -25,8 +25,11 @@ ENUMS = [name for name, cls in THEIRS.items() if issubclass(cls, enum.Enum)]
 RECORDS = [name for name, cls in THEIRS.items() if dataclasses.is_dataclass(cls)]
 
 
+OUR_OWN = {"RaggedStateDictConfig", "RaggedOptimStateDictConfig"}
+
+
 def test_every_public_name_of_torchs_is_here() -> None:
-    assert set(torch_api.__all__) | {"OptimStateKeyType"} == set(api.__all__)
+    assert set(torch_api.__all__) | {"OptimStateKeyType"} | OUR_OWN == set(api.__all__)
     assert set(ENUMS) | set(RECORDS) == set(THEIRS)
 
 
@@ -170,3 +173,41 @@ def test_ignored_module_classes_must_be_classes() -> None:
     for classes in (nn.LayerNorm, [nn.LayerNorm(1)], None):
         with pytest.raises(TypeError, match="_module_classes_to_ignore must hold module classes"):
             MixedPrecision(_module_classes_to_ignore=classes).validate()
+
+
+# Kinds of state dict
+
+KINDS = {"FULL_STATE_DICT": "Full", "LOCAL_STATE_DICT": "Local", "SHARDED_STATE_DICT": "Sharded"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dict_settings_have_the_defaults_of_their_kind(kind: str) -> None:
+    ours, theirs = api.StateDictType[kind], torch_api.StateDictType[kind]
+    config, optim_config = (getattr(api, KINDS[kind] + name) for name in ("StateDictConfig", "OptimStateDictConfig"))
+    for asked in (ours, theirs):
+        assert api.as_state_dict_settings(asked) == api.StateDictSettings(ours, config(), optim_config())
+    mine = config(offload_to_cpu=True)
+    assert api.as_state_dict_settings(ours, mine).state_dict_config is mine
+    torchs = getattr(torch_api, KINDS[kind] + "OptimStateDictConfig")(offload_to_cpu=False)
+    taken = api.as_state_dict_settings(theirs, None, torchs).optim_state_dict_config
+    assert taken == optim_config(offload_to_cpu=False)
+    assert type(taken) is optim_config
+
+
+def test_state_dict_configs_of_another_kind_are_refused() -> None:
+    kind = api.StateDictType.FULL_STATE_DICT
+    for config in (api.LocalStateDictConfig(), torch_api.ShardedStateDictConfig(), api.FullStateDictConfig, 1):
+        with pytest.raises(RuntimeError, match=r"Expected state_dict_config of type .*FullStateDictConfig"):
+            api.as_state_dict_settings(kind, config)
+    with pytest.raises(RuntimeError, match=r"Expected optim_state_dict_config of type .*FullOptimStateDictConfig"):
+        api.as_state_dict_settings(kind, None, api.FullStateDictConfig())
+    with pytest.raises(TypeError, match="state_dict_type must be a StateDictType"):
+        api.as_state_dict_settings(1)
+
+
+def test_the_ragged_configs_are_sharded_ones() -> None:
+    settings = api.as_state_dict_settings(
+        api.StateDictType.SHARDED_STATE_DICT, api.RaggedStateDictConfig(), api.RaggedOptimStateDictConfig()
+    )
+    assert type(settings.state_dict_config) is api.RaggedStateDictConfig
+    assert type(settings.optim_state_dict_config) is api.RaggedOptimStateDictConfig

@@ -243,6 +243,10 @@ def copy_models() -> None:
                 assert torch.equal(copied.twice(x), plain_copy(x) * 2)
                 torch.manual_seed(0)
                 assert torch.equal(pristine(x), Tied()(x))
+            for ours, theirs in ((model, plain), (copied, plain_copy)):
+                assert_bit_equal(ours.state_dict(), theirs.state_dict(), "state dicts")
+            copied.load_state_dict(model.state_dict())
+            assert_bit_equal(full_parameters(copied), full_parameters(model), "loaded into a copy")
             with FullyShardedDataParallel.summon_full_params(model), pytest.raises(RuntimeError, match="can be copied"):
                 deepcopy(model)
 

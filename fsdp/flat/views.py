@@ -7,7 +7,7 @@ ones), so that gradients are handed out the same way in both modes. This file al
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -113,6 +113,7 @@ class _BucketViews:
             if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
                 slot.module.__dict__["flatten_parameters"] = _keep_layout
         self._shown: list[nn.Parameter] | None = None
+        self._drop: Callable[[], None] | None = None  # takes away what stands in for the parameters, if something does
         self._shown_values: list[torch.Tensor] = []
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
@@ -162,6 +163,34 @@ class _BucketViews:
     def shown(self) -> list[tuple[str, nn.Parameter]]:
         """While summoned: (name in the unit, full parameter)."""
         return [(record.name, param) for record, param in zip(self.handle.layout.params, self._shown or ())]
+
+    def show_stand_ins(self, stand_ins: Sequence[torch.Tensor]) -> None:
+        """Register these, one per parameter of the layout, in the parameters' places until ``drop_stand_ins``."""
+        self._drop = self.use_resting
+        for slot in self._slots:
+            slot.module._parameters[slot.attribute] = stand_ins[slot.index]  # type: ignore[assignment]
+
+    def show_flat_stand_in(self, home: nn.Module, name: str, stand_in: torch.Tensor) -> None:
+        """Register this alone, for the whole bucket, as ``name`` on ``home`` until ``drop_stand_ins``."""
+
+        def drop() -> None:
+            del home._parameters[name]
+            self.use_resting()
+
+        self._drop = drop
+        self.unregister()
+        home._parameters[name] = stand_in  # type: ignore[assignment]
+
+    def drop_stand_ins(self) -> None:
+        """Register what belongs there again; idempotent."""
+        drop, self._drop = self._drop, None
+        if drop is not None:
+            drop()
+
+    def registered(self) -> list[torch.Tensor | None]:
+        """What is registered in the (first) place of each parameter of the layout now."""
+        first = {slot.index: slot for slot in reversed(self._slots)}
+        return [first[index].module._parameters.get(first[index].attribute) for index in range(len(first))]
 
     def use_resting(self) -> None:
         """The modules show what they do while the unit does not run: shards, or all of it if that was summoned."""
@@ -343,6 +372,7 @@ class OriginalViews(_BucketViews):
             RuntimeError: a parameter was replaced by one of another shape.
             NotImplementedError: one registration of a shared parameter was replaced.
         """
+        self.drop_stand_ins()  # left there by something that raised
         if self.check_writeback:
             self._write_back()
         changed = False
@@ -444,16 +474,33 @@ class FlatViews(_BucketViews):
     def hide_full(self, *, write_grads: bool) -> None:
         """The flat parameter is registered again."""
         self._shown, self._shown_values = None, []
+        self._unregister_originals()
+        self.use_resting()
+
+    def _unregister_originals(self) -> None:
         for slot in self._slots:
             slot.module._parameters.pop(slot.attribute, None)
-        self._home._parameters[self._name] = self.handle.flat_param
-        self.use_sharded()
+
+    def show_stand_ins(self, stand_ins: Sequence[torch.Tensor]) -> None:
+        def drop() -> None:
+            self._unregister_originals()
+            self.use_resting()
+
+        self._drop = drop
+        self._register_originals(stand_ins)
+
+    def show_flat_stand_in(self, home: nn.Module, name: str, stand_in: torch.Tensor) -> None:
+        self._drop = self.use_resting
+        home._parameters[name] = stand_in  # type: ignore[assignment]
 
     def _register_shown(self, shown: list[nn.Parameter]) -> None:
+        self._register_originals(shown)
+
+    def _register_originals(self, tensors: Sequence[torch.Tensor]) -> None:
         self._home._parameters.pop(self._name, None)
         for slot in self._slots:
             slot.owner.pop(slot.attribute, None)
-            slot.module._parameters[slot.attribute] = shown[slot.index]
+            slot.module._parameters[slot.attribute] = tensors[slot.index]  # type: ignore[assignment]
         for module, order in self._orders.items():  # as the plain module has them
             here = dict(module._parameters)
             module._parameters.clear()
@@ -462,8 +509,7 @@ class FlatViews(_BucketViews):
 
     def use_leaves(self) -> None:
         if self._shown is not None:  # a forward inside: the plain attributes come before registered parameters
-            for slot in self._slots:
-                slot.module._parameters.pop(slot.attribute, None)
+            self._unregister_originals()
         super().use_leaves()
 
     def unregister(self) -> None:
@@ -491,6 +537,7 @@ class FlatViews(_BucketViews):
         return [flat_shard]
 
     def refresh(self) -> bool:
+        self.drop_stand_ins()  # left there by something that raised
         if self.check_writeback:
             self.handle.write_back_flat()
         wanted = self.handle.flat_param.requires_grad
@@ -505,6 +552,16 @@ class FlatViews(_BucketViews):
 
 
 BucketViews = OriginalViews | FlatViews
+
+
+def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What ``module`` itself has registered, by attribute; what is registered as None is left out."""
+    return [(attribute, param) for attribute, param in module._parameters.items() if param is not None]
+
+
+def register_instead(module: nn.Module, attribute: str, stand_in: torch.Tensor) -> None:
+    """Register ``stand_in`` as ``attribute`` of ``module``, in the place of what is there."""
+    module._parameters[attribute] = stand_in  # type: ignore[assignment]
 
 
 def registration_orders(module: nn.Module) -> dict[nn.Module, list[str]]:

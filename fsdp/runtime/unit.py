@@ -362,6 +362,38 @@ class Unit:
         assert self._communicator is not None
         self._communicator.gather(full, shard, self._tag(bucket, "gather")).wait()
 
+    def gather_shards(self, context: RootContext, *, everywhere: bool = True) -> list[torch.Tensor | None]:
+        """Every bucket's whole flat vector, in the shards' dtype and in memory of its own (of what is not sharded, the
+        shard itself). Not ``everywhere``: on rank 0 of the shard group alone, and None on the others."""
+        if not self.groups.sharded:
+            return [handle.shard for handle in self.handles]
+        ticket = context.about_to(GATHER, self)
+        gathered: list[torch.Tensor | None] = []
+        for bucket, handle in enumerate(self.handles):
+            assert self._communicator is not None
+            shard, tag = handle.shard.to(self.device), self._tag(bucket, "gather")
+            full = None
+            if everywhere or self.groups.shard_rank == 0:
+                full = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=self.device)
+            if everywhere:
+                assert full is not None
+                self._communicator.gather(full, shard, tag, ticket).wait()
+            else:
+                self._communicator.gather_to_first(full, shard, tag, ticket).wait()
+            gathered.append(full)
+        return gathered
+
+    def scatter_from_first(self, bucket: int, full: torch.Tensor | None) -> torch.Tensor:
+        """This rank's shard of what rank 0 of the shard group has as ``full`` (None on the others)."""
+        layout = self.handles[bucket].layout
+        if not self.groups.sharded:
+            assert full is not None
+            return full
+        assert self._communicator is not None
+        shard = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self.device)
+        self._communicator.scatter_from_first(shard, full, self._tag(bucket, "scatter")).wait()
+        return shard
+
     def agree_on_maximum(self, values: torch.Tensor) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""
         assert self._communicator is not None

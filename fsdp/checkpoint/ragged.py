@@ -1,0 +1,231 @@
+"""A flat interval of a tensor as rectangles: sharded state without communication.
+
+A rank's shard of a flat vector holds one interval of a parameter's elements, counted in memory order. Such an interval
+is a few rectangles of the original tensor: the end of a row, whole rows, the start of a row, and so on inwards.
+``torch.distributed.checkpoint`` saves and loads rectangles, and on loading reads from any cover of a tensor any other,
+so each rank can write what it holds and read what it needs, and no two ranks have to talk about tensor data.
+
+:class:`RaggedTensor` is what stands in a state dict for a parameter then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+
+from fsdp.flat.layout import contiguous_stride
+
+if TYPE_CHECKING:  # importing it loads torch's FSDP; whoever calls what needs it here has done so
+    import torch.distributed.checkpoint
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+
+class Box(NamedTuple):
+    """A rectangle of a tensor: its first corner and its extent, one number per dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+def rectangles(shape: Sequence[int], start: int, end: int, stride: Sequence[int] | None = None) -> tuple[Box, ...]:
+    """The boxes that together are the elements ``start`` to ``end`` (half-open) of a tensor, in that order.
+
+    Elements are counted in memory order: row-major, or as ``stride``, that of a dense tensor of this shape, tells. Each
+    box's elements lie one after the other in memory. There are at most ``2 * len(shape) - 1`` of them, and none for an
+    empty interval; a scalar's only element is one box without dimensions.
+
+    Raises:
+        ValueError: the interval does not lie in the tensor.
+    """
+    if not 0 <= start <= end <= math.prod(shape):
+        raise ValueError(f"elements {start} to {end} are no interval of a tensor of shape {tuple(shape)}")
+    order = _memory_order(shape, stride)
+    boxes = []
+    for offsets, sizes in _row_major([shape[dim] for dim in order], start, end):
+        by_dim = sorted(zip(order, offsets, sizes))
+        boxes.append(Box(tuple(offset for _, offset, _ in by_dim), tuple(size for _, _, size in by_dim)))
+    return tuple(boxes)
+
+
+def _row_major(shape: list[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offsets, sizes) of the boxes of ``start`` to ``end`` in a row-major tensor."""
+    if start == end:
+        return []
+    if not shape:
+        return [((), ())]
+    rest = shape[1:]
+    row = math.prod(rest)
+    (first, into_first), (last, into_last) = divmod(start, row), divmod(end, row)
+    if first == last:
+        return [((first, *o), (1, *s)) for o, s in _row_major(rest, into_first, into_last)]
+    boxes = []
+    if into_first:
+        boxes += [((first, *o), (1, *s)) for o, s in _row_major(rest, into_first, row)]
+        first += 1
+    if first < last:
+        boxes.append(((first, *(0 for _ in rest)), (last - first, *rest)))
+    boxes += [((last, *o), (1, *s)) for o, s in _row_major(rest, 0, into_last)]
+    return boxes
+
+
+def _memory_order(shape: Sequence[int], stride: Sequence[int] | None) -> list[int]:
+    """The dimensions from the outermost in memory to the innermost."""
+    if stride is None:
+        return list(range(len(shape)))
+    return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim], dim))
+
+
+def box_view(local: torch.Tensor, box: Box, position: int, stride: Sequence[int]) -> torch.Tensor:
+    """``box`` of a tensor with ``stride``, as a view of ``local`` (1-D), where they begin at ``position``."""
+    order = _memory_order(box.sizes, stride)
+    flat = local[position : position + box.numel].view([box.sizes[dim] for dim in order])
+    return flat.permute([order.index(dim) for dim in range(len(order))])
+
+
+class RaggedTensor(torch.Tensor):
+    """A tensor of which this rank holds the elements of one flat interval, counted in memory order.
+
+    It has the shape, dtype and device of the whole; ``local`` (1-D) are the elements ``start`` to ``end``.
+    ``torch.distributed.checkpoint`` saves the rectangles of ``boxes`` and loads them in place, so into whatever
+    memory ``local`` lies in. Copies (``detach``, ``clone``, ``to``, ``copy_`` from one of the same interval,
+    ``copy.deepcopy``) work on ``local``. Everything else raises, since the rest of the elements is on other ranks.
+    """
+
+    local: torch.Tensor
+    start: int
+    boxes: tuple[Box, ...]
+    origin: Any
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        shape: Sequence[int],
+        start: int,
+        stride: Sequence[int] | None = None,
+        origin: Any = None,
+    ) -> RaggedTensor:
+        """``local`` is kept, not copied. ``stride`` is that of the whole; None means row-major. ``origin`` is whatever
+        the maker wants to know the tensor by; copies keep it.
+
+        Raises:
+            ValueError: ``local`` is not 1-D, or the interval does not lie in the tensor.
+        """
+        if local.dim() != 1:
+            raise ValueError(
+                f"expected the elements of a flat interval, but got a tensor of shape {tuple(local.shape)}"
+            )
+        shape = tuple(shape)
+        boxes = rectangles(shape, start, start + local.numel(), stride)
+        strides = contiguous_stride(shape) if stride is None else tuple(stride)
+        self: RaggedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides, 0, dtype=local.dtype, device=local.device
+        )
+        self.local, self.start, self.boxes, self.origin = local.detach(), start, boxes, origin
+        return self
+
+    @property
+    def end(self) -> int:
+        return self.start + self.local.numel()
+
+    def same_interval(self, other: RaggedTensor) -> bool:
+        """Whether both hold the same elements of tensors of one shape and memory order."""
+        return (self.shape, self.start, self.end, self.stride()) == (
+            other.shape,
+            other.start,
+            other.end,
+            other.stride(),
+        )
+
+    def fill_from(self, whole: torch.Tensor) -> None:
+        """Fill ``local`` with its elements of ``whole``, a tensor of this shape, of any dtype and on any device."""
+        for box, view in zip(self.boxes, self.box_views()):
+            view.copy_(whole[tuple(slice(offset, offset + size) for offset, size in zip(*box))])
+
+    def box_views(self) -> list[torch.Tensor]:
+        """The elements of each of ``boxes``, with the box's shape, as a view of ``local``."""
+        views, position = [], 0
+        for box in self.boxes:
+            views.append(box_view(self.local, box, position, self.stride()))
+            position += box.numel
+        return views
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = dict(kwargs or {})
+        tensors = [value for value in args if isinstance(value, torch.Tensor)]
+        ragged: list[RaggedTensor] = [value for value in tensors if isinstance(value, RaggedTensor)]
+        alike = len(ragged) == len(tensors) and all(ragged[0].same_interval(other) for other in ragged)
+        if func not in _ELEMENTWISE or not alike:
+            raise RuntimeError(
+                f"{func} on a RaggedTensor of shape {tuple(ragged[0].shape)}: this rank holds only its elements "
+                f"{ragged[0].start} to {ragged[0].end}, in .local. Save it with torch.distributed.checkpoint, or ask "
+                "for a full state dict"
+            )
+        if kwargs.get("memory_format") is not None:
+            kwargs["memory_format"] = torch.preserve_format
+        local = func(*tree_map(lambda v: v.local if isinstance(v, RaggedTensor) else v, args), **kwargs)
+        if func is torch.ops.aten.copy_.default:
+            return ragged[0]
+        first = ragged[0]
+        return RaggedTensor(local, first.shape, first.start, first.stride(), first.origin)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"RaggedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"elements {self.start} to {self.end})"
+        )
+
+    # -- what torch.distributed.checkpoint asks for --------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
+        metadata, planner = torch.distributed.checkpoint.metadata, torch.distributed.checkpoint.planner
+        properties = metadata.TensorProperties.create_from_tensor(self.local)
+        return [
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.shape)),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        chunk = torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+        return [chunk(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for box, view in zip(self._chunks(), self.box_views() or [self.local.view(self.shape)]):
+            if index.offset is None or torch.Size(box.offsets) == index.offset:
+                return view
+        raise ValueError(f"{index.fqn!r}: no part of it on this rank starts at {index.offset}")
+
+    def _chunks(self) -> tuple[Box, ...]:
+        """``boxes``; of a tensor without elements itself, so that it is in the checkpoint at all."""
+        if self.numel() == 0:
+            return (Box(tuple(0 for _ in self.shape), tuple(self.shape)),)
+        return self.boxes
+
+
+_aten = torch.ops.aten
+_ELEMENTWISE: set[Callable[..., Any]] = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.copy_.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.zero_.default,
+}

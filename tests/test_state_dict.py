@@ -1,0 +1,845 @@
+"""Model state: which kind is made, what is in it, and where it can be loaded again."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    RaggedStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.models import ZOO
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import wrap
+
+FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+KINDS: dict[str, tuple[Any, ...]] = {
+    "full": (FULL,),
+    "full on CPU": (FULL, FullStateDictConfig(offload_to_cpu=True)),
+    "sharded": (SHARDED,),
+    "local": (LOCAL,),
+    "ragged": (SHARDED, RaggedStateDictConfig()),
+}
+MODES = [(strategy, mode) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for mode in (False, True)]
+
+
+class StandIn:
+    """All that a constructor may ask of a process group."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@contextmanager
+def kind_of(model: nn.Module, kind: str) -> Iterator[None]:
+    """The kind set, and silence about what is not sharded."""
+    with warnings.catch_warnings(), FullyShardedDataParallel.state_dict_type(model, *KINDS[kind]):
+        warnings.filterwarnings("ignore", "StateDictType.* which is not sharded", UserWarning)
+        yield
+
+
+def full_state(model: nn.Module) -> dict[str, Tensor]:
+    with kind_of(model, "full"):
+        return model.state_dict()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.again = nn.Linear(5, 5)
+        self.again.weight = self.inner.weight
+        self.register_buffer("steps", torch.tensor(3))
+        self.register_buffer("hidden", torch.zeros(2), persistent=False)
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.inner(x)) * self.scale
+
+
+class Rich(nn.Module):
+    """Buffers between parameters, ties, a module used at two places, memory in another order, frozen and ignored ones,
+    and units of fewer rows than ranks."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm = nn.BatchNorm1d(5)
+        self.blocks = nn.Sequential(Tied(), nn.Sequential(checkpoint_wrapper(Tied())))
+        self.left = nn.Linear(5, 3)
+        self.right = self.left
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.ignored = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        self.register_buffer("table", torch.randn(3, 2))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.right(self.left(self.blocks(self.norm(x)))) + self.image.sum())
+
+
+def rich(mode: bool, strategy: ShardingStrategy = FULL_SHARD, seed: int = 0) -> FullyShardedDataParallel:
+    module = Rich(seed)
+    return wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored])
+
+
+# -- there and back ----------------------------------------------------------------------------------------------------
+
+
+def _there_and_back(modes: list[tuple[ShardingStrategy, bool]]) -> None:
+    plain, noise = Rich().state_dict(), Rich(1).state_dict()
+    for strategy, mode in modes:
+        model, other = rich(mode, strategy), rich(mode, strategy)
+        objects = [id(param) for param in other.parameters()]
+        for kind in KINDS:
+            what = f"{kind}, {strategy}, use_orig_params={mode}"
+            other.load_state_dict(noise)
+            with kind_of(model, kind), kind_of(other, kind):
+                state = model.state_dict()
+                assert other.load_state_dict(state) == ([], []), what
+            got = full_state(other)
+            assert list(got) == list(plain), what
+            assert_bit_equal(got, plain, what)
+            assert got._metadata == plain._metadata, what
+            if kind != "local" or strategy is NO_SHARD or dist.get_world_size() == 1:
+                assert list(state) == list(plain), what
+        assert [id(param) for param in other.parameters()] == objects
+        assert got["image"].stride() == plain["image"].stride()
+
+
+@pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[::3]), (2, MODES), (3, MODES[:2]), (4, MODES[1:2])])
+def test_r40_every_kind_gives_back_what_was_there(world_size: int, modes: list[tuple[ShardingStrategy, bool]]) -> None:
+    """R40, T6-T10, T15, T26: names, order, values and versions are the plain model's, in both modes."""
+    run_ranks(world_size, _there_and_back, modes)
+
+
+# -- torch's FSDP1, plain modules and DDP ------------------------------------------------------------------------------
+
+
+def theirs_of(module: nn.Module, mode: bool, strategy: ShardingStrategy = FULL_SHARD) -> nn.Module:
+    from torch.distributed import fsdp as torchs
+
+    options: dict[str, Any] = {"ignored_modules": [module.ignored]} if hasattr(module, "ignored") else {}
+    return torchs.FullyShardedDataParallel(
+        module,
+        sharding_strategy=torchs.ShardingStrategy[strategy.name],
+        auto_wrap_policy=torchs.wrap.ModuleWrapPolicy({Tied}),
+        use_orig_params=mode,
+        device_id=torch.device("cpu"),
+        **options,
+    )
+
+
+def plainer(seed: int = 0) -> Rich:
+    """Without what torch refuses: frozen parameters beside others, sharded tensors that are not row-major."""
+    module = Rich(seed)
+    del module.frozen, module.image
+    return module
+
+
+def assert_same_entries(ours: dict[str, Any], theirs: dict[str, Any], what: str) -> None:
+    # torch registers shared parameters last when it unflattens; ours are always in the plain model's order
+    shared = [key for key in theirs if "again.weight" in key]
+    assert [k for k in ours if k not in shared] == [k for k in theirs if k not in shared], what
+    assert set(ours) == set(theirs), what
+    for key, expected in theirs.items():
+        found = ours[key]
+        assert type(found) is type(expected), (what, key)
+        if isinstance(expected, ShardedTensor):
+            ours_are, theirs_are = found.metadata(), expected.metadata()
+            assert (ours_are.shards_metadata, ours_are.size) == (theirs_are.shards_metadata, theirs_are.size), (
+                what,
+                key,
+            )
+            theirs_are.tensor_properties.requires_grad = False  # local ones have a graph there, and cannot be copied
+            assert ours_are.tensor_properties == theirs_are.tensor_properties, (what, key)
+            assert len(found.local_shards()) == len(expected.local_shards()), (what, key)
+            for shard, other in zip(found.local_shards(), expected.local_shards(), strict=True):
+                assert shard.metadata == other.metadata, (what, key)
+                assert type(shard.tensor) is Tensor, (what, key)
+                assert torch.equal(shard.tensor, other.tensor.detach()), (what, key)
+        else:
+            assert_bit_equal({key: found}, {key: expected}, what)
+            assert found.requires_grad is expected.requires_grad is False, (what, key)
+
+
+def _as_torchs() -> None:
+    warnings.simplefilter("ignore")
+    from torch.distributed import fsdp as torchs
+
+    for strategy, mode in [(FULL_SHARD, False), (SHARD_GRAD_OP, True), (NO_SHARD, False)][: 4 - dist.get_world_size()]:
+        module = plainer()
+        ours = wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored])
+        theirs = theirs_of(plainer(), mode, strategy)
+        holders = {"root": (ours, theirs), "unit": (ours.module.blocks[0], theirs.module.blocks[0])}
+        holders["parent"] = (nn.Sequential(nn.ReLU(), ours), nn.Sequential(nn.ReLU(), theirs))
+        for kind in ("full", "rank 0", "sharded", *(["local"] if not mode else [])):
+            name, config = {
+                "full": ("FULL", "FullStateDictConfig"),
+                "rank 0": ("FULL", "FullStateDictConfig"),
+                "sharded": ("SHARDED", "ShardedStateDictConfig"),
+                "local": ("LOCAL", "LocalStateDictConfig"),
+            }[kind]
+            options = {"rank0_only": True} if kind == "rank 0" else {}
+            if kind == "rank 0" and strategy is NO_SHARD:
+                continue  # Y69: torch ignores it
+            for holder, (our_holder, their_holder) in holders.items():
+                what = f"{kind}, {strategy}, use_orig_params={mode}, {holder}"
+                torch_type = torchs.StateDictType[f"{name}_STATE_DICT"]
+                with FullyShardedDataParallel.state_dict_type(
+                    our_holder, torch_type, getattr(torchs, config)(**options)
+                ):
+                    our_state = our_holder.state_dict()
+                with torchs.FullyShardedDataParallel.state_dict_type(
+                    their_holder, torch_type, getattr(torchs, config)(**options)
+                ):
+                    their_state = their_holder.state_dict()
+                assert_same_entries(our_state, their_state, what)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_state_is_torchs_in_every_form(world_size: int) -> None:
+    """T6-T12, T15, AA22: the same names in the same order, types, chunks and values, also with `rank0_only`."""
+    run_ranks(world_size, _as_torchs)
+
+
+def _cross() -> None:
+    warnings.simplefilter("ignore")
+    from torch.distributed import fsdp as torchs
+
+    world_size = dist.get_world_size()
+    first, second = plainer().state_dict(), plainer(1).state_dict()
+    for mode in (False, True) if world_size == 2 else (world_size == 3,):
+        module = plainer()
+        ours = wrap(module, FULL_SHARD, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored])
+        theirs = theirs_of(plainer(1), not mode)
+        for kind in ("FULL", "SHARDED"):
+            torch_kind = torchs.StateDictType[f"{kind}_STATE_DICT"]
+            with (
+                FullyShardedDataParallel.state_dict_type(ours, torch_kind),
+                torchs.FullyShardedDataParallel.state_dict_type(theirs, torch_kind),
+            ):
+                # buffers and ignored parameters are live in both
+                made = {k: v.clone() if type(v) is Tensor else v for k, v in ours.state_dict().items()}
+                assert ours.load_state_dict(theirs.state_dict()) == ([], [])
+                theirs.load_state_dict(made)
+            with torchs.FullyShardedDataParallel.state_dict_type(theirs, torchs.StateDictType.FULL_STATE_DICT):
+                swapped = theirs.state_dict()
+            assert_bit_equal(full_state(ours), second, f"theirs in ours, {kind}, use_orig_params={mode}")
+            assert_bit_equal(swapped, first, f"ours in theirs, {kind}, use_orig_params={mode}")
+            first, second = second, first
+    plain, ddp = plainer(), DistributedDataParallel(plainer())
+    plain.load_state_dict(full_state(ours))
+    ddp.module.load_state_dict(full_state(ours))
+    ours.load_state_dict(plainer(5).state_dict())
+    ours.load_state_dict(ddp.module.state_dict())
+    for state in (full_state(ours), plain.state_dict()):
+        assert_bit_equal(state, first)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_r44_states_of_torchs_fsdp_plain_modules_and_ddp_load_here_and_ours_there(world_size: int) -> None:
+    """R44, T20-T22: full and sharded, across `use_orig_params`."""
+    run_ranks(world_size, _cross)
+
+
+# -- rectangles without communication ----------------------------------------------------------------------------------
+
+
+def _save_ragged(folder: str, mode: bool, strategy: ShardingStrategy) -> None:
+    model = rich(mode, strategy)
+    full_state(model)  # agree on the layout
+    with kind_of(model, "ragged"), record_collectives() as log:
+        state = model.state_dict()
+        given = [record for record in log.records if record.label]
+        assert not given, given
+        shard = {key: value.local for key, value in state.items() if isinstance(value, RaggedTensor)}
+        dcp.save(state, checkpoint_id=folder)
+        assert not [record for record in log.records if record.dtype is not None and record.dtype.is_floating_point]
+    assert sum(local.numel() for local in shard.values()) > 0
+
+
+def _load_ragged(folder: str, mode: bool, strategy: ShardingStrategy, policy: Any) -> None:
+    expected = Rich().state_dict()
+    module = Rich(3)
+    model = wrap(module, strategy, mode, wrap_policy=policy)
+    with kind_of(model, "ragged"):
+        state = model.state_dict()
+        with record_collectives() as log:
+            dcp.load(state, checkpoint_id=folder)
+            assert not [record for record in log.records if record.dtype is not None and record.dtype.is_floating_point]
+            assert model.load_state_dict(state) == ([], [])
+    assert_bit_equal(full_state(model), expected)
+
+
+def _load_plain(folder: str) -> None:
+    state = Rich(3).state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    assert_bit_equal(state, Rich().state_dict())
+
+
+def test_r40_state_without_communication_loads_anywhere(tmp_path: Path) -> None:
+    """R40: saved and read as each rank has it, at another number of ranks, wrapping, strategy and mode, and plain."""
+    run_ranks(3, _save_ragged, str(tmp_path / "3"), False, FULL_SHARD)
+    run_ranks(2, _save_ragged, str(tmp_path / "2"), True, NO_SHARD)
+    run_ranks(2, _load_ragged, str(tmp_path / "3"), True, FULL_SHARD, None)
+    run_ranks(
+        3, _load_ragged, str(tmp_path / "2"), False, SHARD_GRAD_OP, ModuleWrapPolicy({nn.BatchNorm1d, nn.Sequential})
+    )
+    run_ranks(1, _load_ragged, str(tmp_path / "3"), False, FULL_SHARD, None)
+    run_ranks(1, _load_plain, str(tmp_path / "3"))
+    run_ranks(2, _load_plain, str(tmp_path / "2"))
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def _collectives(mode: bool) -> None:
+    """Per unit with parameters: one for a full or sharded dict, on rank 0 alone or not; none otherwise."""
+    model = rich(mode)
+    with kind_of(model, "full"):
+        model.state_dict()  # the first time the ranks compare what they do
+    units = ["gather the root unit", "gather unit 'blocks.0'", "gather unit 'blocks.1.0'"]
+    by_kind = {"full": "all_gather", "rank 0": "gather", "sharded": "all_gather", "local": None, "ragged": None}
+    for kind, op in by_kind.items():
+        settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
+        with FullyShardedDataParallel.state_dict_type(model, *settings):
+            with record_collectives() as log:
+                state = model.state_dict()
+            moved = [r for r in log.records if r.dtype is not None and r.dtype.is_floating_point]
+            frozen_bucket = "gather the root unit"
+            expected = Counter([(op, unit) for unit in units] + [(op, frozen_bucket)]) if op else Counter()
+            assert Counter((r.op, r.label) for r in moved) == expected, kind
+            if kind == "rank 0":
+                continue
+            with record_collectives() as log:
+                model.load_state_dict(state)
+            moved = [r for r in log.records if r.dtype is not None and r.dtype.is_floating_point]
+            assert Counter(r.op for r in moved) == (Counter(all_gather=4) if kind == "sharded" else Counter()), kind
+            if kind == "sharded":
+                continue
+            agreed = [r for r in log.records if r not in moved]
+            assert [(r.op, r.nbytes) for r in agreed] == [("all_reduce", 8)], kind
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_one_gather_per_unit_and_none_where_nothing_need_move(mode: bool) -> None:
+    """T14: each bucket is gathered once; whole values load without communication but for one number."""
+    run_ranks(2, _collectives, mode)
+
+
+class Square(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(256, 256, bias=False)
+
+
+class Wide(nn.Module):
+    """A root with parameters of its own before and after its units; a square matrix has a quarter of a megabyte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(256, 256, bias=False)
+        self.units = nn.Sequential(*(Square() for _ in range(6)))
+        self.last = nn.Linear(256, 256, bias=False)
+
+
+SQUARE = 256 * 256 * 4
+
+
+class Highest(TorchDispatchMode):
+    """The most bytes that are held after any operation."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter, self.nbytes = meter, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.nbytes = max(self.nbytes, self.meter.live())
+        return result
+
+
+def _peak(kind: str) -> tuple[int, int]:
+    """Bytes held at most while the state is collected, and afterwards, beyond what was there before."""
+    model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
+    settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
+    meter = Meter()
+    with FullyShardedDataParallel.state_dict_type(model, *settings):
+        with Highest(meter):  # what is loaded at first use
+            model.state_dict()
+        before = meter.at_rest()
+        with Highest(meter) as highest:
+            state = model.state_dict()
+        held = meter.at_rest() - before
+    del state
+    return highest.nbytes - before, held
+
+
+@pytest.mark.skipif(not meter_available(), reason="no byte meter")
+def test_a_full_state_costs_itself_and_one_unit() -> None:
+    """T13, user-pain 7: also where the root has parameters; and on other ranks than rank 0 nothing with rank0_only."""
+    total, slack = 8 * SQUARE, 2 * NOISE
+    for most, held in run_ranks(2, _peak, "full"):
+        assert abs(held - total) <= slack, f"{held:,}, expected {total:,}"
+        assert total + SQUARE - slack <= most <= total + SQUARE + slack, f"{most:,}"
+    receiver, other = run_ranks(2, _peak, "rank 0")
+    assert abs(receiver[1] - total) <= slack
+    assert max(other) <= slack
+    for most, held in run_ranks(2, _peak, "ragged"):
+        assert max(most, held) <= slack
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def refused(model: nn.Module, state: dict[str, Any], kind: type[Exception] = RuntimeError, **options: Any) -> str:
+    """The error's text; nothing of the model may have changed."""
+    before = {key: value.clone() for key, value in full_state(model).items()}
+    with pytest.raises(kind) as caught:
+        model.load_state_dict(state, **options)
+    assert_bit_equal(full_state(model), before, str(caught.value))
+    assert not any(type(param).__name__ == "Recorder" for param in model.parameters())
+    text = str(caught.value)
+    assert "_fsdp_wrapped_module" not in text and "_checkpoint_wrapped_module" not in text, text
+    return text
+
+
+def plainly(state: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What a plain module finds missing and unexpected."""
+    found = Rich().load_state_dict(state, strict=False)
+    return tuple([key.replace("_checkpoint_wrapped_module.", "") for key in keys] for keys in found)  # type: ignore[return-value]
+
+
+def _misfits(mode: bool) -> None:
+    model, rank = rich(mode), dist.get_rank()
+    good = Rich(1).state_dict()
+
+    def without(*names: str) -> dict[str, Tensor]:
+        return {key: value for key, value in good.items() if key not in names}
+
+    text = refused(
+        model, without("blocks.1.0.inner.bias", "table") | {"blocks.0.nothing": torch.ones(1), "x.y": good["table"]}
+    )
+    assert 'Missing key(s) in state_dict: "table", "blocks.1.0.inner.bias"' in text
+    assert 'Unexpected key(s) in state_dict: "x.y", "blocks.0.nothing"' in text
+    text = refused(model, good | {"blocks.0.inner.bias": torch.ones(3), "ignored.0.bias": torch.ones(9)})
+    assert "size mismatch for blocks.0.inner.bias: copying a param with shape torch.Size([3]) from checkpoint" in text
+    assert "size mismatch for ignored.0.bias" in text
+    for renamed in ("module.", "_orig_mod.", "_fsdp_wrapped_module."):
+        with pytest.raises(RuntimeError, match=rf'Unexpected key\(s\) in state_dict: "{renamed}image"'):
+            model.load_state_dict({renamed + key: value for key, value in good.items()})
+    assert "expected torch.Tensor" in refused(model, good | {"image": 1})
+    # what one rank alone finds, all of them hear
+    text = refused(model, without("last.bias") if rank == 1 else good)
+    assert 'Missing key(s) in state_dict: "last.bias"' in text
+    assert ("on another rank" in text) is (rank == 0)
+    # not strict: what is there is loaded
+    before = full_state(model)
+    partial = {"left.weight": good["left.weight"], "no.such": good["table"]}
+    assert model.load_state_dict(partial, strict=False) == plainly(partial)
+    assert_bit_equal(full_state(model), before | dict.fromkeys(("left.weight", "right.weight"), good["left.weight"]))
+    # assign
+    assert "image" in refused(model, good | {"image": good["image"].double()}, assign=True)
+    ignored = model.module.ignored[0]
+    assert model.load_state_dict(good, assign=True) == ([], [])
+    assert_bit_equal(full_state(model), good)
+    assert ignored.weight.data_ptr() == good["ignored.0.weight"].data_ptr()
+    model.load_state_dict({key: value.double() for key, value in Rich(2).state_dict().items()})
+    assert_bit_equal(full_state(model), Rich(2).state_dict())
+    # a parent
+    holder = nn.Sequential(nn.Linear(2, 2), model)
+    state = {"1." + key: value for key, value in good.items()} | nn.Sequential(nn.Linear(2, 2)).state_dict(prefix="")
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.blocks\.0\.inner\.bias"):
+        holder.load_state_dict(state | {"1.blocks.0.inner.bias": torch.ones(3)})
+    assert_bit_equal(full_state(model), Rich(2).state_dict())
+    assert holder.load_state_dict(state) == ([], [])
+    assert_bit_equal(full_state(model), good)
+    # inside
+    for part in (model.module, model.module.left, model.module.blocks):
+        assert part.load_state_dict(part.state_dict()) == ([], [])
+        with pytest.raises(RuntimeError, match="Missing key"):
+            part.load_state_dict({})
+    assert_bit_equal(full_state(model), good)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_r43_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: bool) -> None:
+    """R43, T22, T23, AA23, Y57, Y76."""
+    run_ranks(2, _misfits, mode)
+
+
+def _shards_of_others(mode: bool) -> None:
+    model, coarse = rich(mode), wrap(Rich(1), FULL_SHARD, mode)
+    for kind, words in (
+        ("local", "only the model it was made from"),
+        ("ragged", "let torch.distributed.checkpoint load"),
+    ):
+        with kind_of(model, kind), kind_of(coarse, kind):
+            state = coarse.state_dict()
+            text = refused(model, state, strict=kind == "ragged")
+            assert words in text or "size mismatch for _flat_param" in text, text
+    with kind_of(model, "local"):
+        with pytest.raises(RuntimeError, match="LOCAL_STATE_DICT holds whole units"):
+            model.module.left.state_dict()
+        with pytest.raises(RuntimeError, match="LOCAL_STATE_DICT holds whole units"):
+            model.module.left.load_state_dict({})
+        with pytest.raises(AssertionError, match=r"Missing key.*_flat_param"):  # Y44
+            model.load_state_dict({})
+
+
+def test_shards_of_another_model_are_refused() -> None:
+    """Y44: and a local dict is of whole units."""
+    run_ranks(2, _shards_of_others, True)
+
+
+# -- from rank 0 alone -------------------------------------------------------------------------------------------------
+
+
+def _from_first(strategy: ShardingStrategy, mode: bool) -> None:
+    model, rank = rich(mode, strategy), dist.get_rank()
+    good = Rich(1).state_dict()
+    full_state(model)
+    with FullyShardedDataParallel.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)):
+        with record_collectives() as log:
+            assert model.load_state_dict(good if rank == 0 else {}) == ([], [])
+        assert_bit_equal(full_state(model), good)
+        scattered = [r for r in log.records if r.op == "scatter"]
+        assert len(scattered) == (0 if strategy is NO_SHARD else 4)
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "left.bias"') as caught:
+            model.load_state_dict({k: v + 1 for k, v in good.items() if k != "left.bias"} if rank == 0 else {})
+        assert "_fsdp_wrapped_module" not in str(caught.value)
+        assert_bit_equal(full_state(model), good)
+        partial = {"left.bias": good["left.bias"] + 1, "ignored.0.bias": good["ignored.0.bias"] + 1}
+        result = model.load_state_dict(partial if rank == 0 else {}, strict=False)
+        assert result == plainly(partial)
+        assert_bit_equal(full_state(model), good | partial | {"right.bias": partial["left.bias"]})
+        mine = {k: v + rank for k, v in good.items()}  # with a dict of its own everywhere, each rank keeps its part
+        model.load_state_dict(mine)
+        assert torch.equal(model.module.table, mine["table"])
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(good if rank == 0 else {})
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, True)])
+def test_what_only_rank_0_has_is_handed_out(strategy: ShardingStrategy, mode: bool) -> None:
+    """T20, user-pain 16: unit by unit; and errors are those of rank 0."""
+    run_ranks(3, _from_first, strategy, mode)
+
+
+# -- when, and what users do with it -----------------------------------------------------------------------------------
+
+
+def _live_and_copied(mode: bool) -> None:
+    model = rich(mode)
+    states = {}
+    for kind in KINDS:
+        with kind_of(model, kind):
+            states[kind] = model.state_dict()
+    plain = Rich().state_dict()
+    for param in model.parameters():
+        param.data.add_(1)
+    model.module.table.add_(1)
+    managed = [key for key in plain if key not in dict(model.named_buffers()) and not key.startswith("ignored")]
+    for key in (key for key in managed if "num_batches" not in key and "running" not in key and "steps" not in key):
+        if key == "table":
+            continue
+        assert torch.equal(states["full"][key], plain[key]), key
+        if isinstance(states["sharded"][key], ShardedTensor):
+            for shard in states["sharded"][key].local_shards():
+                start = shard.metadata.shard_offsets[0]
+                rows = plain[key][start : start + shard.metadata.shard_sizes[0]]
+                assert torch.equal(shard.tensor, rows), key
+                assert shard.tensor.untyped_storage().nbytes() == shard.tensor.nbytes
+        part = states["ragged"][key]
+        expected = RaggedTensor(torch.empty_like(part.local), part.shape, part.start, part.stride())
+        expected.fill_from(plain[key] + 1)
+        assert torch.equal(part.local, expected.local), f"{key} is live"
+    assert torch.equal(states["full"]["table"], plain["table"] + 1)
+    storages = [value.untyped_storage() for key, value in states["full"].items() if key in managed]
+    assert len({storage.data_ptr() for storage in storages}) == len(storages)
+    for storage, key in zip(storages, managed, strict=True):
+        assert storage.nbytes() == plain[key].nbytes, key
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use DTensor instead")  # whatever is done with one
+        copied = copy.deepcopy(states["local"])
+    flat = copied["_flat_param"].local_shards()[0].tensor
+    assert torch.equal(flat, states["local"]["_flat_param"].local_shards()[0].tensor)
+    assert flat.is_leaf
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_r41_what_was_saved_stays_and_is_compact(mode: bool) -> None:
+    """R41, T6, T10-T12, AA22: copies of what is sharded; buffers, ignored parameters and shards are live."""
+    run_ranks(2, _live_and_copied, mode)
+
+
+class Curious(nn.Module):
+    """Has a say in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(15.0).view(5, 3))
+        self.seen: list[Any] = []
+        self.refuses = False
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if self.refuses:
+            raise ZeroDivisionError
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        self.seen.append(self.weight.shape)
+        destination[prefix + "double"] = self._parameters["weight"].detach() * 2
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.refuses:
+            raise ZeroDivisionError
+        state_dict.pop(prefix + "double", None)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 7}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen.append(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def _hooks(mode: bool) -> None:
+    module = nn.Sequential(Curious(), nn.Linear(3, 2))
+    inner = module[0]
+    plain = dict(module.state_dict().items())
+    module[1]._register_state_dict_hook(
+        lambda m, state, prefix, meta: state.update({prefix + "named": state.pop(prefix + "bias")})
+    )
+    model = wrap(module, FULL_SHARD, mode, wrap_policy=ModuleWrapPolicy({Curious}))
+    inner.seen.clear()
+    state = model.state_dict()
+    assert list(state) == ["0.weight", "0._extra_state", "0.double", "1.weight", "1.named"]
+    assert torch.equal(state["0.double"], 2 * plain["0.weight"])
+    assert torch.equal(state["1.named"], plain["1.bias"])
+    keep = model.state_dict(prefix="a.", keep_vars=True)
+    assert list(keep) == ["a." + key for key in state]
+    assert not any(value.requires_grad for value in keep.values() if isinstance(value, Tensor))
+    state["1.bias"] = state.pop("1.named")
+    state["0.weight"] = state["0.weight"] + 1
+    assert model.load_state_dict(state) == ([], [])
+    assert inner.seen[-1] == {"seen": 7}
+    assert torch.equal(model.state_dict()["0.weight"], plain["0.weight"] + 1)
+    # what raises in between leaves no trace
+    before = [(name, param.shape, id(param)) for name, param in model.named_parameters()]
+    inner.refuses = True
+    for use in (model.state_dict, lambda: model.load_state_dict(state)):
+        with pytest.raises(ZeroDivisionError):
+            use()
+        assert [(name, param.shape, id(param)) for name, param in model.named_parameters()] == before
+    for use in (inner.state_dict, lambda: inner.load_state_dict({})):  # seen when the module is next used
+        with pytest.raises(ZeroDivisionError):
+            use()
+        model(torch.ones(2, 5)).sum().backward()
+        assert [(name, param.shape, id(param)) for name, param in model.named_parameters()] == before
+    inner.refuses = False
+    model(torch.ones(2, 5)).sum().backward()
+    with kind_of(model, "sharded"):
+        inner.refuses = True
+        with pytest.raises(ZeroDivisionError):
+            model.state_dict()
+    assert [(name, param.shape, id(param)) for name, param in model.named_parameters()] == before
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_modules_and_hooks_have_their_say_and_see_whole_parameters(mode: bool) -> None:
+    """T16, T15; and an exception of theirs leaves the parameters in their places."""
+    run_ranks(2, _hooks, mode)
+
+
+def _at_any_time(mode: bool) -> None:
+    case = ZOO["mlp"]
+    model, plain = wrap(case, use_orig_params=mode), case.build()
+    batch = case.make_batch(dist.get_rank(), 4)
+    caught: list[BaseException] = []
+
+    def try_it(*args: Any) -> None:
+        for use in (model.state_dict, lambda: model.load_state_dict({}, strict=False)):
+            try:
+                use()
+            except RuntimeError as error:
+                caught.append(error)
+
+    handle = model.module.blocks[0].register_forward_hook(try_it)
+    loss = case.loss(model, batch)
+    handle.remove()
+    assert len(caught) == 2
+    assert all("in the middle of the forward of" in str(error) for error in caught)
+    between = full_state(model)
+    loss.backward()
+    with model.no_sync():
+        case.loss(model, batch).backward()
+        inside = full_state(model)
+    grads = [param.grad is not None for param in model.parameters()]
+    assert_bit_equal(between, plain.state_dict())
+    assert_bit_equal(inside, plain.state_dict())
+    assert any(grads)
+    case.loss(model, batch).backward()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for param in model.parameters():
+            param.data.add_(1)
+        with record_collectives() as log:
+            summoned = full_state(model)
+        assert not log.records
+        for kind in ("ragged", "local"):
+            with kind_of(model, kind), pytest.raises(RuntimeError, match="inside summon_full_params"):
+                model.state_dict()
+        with kind_of(model, "sharded"):
+            model.state_dict()
+    expected = {key: value + 1 for key, value in plain.state_dict().items()}
+    assert_bit_equal(summoned, expected)
+    assert_bit_equal(full_state(model), expected)
+    with FullyShardedDataParallel.summon_full_params(model):
+        model.load_state_dict(plain.state_dict())
+    assert_bit_equal(full_state(model), plain.state_dict())
+    with torch.inference_mode():
+        state = model.state_dict()
+        model.load_state_dict(state)
+    case.loss(model, batch).backward()
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_r42_state_in_the_middle_of_a_step(mode: bool) -> None:
+    """R42, T18: refused inside of a forward, and exact everywhere else."""
+    run_ranks(2, _at_any_time, mode)
+
+
+def _inside(mode: bool) -> None:
+    plain = Rich().state_dict()
+    model = rich(mode)
+    for kind in ("full", "sharded", "ragged"):
+        with kind_of(model, kind):
+            whole = model.state_dict()
+            for prefix, part in (("", model.module), ("blocks.", model.module.blocks), ("left.", model.module.left)):
+                state = part.state_dict(prefix="x." + prefix)
+                assert list(state) == ["x." + key for key in plain if key.startswith(prefix)]
+                assert [type(value) for value in state.values()] == [type(whole[key[2:]]) for key in state]
+                if kind == "full":
+                    assert_bit_equal(
+                        state, {"x." + key: value for key, value in plain.items() if key.startswith(prefix)}
+                    )
+            assert model.module.load_state_dict(whole) == ([], [])
+            noise = {key: value + 1 for key, value in plain.items() if key.startswith("blocks.")}
+            if kind == "full":
+                model.module.blocks.load_state_dict({key.removeprefix("blocks."): v for key, v in noise.items()})
+                assert_bit_equal(full_state(model), plain | noise)
+                model.load_state_dict(plain)
+    assert_bit_equal(full_state(model), plain)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_modules_inside_have_the_same_state(mode: bool) -> None:
+    """T17, M3: not bare shards."""
+    run_ranks(2, _inside, mode)
+
+
+# -- the kind of state dict --------------------------------------------------------------------------------------------
+
+
+def nested() -> nn.Module:
+    """A parent that is not wrapped, a unit, and units in it."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3))
+    model[0] = FullyShardedDataParallel(model[0], StandIn(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    return model
+
+
+def kinds(model: nn.Module) -> list[Any]:
+    return [(m._state_dict_type, m._state_dict_config) for m in FullyShardedDataParallel.fsdp_modules(model)]
+
+
+def test_the_default_is_full_and_setting_reaches_every_instance() -> None:
+    """T1, T3, B5: and no deprecation warning."""
+    FSDP, model = FullyShardedDataParallel, nested()
+    default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
+    assert FSDP.get_state_dict_type(model) == default
+    assert FSDP.get_state_dict_type(nn.Linear(1, 1)) is None
+    config = ShardedStateDictConfig(offload_to_cpu=True)
+    assert FSDP.set_state_dict_type(model, SHARDED, config) == default
+    assert kinds(model) == [(SHARDED, config)] * 3
+    assert FSDP.get_state_dict_type(model) == StateDictSettings(SHARDED, config, ShardedOptimStateDictConfig())
+    assert FSDP.set_state_dict_type(nn.Linear(1, 1), FULL) == StateDictSettings(None, None, None)
+
+
+def test_the_context_sets_back_also_after_an_exception() -> None:
+    """T2, Y62: and says so where there is no instance."""
+    FSDP, model = FullyShardedDataParallel, nested()
+    before = FSDP.get_state_dict_type(model)
+    with FSDP.state_dict_type(model, LOCAL):
+        assert kinds(model) == [(LOCAL, LocalStateDictConfig())] * 3
+        with pytest.raises(ZeroDivisionError), FSDP.state_dict_type(model, FULL, FullStateDictConfig(True, True)):
+            assert FSDP.get_state_dict_type(model[0]).state_dict_config == FullStateDictConfig(True, True)
+            raise ZeroDivisionError
+        assert FSDP.get_state_dict_type(model) == StateDictSettings(
+            LOCAL, LocalStateDictConfig(), LocalOptimStateDictConfig()
+        )
+    assert FSDP.get_state_dict_type(model) == before
+    with pytest.raises(ValueError, match="no FullyShardedDataParallel in this Linear"):
+        FSDP.state_dict_type(nn.Linear(1, 1), FULL).__enter__()
+
+
+def test_instances_that_differ_and_configs_of_another_kind_are_refused() -> None:
+    """Y40, Y41: and nothing was set."""
+    FSDP, model = FullyShardedDataParallel, nested()
+    with pytest.raises(RuntimeError, match="Expected state_dict_config of type"):
+        FSDP.set_state_dict_type(model, SHARDED, FullStateDictConfig())
+    with pytest.raises(RuntimeError, match="Expected optim_state_dict_config of type"):
+        FSDP.set_state_dict_type(model, SHARDED, None, FullOptimStateDictConfig())
+    assert kinds(model) == [(FULL, FullStateDictConfig())] * 3
+    FSDP.set_state_dict_type(model[0].module[1], LOCAL)
+    for ask in (lambda: FSDP.get_state_dict_type(model), lambda: FSDP.set_state_dict_type(model, SHARDED)):
+        with pytest.raises(AssertionError, match=r"'0\.1' has .*LOCAL_STATE_DICT"):
+            ask()
+    assert [kind for kind, _ in kinds(model)] == [FULL, FULL, LOCAL]
+
+
+def test_torchs_own_settings_are_taken() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed import fsdp as torchs
+    FSDP, model = FullyShardedDataParallel, nested()
+    with FSDP.state_dict_type(model, torchs.StateDictType.FULL_STATE_DICT, torchs.FullStateDictConfig(True, True)):
+        assert kinds(model) == [(FULL, FullStateDictConfig(True, True))] * 3
