@@ -39,6 +39,7 @@ from fsdp.flat.ownership import (
     synchronize,
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
+from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.full_params import SummonOptions, summon
 from fsdp.runtime.hooks import watch_optimizers
@@ -524,6 +525,42 @@ class FullyShardedDataParallel(nn.Module, _State):
             for unit, value in zip(units, before):
                 unit.synchronize = value
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the gradients of every unit from now on, in place of the collective and the division.
+
+        It is called when a unit's gradients are complete, on the stream of the reductions, and has to be through with
+        its work (for that stream) when it returns None. What it leaves in the padding is dropped.
+
+        * sharded: ``hook(state, grad, shard)`` writes this rank's part of the reduced gradient into ``shard``, from
+          ``grad``, the whole padded gradient of one rank (1-D, in the reduce dtype), which it may use up;
+        * ``NO_SHARD``, which one rank always is: ``hook(state, grad)`` reduces ``grad`` in place.
+
+        torch's ``allreduce_hook``, ``reduce_scatter_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook`` do, on
+        any device. The compressing ones get gradients in the parameters' own dtype.
+
+        Raises:
+            AssertionError: not called on the root; a unit has a hybrid strategy; or a hook is there already.
+            ValueError: ``hook`` is not callable.
+            TypeError: it does not take the arguments that the units will pass.
+        """
+        if not self.check_is_root():
+            raise AssertionError(
+                "register_comm_hook() can only be called on a root instance, and this one is inside another: call it "
+                "on the outermost wrapped module"
+            )
+        for wrapper in self.fsdp_modules(self):
+            if wrapper.sharding_strategy in _HYBRID:
+                raise AssertionError(
+                    f"register_comm_hook(): {wrapper._fsdp_unit.name} has {wrapper.sharding_strategy}; communication "
+                    "hooks are not supported for hybrid strategies"
+                )
+        register_comm_hook([unit for _, unit, _ in units_in(self)], state, hook)
+
+    def _low_precision_hook_enabled(self) -> bool:
+        """Whether the communication hook is one of torch's two that compress."""
+        hook = self._fsdp_unit.comm_hook
+        return hook is not None and hook.compresses
+
     # -- not yet -------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -542,9 +579,6 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
         self._refuse("clip_grad_norm_()")
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        self._refuse("register_comm_hook()")
 
     @staticmethod
     def _refuse(what: str) -> NoReturn:

@@ -26,6 +26,7 @@ from fsdp.flat.flat_param import BufferState, FlatParamHandle
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import GATHER, REDUCE
+from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import Idle, RootContext, UnitPolicy
 from fsdp.runtime.forward_call import ForwardCall
 from fsdp.runtime.nested import map_tensors, tensors_in
@@ -53,6 +54,7 @@ class Unit:
         policy: when it is resharded and gathered ahead.
         precision: the dtypes of its inputs, outputs and buffers.
         synchronize: whether a backward reduces its gradients; read when the backward runs.
+        comm_hook: the user's reduction, in the place of the communicator's; see ``use_hook``.
         index: its number in the tree, equal on every rank.
     """
 
@@ -75,6 +77,7 @@ class Unit:
         self.policy = policy
         self.precision = precision
         self.synchronize = True
+        self.comm_hook: CommHook | None = None
         keep_low = precision.asked.keep_low_precision_grads
         self.gradients = [BucketGradients(handle, views, keep_low_precision=keep_low) for handle, views in buckets]
         self.index = 0
@@ -139,7 +142,8 @@ class Unit:
             f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}"
             for layout in layouts
         ]
-        return f"{kind}, {'; '.join(buckets) or 'no parameters'}"
+        by = ", by a communication hook" if self.comm_hook is not None else ""
+        return f"{kind}, {'; '.join(buckets) or 'no parameters'}{by}"
 
     @property
     def phase(self) -> Phase:
@@ -158,6 +162,12 @@ class Unit:
 
     def _tag(self, bucket: int, what: str) -> Tag:
         return Tag(f"{what} {self.name}", (self.index * 64 + bucket) * 2 + (what == "reduce"))
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Reduce gradients by ``hook`` from now on."""
+        self.comm_hook = hook
+        for gradients in self.gradients:
+            gradients.use_hook(hook)
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 
