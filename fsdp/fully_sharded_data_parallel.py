@@ -39,6 +39,8 @@ from fsdp.flat.ownership import (
     synchronize,
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
+from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
+from fsdp.runtime.clip import clip_grad_norm_, warn_of_local_norm
 from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.full_params import SummonOptions, summon
@@ -472,6 +474,7 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
+        warn_of_local_norm(unit for _, unit, _ in units_in(self))
         for name, param in super().named_parameters(*args, **kwargs):
             yield self._clean(name), param
 
@@ -525,6 +528,43 @@ class FullyShardedDataParallel(nn.Module, _State):
             for unit, value in zip(units, before):
                 unit.synchronize = value
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients of the tree, in place, so that their total norm is at most ``max_norm``.
+
+        The norm is that of all gradients as one vector: those of every unit, wherever their parts are, and those of
+        parameters that no unit manages, averaged over the ranks. All ranks have to call it, after the gradients are
+        reduced; ranks without gradients take part. One all-reduce per shard group, normally one.
+
+        Args:
+            max_norm: the gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is less than 1.
+            norm_type: the p of the p-norm: a number other than 0, or inf.
+            error_if_nonfinite: raise if the norm is NaN or infinite. The host has to wait for it then.
+
+        Returns:
+            the norm before clipping (0-d), the same on every rank: in float64 if a parameter of the tree has that,
+            else in float32, whatever the gradients' dtype. On an accelerator the host has not waited for it; where
+            parameters are offloaded it lies on CPU. NaN or infinite where any gradient is, and then the gradients are
+            scaled by it all the same.
+
+        Raises:
+            RuntimeError: not called on the root; there are gradients from ``no_sync`` that are not reduced yet; or
+                ``error_if_nonfinite`` asks for it (gradients stay as they are).
+            ValueError: a forward or backward is under way, or there is no such norm.
+        """
+        if not self.check_is_root():
+            raise RuntimeError(
+                "clip_grad_norm_() should only be called on the root FSDP instance, and this one is inside another: "
+                "call it on the outermost wrapped module"
+            )
+        for wrapper in self.fsdp_modules(self):
+            wrapper._assert_state(TrainingState.IDLE)
+        units = [unit for _, unit, _ in units_in(self)]
+        return clip_grad_norm_(
+            self._fsdp_unit, units, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook`` reduce the gradients of every unit from now on, in place of the collective and the division.
 
@@ -576,9 +616,6 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         self._refuse("load_state_dict()")
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
-        self._refuse("clip_grad_norm_()")
 
     @staticmethod
     def _refuse(what: str) -> NoReturn:
