@@ -534,8 +534,9 @@ class FullyShardedDataParallel(nn.Module, _State):
         """Scale all gradients of the tree, in place, so that their total norm is at most ``max_norm``.
 
         The norm is that of all gradients as one vector: those of every unit, wherever their parts are, and those of
-        parameters that no unit manages, averaged over the ranks. All ranks have to call it, after the gradients are
-        reduced; ranks without gradients take part. One all-reduce per shard group, normally one.
+        parameters that no unit manages. Of what differs between ranks, ignored parameters for instance, it has the mean
+        of the p-th powers. All ranks have to call it, after the gradients are reduced; ranks without gradients take
+        part. One all-reduce per shard group, normally one.
 
         Args:
             max_norm: the gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is less than 1.
@@ -543,8 +544,8 @@ class FullyShardedDataParallel(nn.Module, _State):
             error_if_nonfinite: raise if the norm is NaN or infinite. The host has to wait for it then.
 
         Returns:
-            the norm before clipping (0-d), the same on every rank: in float64 if a parameter of the tree has that,
-            else in float32, whatever the gradients' dtype. On an accelerator the host has not waited for it; where
+            the norm before clipping (0-d), the same on every rank: in float64 if parameters or gradients of the tree
+            have that, else in float32. On an accelerator the host has not waited for it; where
             parameters are offloaded it lies on CPU. NaN or infinite where any gradient is, and then the gradients are
             scaled by it all the same.
 

@@ -194,6 +194,10 @@ def kept_in_low_precision() -> None:
             factor = 0.5 / (norm + 1e-6)
             scaled = {name: grad * factor.to(grad.dtype) for name, grad in before.items()}
             assert_bit_equal(local_gradients(model), scaled)
+    precision = MixedPrecision(param_dtype=torch.float64, keep_low_precision_grads=True)
+    model = tree("sharded", False, mixed_precision=precision)
+    backward(model)
+    assert model.clip_grad_norm_(0.5).dtype == torch.float64
 
 
 def test_r10_complex_and_mixed_dtypes() -> None:
@@ -397,6 +401,22 @@ def units_of_other_groups() -> None:
             assert log.ops() == ["all_reduce"] * 2
             assert float(norm) == pytest.approx(oracle((param.grad for param in plain.parameters()), p), rel=2e-6)
             ranks_agree(norm)
+            # Pairs that had other data have other gradients of what they alone share. All clip alike nevertheless.
+            wrapped.zero_grad()
+            backward(wrapped)
+            inner = [param for param in wrapped.first.parameters() if param.grad is not None]
+            outer = [param for param in wrapped.parameters() if param.grad is not None and param not in set(inner)]
+            held: list[Any] = [None] * 4
+            dist.all_gather_object(held, [[param.grad.clone() for param in params] for params in (inner, outer)])
+            norm = wrapped.clip_grad_norm_(1.0, p)
+            ranks_agree(norm)
+            first, second = (oracle([*held[rank][0], *held[rank + 1][0]], p) for rank in (0, 2))
+            rest = oracle([grad for grads in held for grad in grads[1]], p)
+            assert first != second
+            expected = max(first, second, rest)
+            if p != math.inf:
+                expected = ((first**p + second**p) / 2 + rest**p) ** (1 / p)
+            assert float(norm) == pytest.approx(expected, rel=1e-6)
     for group in pairs:
         if group is mine:
             dist.destroy_process_group(group)

@@ -2,10 +2,11 @@
 
 [Note: Whose gradients count]
 The parts of a sharded gradient lie on the ranks of its unit's own shard group, and are combined over that group; the
-units of one group share one all-reduce. Gradients that every rank has whole count once. Those of ``NO_SHARD`` are equal
-on all ranks. Those of parameters that no unit manages are whatever the ranks made of them, and ranks that clip by
-different norms drift apart; so each rank of the root's group brings its 1/N of their p-th powers (or of the largest,
-all of it) to the all-reduce. The norm is therefore the same on all ranks, and NaN or infinite where any gradient is.
+units of one group share one all-reduce. Ranks that clip by different norms drift apart, so all that the root's group
+does not combine anyway is brought to its all-reduce, each of its N ranks bringing 1/N of the p-th powers (of the
+infinity norm, all of it): gradients of ``NO_SHARD``, which are equal on all ranks and so count once; of parameters that
+no unit manages, which are whatever the ranks made of them; and what other groups than the root's have found. The norm
+is therefore the same on all ranks of the root's group, and NaN or infinite where any gradient is.
 
 [Note: Precision of the norm]
 A norm in float32 is good to six digits only where sums are short. On accelerators they are, since thousands of threads
@@ -102,7 +103,6 @@ def clip_grad_norm_(
 
     What is returned and raised is told at ``FullyShardedDataParallel.clip_grad_norm_``.
     """
-    assert root.context is not None
     max_norm = float(max_norm)
     p, order = _order(norm_type)
     for unit in units:
@@ -114,7 +114,8 @@ def clip_grad_norm_(
     managed = {visible.param for unit in units for views in unit.views for visible in views.visible}
     others = [param for param in params if param not in managed]
     handles = [handle for unit in units for handle in unit.handles]
-    dtypes = {handle.layout.dtype for handle in handles} | {param.dtype for param in others}
+    dtypes = {param.dtype for param in others} | {handle.layout.dtype for handle in handles}
+    dtypes |= {gradients.dtype for unit in units for gradients in unit.gradients}
     wide = torch.float64 if any(dtype.to_real() == torch.float64 for dtype in dtypes) else torch.float32
 
     sharded: dict[Any, list[torch.Tensor]] = {}  # by shard group, in the tree's order on every rank
@@ -129,16 +130,20 @@ def clip_grad_norm_(
     def part(grads: list[torch.Tensor]) -> torch.Tensor:
         return order.part(_norms(grads, p, wide, device))
 
-    parts = {group: part(grads) for group, grads in sharded.items()}
-    total = part(whole)
-    everyone = root.groups.shard if root.groups.sharded else root.groups.replica
-    if everyone is not None and (others or everyone in parts):  # see [Note: Whose gradients count]
-        share = order.share(total, everyone.size())
-        parts[everyone] = order.join(parts[everyone], share) if everyone in parts else share
-        total = order.part(share.new_empty(0))
-    for group, value in parts.items():
+    def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
+        assert root.context is not None
         combine(value, group, root.context.streams, "sum up the gradient norm", largest=order.largest)
-        total = order.join(total, value)
+        return value
+
+    parts = {group: part(grads) for group, grads in sharded.items()}
+    everyone = root.groups.shard if root.groups.sharded else root.groups.replica
+    own = parts.pop(everyone, None)
+    total = part(whole)
+    for group, value in parts.items():
+        total = order.join(total, combined(value, group))
+    if everyone is not None and (own is not None or parts or others):  # see [Note: Whose gradients count]
+        share = order.share(total, everyone.size())
+        total = combined(share if own is None else order.join(own, share), everyone)
     norm = order.norm(total).to(wide)
 
     if error_if_nonfinite and not bool(torch.isfinite(norm)):

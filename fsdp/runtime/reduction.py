@@ -122,10 +122,10 @@ class BucketGradients:
         """Whether a synchronised backward makes another tensor of what the slots hold: reduced, cast or moved."""
         handle = self.handle
         by_hook = self._hook is not None
-        return by_hook or handle.groups.reduces or handle.reduce_dtype != self._dtype or handle.keeps_gradients_on_host
+        return by_hook or handle.groups.reduces or handle.reduce_dtype != self.dtype or handle.keeps_gradients_on_host
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         """What ``.grad`` has after a synchronised backward."""
         return self.handle.full.dtype if self._keep_low_precision else self.handle.layout.dtype
 
@@ -204,13 +204,13 @@ class BucketGradients:
                 for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
                     shard[start:end].zero_()
                 pending = Pending((), None, streams, tag)
-            offloaded = streams.fetch(shard.to(self._dtype)) if self.handle.keeps_gradients_on_host else None
+            offloaded = streams.fetch(shard.to(self.dtype)) if self.handle.keeps_gradients_on_host else None
             if offloaded is not None:
                 pending.extend()
 
         def finish() -> None:
             if offloaded is None:
-                self._attach(shard.to(self._dtype))
+                self._attach(shard.to(self.dtype))
             else:
                 grad, there = offloaded
                 with streams.on_host(there):
