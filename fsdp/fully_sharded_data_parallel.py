@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed._composable_state import _State
-from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import (
@@ -51,6 +50,9 @@ from fsdp.flat.ownership import (
     synchronize,
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
+from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
+from fsdp.runtime.clip import clip_grad_norm_, warn_of_local_norm
+from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, summon
@@ -203,8 +205,6 @@ class FullyShardedDataParallel(nn.Module, _State):
         self._reduce_unused = reduce_unused
         self._device_mesh = device_mesh
         self._set_state_dict_settings(as_state_dict_settings(StateDictType.FULL_STATE_DICT))
-        self._comm_hook: Callable[..., Any] | None = None
-        self._comm_hook_state: Any = None
 
         unit_name = f"the {type(module).__name__} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
@@ -530,6 +530,7 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
+        warn_of_local_norm(unit for _, unit, _ in units_in(self))
         for name, param in super().named_parameters(*args, **kwargs):
             yield self._clean(name), param
 
@@ -574,7 +575,18 @@ class FullyShardedDataParallel(nn.Module, _State):
 
     def _low_precision_hook_enabled(self) -> bool:
         """Whether the communication hook is one of torch's two that compress gradients."""
-        return self._comm_hook is not None and self._comm_hook in LOW_PRECISION_HOOKS
+        hook = self._fsdp_unit.comm_hook
+        return hook is not None and hook.compresses
+
+    @property
+    def _comm_hook(self) -> Callable[..., Any] | None:
+        hook = self._fsdp_unit.comm_hook
+        return hook.function if hook is not None else None
+
+    @property
+    def _comm_hook_state(self) -> Any:
+        hook = self._fsdp_unit.comm_hook
+        return hook.state if hook is not None else None
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -603,6 +615,75 @@ class FullyShardedDataParallel(nn.Module, _State):
         finally:
             for unit, value in zip(units, before):
                 unit.synchronize = value
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale all gradients of the tree, in place, so that their total norm is at most ``max_norm``.
+
+        The norm is that of all gradients as one vector: those of every unit, wherever their parts are, and those of
+        parameters that no unit manages. Of what differs between ranks, ignored parameters for instance, it has the mean
+        of the p-th powers. All ranks have to call it, after the gradients are reduced; ranks without gradients take
+        part. One all-reduce per shard group, normally one.
+
+        Args:
+            max_norm: the gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is less than 1.
+            norm_type: the p of the p-norm: a number other than 0, or inf.
+            error_if_nonfinite: raise if the norm is NaN or infinite. The host has to wait for it then.
+
+        Returns:
+            the norm before clipping (0-d), the same on every rank: in float64 if parameters or gradients of the tree
+            have that, else in float32. On an accelerator the host has not waited for it; where
+            parameters are offloaded it lies on CPU. NaN or infinite where any gradient is, and then the gradients are
+            scaled by it all the same.
+
+        Raises:
+            RuntimeError: not called on the root; there are gradients from ``no_sync`` that are not reduced yet; or
+                ``error_if_nonfinite`` asks for it (gradients stay as they are).
+            ValueError: a forward or backward is under way, or there is no such norm.
+        """
+        if not self.check_is_root():
+            raise RuntimeError(
+                "clip_grad_norm_() should only be called on the root FSDP instance, and this one is inside another: "
+                "call it on the outermost wrapped module"
+            )
+        for wrapper in self.fsdp_modules(self):
+            wrapper._assert_state(TrainingState.IDLE)
+        units = [unit for _, unit, _ in units_in(self)]
+        return clip_grad_norm_(
+            self._fsdp_unit, units, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let ``hook`` reduce the gradients of every unit from now on, in place of the collective and the division.
+
+        It is called when a unit's gradients are complete, on the stream of the reductions, and has to be through with
+        its work (for that stream) when it returns None. What it leaves in the padding is dropped.
+
+        * sharded: ``hook(state, grad, shard)`` writes this rank's part of the reduced gradient into ``shard``, from
+          ``grad``, the whole padded gradient of one rank (1-D, in the reduce dtype), which it may use up;
+        * ``NO_SHARD``, which one rank always is: ``hook(state, grad)`` reduces ``grad`` in place.
+
+        torch's ``allreduce_hook``, ``reduce_scatter_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook`` do, on
+        any device. The compressing ones get gradients in the parameters' own dtype.
+
+        Raises:
+            AssertionError: not called on the root; a unit has a hybrid strategy; or a hook is there already.
+            ValueError: ``hook`` is not callable.
+            TypeError: it does not take the arguments that the units will pass.
+        """
+        if not self.check_is_root():
+            raise AssertionError(
+                "register_comm_hook() can only be called on a root instance, and this one is inside another: call it "
+                "on the outermost wrapped module"
+            )
+        for wrapper in self.fsdp_modules(self):
+            if wrapper.sharding_strategy in _HYBRID:
+                raise AssertionError(
+                    f"register_comm_hook(): {wrapper._fsdp_unit.name} has {wrapper.sharding_strategy}; communication "
+                    "hooks are not supported for hybrid strategies"
+                )
+        register_comm_hook([unit for _, unit, _ in units_in(self)], state, hook)
 
     # -- state dicts ---------------------------------------------------------------------------------------------------
 
@@ -763,12 +844,6 @@ class FullyShardedDataParallel(nn.Module, _State):
         raise TypeError(
             "a FullyShardedDataParallel module cannot be pickled: its process group and buffers belong to this process"
         )
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> NoReturn:
-        self._refuse("clip_grad_norm_()")
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> NoReturn:
-        self._refuse("register_comm_hook()")
 
     @staticmethod
     def _refuse(what: str) -> NoReturn:

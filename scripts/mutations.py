@@ -23,8 +23,11 @@ LAYOUT = ("tests/test_layout.py",)
 ACCUMULATION = ("tests/test_accumulation.py",)
 AGREEMENT = ("tests/test_agreement.py",)
 BACKWARD = ("tests/test_backward.py",)
+CLIP = ("tests/test_clip.py",)
+COMM_HOOKS = ("tests/test_comm_hooks.py",)
 COMMUNICATION = ("tests/test_communication.py",)
 FULL_PARAMS = ("tests/test_full_params.py",)
+GRAD_SCALER = ("tests/test_grad_scaler.py",)
 LIFECYCLE = ("tests/test_lifecycle.py",)
 NUMERICS = ("tests/test_reliability_numerics.py",)
 PARITY = ("tests/test_parity.py",)
@@ -395,5 +398,89 @@ MUTATIONS = [
         "        if False:\n",
         "ranks negotiate about different passes",
         REDUCE_UNUSED,
+    ),
+    Mutation(
+        "fsdp/runtime/clip.py",
+        "        return part / ranks\n",
+        "        return part\n",
+        "what every rank has counts as often as there are ranks",
+        CLIP,
+    ),
+    Mutation(
+        "fsdp/runtime/clip.py",
+        "greatest.isnan().to(norms.dtype)",
+        "greatest.new_zeros(())",
+        "NaN on another rank becomes infinity",
+        CLIP,
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "        return [grad[start:end] for grad in super().grad_parts() for start, end in self._runs]\n",
+        "        return super().grad_parts()\n",
+        "padding is part of the norm and of what is clipped",
+        CLIP,
+    ),
+    Mutation(
+        "fsdp/runtime/clip.py",
+        "torch._foreach_norm(pieces, p, dtype=torch.float64)",
+        "torch._foreach_norm(several, p, dtype=torch.float32)",
+        "long vectors are summed in float32 on CPU",
+        CLIP,
+    ),
+    Mutation(
+        "fsdp/runtime/clip.py",
+        "        if any(gradients.accumulates for gradients in unit.gradients):\n",
+        "        if False:\n",
+        "gradients that are not reduced are clipped",
+        CLIP,
+    ),
+    Mutation(
+        "fsdp/sharded_grad_scaler.py",
+        "        if group.size() > 1:\n",
+        "        if False:\n",
+        "each rank knows of its own infinities alone",
+        GRAD_SCALER,
+    ),
+    Mutation(
+        "fsdp/sharded_grad_scaler.py",
+        "        super()._check_inf_per_device(optimizer)\n        return self._agree(optimizer)\n",
+        "        return super()._check_inf_per_device(optimizer)\n",
+        "ranks do not agree where the optimizer unscales by itself",
+        GRAD_SCALER,
+    ),
+    Mutation(
+        "fsdp/sharded_grad_scaler.py",
+        "            flags = {found_inf.device: found_inf.clone()}\n",
+        "            flags: dict[torch.device, torch.Tensor] = {}\n",
+        "a rank without gradients has no flag",
+        GRAD_SCALER,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "                    shard[start:end].zero_()\n",
+        "                    pass\n",
+        "a communication hook's padding stays",
+        COMM_HOOKS,
+    ),
+    Mutation(
+        "fsdp/runtime/comm_hook.py",
+        "        given = [full.detach()]",
+        "        given = [full]",
+        "a hook may put other memory in place of the reduce buffer's",
+        COMM_HOOKS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "                self._target = source  # until",
+        "                # until",
+        "the reduce buffer keeps its memory when a hook raises",
+        COMM_HOOKS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        by_hook = self._hook is not None\n",
+        "        by_hook = False\n",
+        "a hook is not called on one rank",
+        COMM_HOOKS,
     ),
 ]

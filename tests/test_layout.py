@@ -146,6 +146,27 @@ def test_gaps_and_parameters_partition_the_padded_vector(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+def test_gaps_and_runs_of_the_shards_are_those_of_the_vector(seed: int) -> None:
+    for layout, _, _ in layouts(seed, 100):
+        padding = [False] * layout.padded_numel
+        for start, end in layout.gaps:
+            padding[start:end] = [True] * (end - start)
+        for rank in range(layout.world_size):
+            first, last = layout.shard_range(rank)
+            gaps, runs = layout.shard_gaps(rank), layout.shard_runs(rank)
+            covered = [False] * layout.shard_numel
+            for start, end in gaps:
+                covered[start:end] = [True] * (end - start)
+            assert covered == padding[first:last]
+            ranges = sorted([*gaps, *runs])
+            assert all(start < end for start, end in ranges)
+            edges = [0, *(end for _, end in ranges)]
+            assert [start for start, _ in ranges] == edges[:-1] and edges[-1] == layout.shard_numel
+            joined = list(itertools.pairwise(runs))
+            assert all(end < start for (_, end), (start, _) in joined)
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_R01_alignment(seed: int) -> None:
     """R01: shard bytes % 16 == 0 and views 16-byte aligned, in every dtype that travels; and no padding beyond that."""
     for layout, param_alignment, shard_alignment in layouts(300 + seed, 1000):

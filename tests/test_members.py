@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
+from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState
 
 import fsdp
 from fsdp import MixedPrecision
@@ -86,10 +87,10 @@ def _compare(use_orig_params: bool) -> None:
                 model.inside.__exit__(None, None, None)
     ours, theirs = pairs[0]
     for model in (ours, theirs):
-        model._comm_hook = LOW_PRECISION_HOOKS[1]
-        assert model._low_precision_hook_enabled()
-        model._comm_hook = print
         assert not model._low_precision_hook_enabled()
+        model.register_comm_hook(LowPrecisionState(dist.group.WORLD), LOW_PRECISION_HOOKS[1])
+        assert model._low_precision_hook_enabled() and model._comm_hook is LOW_PRECISION_HOOKS[1]
+        assert isinstance(model._comm_hook_state, LowPrecisionState)
         model.mixed_precision.buffer_dtype = torch.bfloat16
         assert model._mixed_precision_enabled_for_buffers()
         model._reset_lazy_init()

@@ -7,6 +7,7 @@ seen by the tracer when it is missing), that work which may overlap does, and th
 from __future__ import annotations
 
 import ast
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -299,6 +300,29 @@ class Training:
             del loss
             self.step()
 
+    def clipping(self) -> None:
+        for norm_type in (2.0, float("inf")):
+            self.loss().backward()
+            self.model.clip_grad_norm_(0.1, norm_type)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def hooks(self) -> None:
+        """A communication hook, which raises the second time when it has read the gradient."""
+        calls = itertools.count()
+
+        def hook(state: None, grad: Tensor, shard: Tensor) -> None:
+            shard.copy_(grad)
+            if next(calls) == 1:
+                fail()
+
+        self.model.register_comm_hook(None, hook)
+        loss = self.loss()
+        with pytest.raises(RuntimeError, match="failed on purpose"):
+            loss.backward()
+        del loss
+        self.steps()
+
     def freezing(self) -> None:
         params = [p for name, p in self.model.named_parameters() if "blocks.1" in name or "blocks.4" in name]
         before = [param.requires_grad for param in params]
@@ -357,6 +381,7 @@ PARTS: tuple[Part, ...] = (
     Training.checkpointing,
     Training.skipping,
     Training.failures,
+    Training.clipping,
     Training.freezing,
     Training.summoning,
     Training.unsharding,
@@ -479,6 +504,7 @@ PROGRAMS: dict[str, tuple[str, type[nn.Module], tuple[Part, ...]]] = {
     "resized": ("resized", Tower, (Training.steps, Training.skipping, Training.deletion)),
     "poisoned": ("poisoned", Tower, (Training.steps, Training.skipping)),
     "offloaded": ("offloaded", Tower, (Training.steps, Training.failures)),
+    "hooks": ("lent", Tower, (Training.hooks,)),
 }
 
 

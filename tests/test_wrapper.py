@@ -156,7 +156,7 @@ def _signature(function: Any) -> list[tuple[str, Any, str]]:
 
 
 SAME_AS_TORCHS = ["__init__", "summon_full_params", "fsdp_modules", "check_is_root", "apply", "no_sync"]
-SAME_AS_TORCHS += ["clip_grad_norm_", "register_comm_hook", "named_parameters", "_unshard", "_assert_state"]
+SAME_AS_TORCHS += ["register_comm_hook", "named_parameters", "_unshard", "_assert_state"]
 
 
 @pytest.mark.parametrize("name", SAME_AS_TORCHS)
@@ -167,6 +167,14 @@ def test_signatures_are_torchs(name: str) -> None:
     ours, theirs = _signature(getattr(FullyShardedDataParallel, name)), _signature(getattr(TorchFSDP, name))
     assert ours[: len(theirs)] == theirs
     assert all(kind == "KEYWORD_ONLY" for _, _, kind in ours[len(theirs) :])
+
+
+def test_clipping_has_one_argument_more() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+    theirs = _signature(TorchFSDP.clip_grad_norm_)
+    more = [("error_if_nonfinite", False, "POSITIONAL_OR_KEYWORD")]
+    assert _signature(FullyShardedDataParallel.clip_grad_norm_) == theirs + more
 
 
 def test_every_public_member_of_torchs_is_there() -> None:
@@ -314,10 +322,6 @@ def test_methods_that_come_later_name_themselves(use_orig_params: bool) -> None:
         for owner in (FullyShardedDataParallel, model):
             with pytest.raises(NotImplementedError, match=rf"{name}\(\)"):
                 getattr(owner, name)(model, None)
-    with pytest.raises(NotImplementedError, match="clip_grad_norm_"):
-        model.clip_grad_norm_(1.0)
-    with pytest.raises(NotImplementedError, match="register_comm_hook"):
-        model.register_comm_hook(None, print)
 
 
 def test_an_optimizer_in_backward_wants_the_original_parameters() -> None:

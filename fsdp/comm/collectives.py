@@ -346,7 +346,7 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, wa
     """
     where = control_device(group, device)
     on_device = values.to(where)
-    work = _all_reduce_max(on_device, group, label, asynchronous=where.type == "cpu")
+    work = _all_reduce(on_device, dist.ReduceOp.MAX, group, label, asynchronous=where.type == "cpu")
     if work is not None:
         wait_for(work, label, watch, group)
     values.copy_(on_device)
@@ -382,14 +382,14 @@ class Agreeing:
         device = control_device(group, device)
         if device.type == "cpu":
             self._votes = torch.tensor([value, -value, 0], device="cpu")
-            self._work = _all_reduce_max(self._votes, group, label, asynchronous=True)
+            self._work = _all_reduce(self._votes, dist.ReduceOp.MAX, group, label, asynchronous=True)
             self._arrived: Event = None
             return
         with streams.on_reduce_stream():
             votes = torch.zeros(3, dtype=torch.int64, device=device)
             votes[0].fill_(value)
             votes[1].fill_(-value)
-            _all_reduce_max(votes, group, label, asynchronous=False)
+            _all_reduce(votes, dist.ReduceOp.MAX, group, label, asynchronous=False)
             self._votes, self._arrived = streams.fetch(votes)
 
     def answered(self) -> bool:
@@ -406,11 +406,22 @@ class Agreeing:
         return bool(self._votes[:2].tolist() != [self._value, -self._value])
 
 
-def _all_reduce_max(values: torch.Tensor, group: Any, label: str, *, asynchronous: bool) -> Any:
+def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, largest: bool = False) -> None:
+    """Replace ``values`` by their sum over ``group``'s ranks, or with ``largest`` by the largest, element by element.
+
+    On CPU the host waits, else the current stream does. ``streams`` are those of the device of ``values``.
+    """
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    work = _all_reduce(values, op, group, label, asynchronous=streams.asynchronous_work)
+    if work is not None:
+        wait_for(work, label, None, group)
+
+
+def _all_reduce(values: torch.Tensor, op: Any, group: Any, label: str, *, asynchronous: bool) -> Any:
     global current_label
     current_label = label
     try:
-        return dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=asynchronous)
+        return dist.all_reduce(values, op=op, group=group, async_op=asynchronous)
     finally:
         current_label = None
 

@@ -164,6 +164,19 @@ class FlatLayout:
             raise ValueError(f"expected a rank in [0, {self.world_size}), but got {rank}")
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
+    def shard_gaps(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The (start, end) ranges of this rank's shard that belong to no parameter, counted in the shard: ascending,
+        none of them empty. ValueError for a rank outside the world."""
+        shard_start, shard_end = self.shard_range(rank)
+        inside = [(max(start, shard_start), min(end, shard_end)) for start, end in self.gaps]
+        return tuple((start - shard_start, end - shard_start) for start, end in inside if start < end)
+
+    def shard_runs(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """The (start, end) ranges between this rank's ``shard_gaps``: all that belongs to parameters."""
+        gaps = self.shard_gaps(rank)
+        starts, ends = [0, *(end for _, end in gaps)], [*(start for start, _ in gaps), self.shard_numel]
+        return tuple((start, end) for start, end in zip(starts, ends, strict=True) if start < end)
+
     def piece(self, index: int, rank: int) -> Piece:
         """What ``rank`` owns of ``params[index]``. ValueError for a rank outside the world."""
         param = self.params[index]

@@ -133,6 +133,12 @@ class _BucketViews:
         """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it."""
         return grad
 
+    def grad_parts(self) -> list[torch.Tensor]:
+        """The gradients that this rank has, without padding and without empty tensors; what changes them in place
+        changes ``.grad``."""
+        grads = [visible.param.grad for visible in self.visible]
+        return [grad for grad in grads if grad is not None and grad.numel()]
+
     def use_leaves(self) -> None:
         """The modules compute with the full parameters from here on."""
         copy = self.handle.copy
@@ -439,6 +445,7 @@ class FlatViews(_BucketViews):
         self._home, self._name = module, name
         module._parameters[name] = handle.flat_param
         self.visible = [Visible(name, handle.flat_param, range(len(handle.leaves)), False)]
+        self._runs = handle.layout.shard_runs(handle.groups.shard_rank)
         super().__init__(handle, slots)
         self.use_sharded()
 
@@ -535,6 +542,9 @@ class FlatViews(_BucketViews):
 
     def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
         return [flat_shard]
+
+    def grad_parts(self) -> list[torch.Tensor]:
+        return [grad[start:end] for grad in super().grad_parts() for start, end in self._runs]
 
     def refresh(self) -> bool:
         self.drop_stand_ins()  # left there by something that raised

@@ -36,4 +36,6 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     precision = unit.precision.copied(module, memo)
     copied = Unit(module, unit.name, buckets, unit.groups, unit.device, unit.policy, precision)
     copied.synchronize = unit.synchronize
+    if unit.comm_hook is not None:
+        copied.use_hook(unit.comm_hook)
     return copied

@@ -11,6 +11,7 @@ zero or change in place is changed. A sharded gradient from an earlier synchroni
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer
 from fsdp.flat.views import BucketViews
+from fsdp.runtime.comm_hook import CommHook
 
 
 @dataclass(eq=False)
@@ -99,6 +101,7 @@ class BucketGradients:
         self.handle = handle
         self.views = views
         self._keep_low_precision = keep_low_precision
+        self._hook: CommHook | None = None  # reduces in place of the communicator
         count = len(handle.leaves)
         self._scratch: SlotBuffer | None = None  # the reduce buffer; its memory is lent for each backward
         self._target: SlotBuffer | None = None  # where this backward writes
@@ -118,10 +121,11 @@ class BucketGradients:
     def reduces(self) -> bool:
         """Whether a synchronised backward makes another tensor of what the slots hold: reduced, cast or moved."""
         handle = self.handle
-        return handle.groups.reduces or handle.reduce_dtype != self._dtype or handle.keeps_gradients_on_host
+        by_hook = self._hook is not None
+        return by_hook or handle.groups.reduces or handle.reduce_dtype != self.dtype or handle.keeps_gradients_on_host
 
     @property
-    def _dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         """What ``.grad`` has after a synchronised backward."""
         return self.handle.full.dtype if self._keep_low_precision else self.handle.layout.dtype
 
@@ -134,6 +138,13 @@ class BucketGradients:
     def accumulates(self) -> bool:
         """Whether unsharded gradients of earlier backwards wait to be reduced."""
         return self.reduces and bool(self._visible_accumulator())
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Reduce by ``hook`` from now on."""
+        self._hook = hook
+        if hook.compresses:  # from the parameters' own dtype, and back to it
+            self.handle.layout = dataclasses.replace(self.handle.layout, reduce_dtype=self.handle.layout.dtype)
+            self._keep_low_precision = False
 
     def forget_buffers(self) -> None:
         """The bucket has changed its dtype or device."""
@@ -184,14 +195,22 @@ class BucketGradients:
         written = streams.record()
         with streams.on_reduce_stream():
             streams.wait(written)
-            pending = communicator.reduce(shard, source.flat, tag, watch)
-            offloaded = streams.fetch(shard.to(self._dtype)) if self.handle.keeps_gradients_on_host else None
+            if self._hook is None:
+                pending = communicator.reduce(shard, source.flat, tag, watch)
+            else:
+                self._target = source  # until the hook is through: if it raises, this goes where an open one goes
+                self._hook.reduce(shard, source.flat, tag.label)
+                self._target = None
+                for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
+                    shard[start:end].zero_()
+                pending = Pending((), None, streams, tag)
+            offloaded = streams.fetch(shard.to(self.dtype)) if self.handle.keeps_gradients_on_host else None
             if offloaded is not None:
                 pending.extend()
 
         def finish() -> None:
             if offloaded is None:
-                self._attach(shard.to(self._dtype))
+                self._attach(shard.to(self.dtype))
             else:
                 grad, there = offloaded
                 with streams.on_host(there):
@@ -248,9 +267,12 @@ class BucketGradients:
 
     def abandon(self, queue: ReductionQueue) -> None:
         """Forget what this backward wrote (it failed); an accumulator stays as far as it got."""
-        if self._target is not None:
-            queue.give_back(self._target)
-        self._target = None
+        target, self._target = self._target, None
+        if target is not None:
+            with queue.streams.on_reduce_stream():
+                last_use = queue.streams.record()  # by a communication hook that raised
+            queue.streams.wait(last_use)
+            queue.give_back(target)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from fsdp.flat.flat_param import BufferState, FlatParamHandle
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
+from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import Idle, RootContext, UnitPolicy
 from fsdp.runtime.forward_call import ForwardCall
 from fsdp.runtime.nested import map_tensors, tensors_in
@@ -53,6 +54,7 @@ class Unit:
         policy: when it is resharded and gathered ahead.
         precision: the dtypes of its inputs, outputs and buffers.
         synchronize: whether a backward reduces its gradients; read when the backward runs.
+        comm_hook: the user's reduction, in the place of the communicator's; see ``use_hook``.
         index: its number in the tree.
         place: its number among the tree's units that communicate over the same group, equal on every rank.
     """
@@ -76,6 +78,7 @@ class Unit:
         self.policy = policy
         self.precision = precision
         self.synchronize = True
+        self.comm_hook: CommHook | None = None
         keep_low = precision.asked.keep_low_precision_grads
         self.gradients = [BucketGradients(handle, views, keep_low_precision=keep_low) for handle, views in buckets]
         self.index = self.place = 0
@@ -147,7 +150,8 @@ class Unit:
         ]
         if self.policy.reduce_unused:
             kind += ", reduced where unused"
-        return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}"
+        by = ", by a communication hook" if self.comm_hook is not None else ""
+        return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}{by}"
 
     def reduction(self) -> str:
         """What a backward would reduce now, in words: ranks that differ in that are out of step."""
@@ -173,6 +177,12 @@ class Unit:
 
     def _tag(self, bucket: int, what: str) -> Tag:
         return Tag(f"{what} {self.name}", (self.place * MAX_BUCKETS + bucket) * 2 + (what == "reduce"))
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Reduce gradients by ``hook`` from now on."""
+        self.comm_hook = hook
+        for gradients in self.gradients:
+            gradients.use_hook(hook)
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,212 @@
+"""The norm of a tree's gradients, and clipping by it.
+
+[Note: Whose gradients count]
+The parts of a sharded gradient lie on the ranks of its unit's own shard group, and are combined over that group; the
+units of one group share one all-reduce. Ranks that clip by different norms drift apart, so all that the root's group
+does not combine anyway is brought to its all-reduce, each of its N ranks bringing 1/N of the p-th powers (of the
+infinity norm, all of it): gradients of ``NO_SHARD``, which are equal on all ranks and so count once; of parameters that
+no unit manages, which are whatever the ranks made of them; and what other groups than the root's have found. The norm
+is therefore the same on all ranks of the root's group, and NaN or infinite where any gradient is.
+
+[Note: Precision of the norm]
+A norm in float32 is good to six digits only where sums are short. On accelerators they are, since thousands of threads
+share the work. On CPU one sum runs along the whole tensor and is off by a thousandth at 20 million elements: there
+pieces that fit into the cache are summed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.comm.collectives import combine
+from fsdp.runtime.unit import Unit
+
+_PIECE = 1 << 16  # elements
+_STABILIZER = 1e-6  # added to the norm before it divides, as in torch.nn.utils.clip_grad_norm_
+
+
+class _NoSuchNorm(ValueError, ZeroDivisionError):
+    """The order of the norm is 0, which FSDP1 takes for a ZeroDivisionError."""
+
+
+class _PowerSum:
+    """A p-norm as a sum of p-th powers, which adds up over tensors and ranks."""
+
+    largest = False
+
+    def __init__(self, p: float) -> None:
+        self.p = p
+
+    def part(self, norms: torch.Tensor) -> torch.Tensor:
+        """What tensors with these ``norms`` contribute."""
+        return norms.pow(self.p).sum().view(1)
+
+    def share(self, part: torch.Tensor, ranks: int) -> torch.Tensor:
+        """What each of ``ranks`` ranks that all have ``part`` brings, so that together they bring it once."""
+        return part / ranks
+
+    def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return one + other
+
+    def norm(self, part: torch.Tensor) -> torch.Tensor:
+        """The norm (0-d) whose contribution is ``part``."""
+        return part[0].pow(1 / self.p)
+
+
+class _Largest:
+    """The infinity norm. Backends differ in whether NaN is larger than a number, so it travels beside the number."""
+
+    largest = True
+
+    def part(self, norms: torch.Tensor) -> torch.Tensor:
+        greatest = torch.cat([norms, norms.new_zeros(1)]).amax()
+        return torch.stack([greatest.nan_to_num(nan=math.inf, posinf=math.inf), greatest.isnan().to(norms.dtype)])
+
+    def share(self, part: torch.Tensor, ranks: int) -> torch.Tensor:
+        return part
+
+    def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.maximum(one, other)
+
+    def norm(self, part: torch.Tensor) -> torch.Tensor:
+        return torch.where(part[1] > 0, math.nan, part[0])
+
+
+def _order(norm_type: Any) -> tuple[float, _PowerSum | _Largest]:
+    """Raises ValueError (for 0 also a ZeroDivisionError) if there is no such norm."""
+    p = float(norm_type)
+    if p == 0:
+        raise _NoSuchNorm("clip_grad_norm_() with norm_type=0: there is no such norm; expected 1, 2, inf, ...")
+    if math.isnan(p) or p == -math.inf:
+        raise ValueError(f"clip_grad_norm_() with norm_type={norm_type}: expected a number other than 0, or inf")
+    return p, _Largest() if p == math.inf else _PowerSum(p)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    root: Unit,
+    units: Sequence[Unit],
+    params: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+) -> torch.Tensor:
+    """Scale the gradients of ``units`` and ``params`` (which may name the units' own again) to a norm of ``max_norm``.
+
+    What is returned and raised is told at ``FullyShardedDataParallel.clip_grad_norm_``.
+    """
+    max_norm = float(max_norm)
+    p, order = _order(norm_type)
+    for unit in units:
+        if any(gradients.accumulates for gradients in unit.gradients):
+            raise RuntimeError(
+                f"clip_grad_norm_(): {unit.name} has unsharded gradients from no_sync(), which are not reduced yet: "
+                "run a backward outside of no_sync() before clipping, or set them to None"
+            )
+    managed = {visible.param for unit in units for views in unit.views for visible in views.visible}
+    others = [param for param in params if param not in managed]
+    handles = [handle for unit in units for handle in unit.handles]
+    dtypes = {param.dtype for param in others} | {handle.layout.dtype for handle in handles}
+    dtypes |= {gradients.dtype for unit in units for gradients in unit.gradients}
+    wide = torch.float64 if any(dtype.to_real() == torch.float64 for dtype in dtypes) else torch.float32
+
+    sharded: dict[Any, list[torch.Tensor]] = {}  # by shard group, in the tree's order on every rank
+    whole = [param.grad for param in others if param.grad is not None and param.grad.numel()]
+    for unit in units:
+        for views in unit.views:
+            home = sharded.setdefault(unit.groups.shard, []) if unit.groups.sharded else whole
+            home.extend(views.grad_parts())
+
+    device = next((unit.device for unit in units if unit.handles), root.device)
+
+    def part(grads: list[torch.Tensor]) -> torch.Tensor:
+        return order.part(_norms(grads, p, wide, device))
+
+    def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
+        assert root.context is not None
+        combine(value, group, root.context.streams, "sum up the gradient norm", largest=order.largest)
+        return value
+
+    parts = {group: part(grads) for group, grads in sharded.items()}
+    everyone = root.groups.shard if root.groups.sharded else root.groups.replica
+    own = parts.pop(everyone, None)
+    total = part(whole)
+    for group, value in parts.items():
+        total = order.join(total, combined(value, group))
+    if everyone is not None and (own is not None or parts or others):  # see [Note: Whose gradients count]
+        share = order.share(total, everyone.size())
+        total = combined(share if own is None else order.join(own, share), everyone)
+    norm = order.norm(total).to(wide)
+
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"clip_grad_norm_(): the total norm of order {p} of the gradients is {float(norm)}, so they cannot be "
+            "clipped. To scale them by it anyway, pass error_if_nonfinite=False"
+        )
+    coefficient = (max_norm / (norm + _STABILIZER)).clamp(max=1.0)  # no branch on it: the host would have to wait
+    for (place, dtype), grads in _by_kind([*whole, *(grad for several in sharded.values() for grad in several)]):
+        torch._foreach_mul_(grads, coefficient.to(device=place, dtype=dtype))
+    return norm.cpu() if any(handle.keeps_gradients_on_host for handle in handles) else norm
+
+
+def _norms(grads: Iterable[torch.Tensor], p: float, wide: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The norms of ``grads``, none of them empty, or of pieces of them: 1-D on ``device``, in float64 on CPU and in
+    ``wide`` elsewhere."""
+    dtype = torch.float64 if device.type == "cpu" else wide
+    norms = [torch.empty(0, dtype=dtype, device=device)]
+    for (place, _), several in _by_kind([grad.abs() if grad.is_complex() else grad for grad in grads]):
+        if place.type == "cpu":  # see [Note: Precision of the norm]
+            pieces = [piece for grad in several for piece in grad.reshape(-1).split(_PIECE)]
+            found = torch._foreach_norm(pieces, p, dtype=torch.float64)
+        else:
+            found = torch._foreach_norm(several, p, dtype=wide)
+        norms.append(torch.stack(list(found)).to(device=device, dtype=dtype))
+    return torch.cat(norms)
+
+
+def _get_grad_norm(
+    params: Iterable[nn.Parameter], norm_type: float, zero: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """The norm of the gradients that this rank has of ``params``, as one vector: float32 on ``device``, or ``zero`` if
+    there are none. FSDP1's helper, for who uses it."""
+    grads = [param.grad.detach() for param in params if param.grad is not None and param.grad.numel()]
+    p, order = _order(norm_type)
+    return order.norm(order.part(_norms(grads, p, torch.float32, device))).float() if grads else zero
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[torch.device, torch.dtype], list[torch.Tensor]]]:
+    """``tensors`` by device and dtype, as the kernels for many tensors want them."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds.items()
+
+
+def warn_of_local_norm(units: Iterable[Unit]) -> None:
+    """Warn if it is ``torch.nn.utils.clip_grad_norm_`` that asks for the parameters: it would take each rank's norm.
+
+    It runs the generator that ``parameters()`` returned, so it is on the stack then. What it is given as a list cannot
+    be told from any other list.
+    """
+    frame = sys._getframe(1)
+    for level in range(3, 8):  # as warnings count
+        if frame.f_back is None:
+            return
+        frame = frame.f_back
+        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            if any(unit.groups.sharded for unit in units):
+                warnings.warn(
+                    "torch.nn.utils.clip_grad_norm_() was called on sharded parameters: it sees this rank's shards "
+                    "only, and every rank clips by another norm. Call clip_grad_norm_() of the outermost wrapped "
+                    "module instead",
+                    stacklevel=level + 2,  # past the function that turns gradients off
+                )
+            return

@@ -1,0 +1,125 @@
+"""Users' communication hooks: the reduction of a unit's gradient as they want it.
+
+[Note: Hooks that put other memory in place]
+A hook may assign ``.data`` of the tensors that it is given, as torch's compressing ones do, and ours are permanent. So
+it is given aliases, and what it left in them is copied where other memory came in place. torch's two themselves are
+recognised and computed here, with torch's uncompressed hooks at their core: on CPU they do not run, and on accelerators
+they have the allocator track streams, which makes memory differ from step to step.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.algorithms._comm_hooks import default_hooks
+
+from fsdp.comm.collectives import Groups
+from fsdp.flat.flat_param import FlatParamHandle
+
+_COMPRESSED = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
+
+
+class CommHook:
+    """A hook with its state.
+
+    Attributes:
+        state, function: what the user has given.
+        compresses: whether it is one of torch's low-precision hooks, which want gradients in full precision and give
+            them back in it.
+    """
+
+    def __init__(self, state: object, hook: Callable[..., Any]) -> None:
+        """Raises ValueError if ``hook`` is not callable."""
+        if not callable(hook):
+            raise ValueError(f"Expected the communication hook to be callable but got {hook!r} of type {type(hook)}")
+        self.state, self.function = state, hook
+        self._name = getattr(hook, "__qualname__", repr(hook))
+        self.compresses = any(hook is known for known in _COMPRESSED)
+
+    def check_accepts(self, unit_name: str, *, sharded: bool) -> None:
+        """Raises TypeError if it does not take what a unit passes, as far as its signature tells."""
+        arguments = (self.state, "grad", "shard") if sharded else (self.state, "grad")
+        try:
+            signature = inspect.signature(self.function)
+        except ValueError:  # not written in Python
+            return
+        try:
+            signature.bind(*arguments)
+        except TypeError as error:
+            kind = "sharded, so it is called with (state, grad, shard)" if sharded else "not sharded: (state, grad)"
+            raise TypeError(f"communication hook {self._name}{signature}: {unit_name} is {kind}; {error}") from error
+
+    def reduce(self, out: torch.Tensor, full: torch.Tensor, label: str) -> None:
+        """Let the hook reduce ``full`` into ``out``, its shard, or in place where ``out`` is ``full``.
+
+        What the hook writes nothing to is NaN afterwards.
+
+        Raises:
+            RuntimeError: the hook raised.
+            TypeError, ValueError: it returned something, or left something of another shape in place of its result.
+        """
+        where = f"{label}: communication hook {self._name}"
+        given = [full.detach()]  # see [Note: Hooks that put other memory in place]
+        if out is not full:
+            given.append(out.detach().fill_(math.nan))
+        function = self._compress if self.compresses else self.function
+        try:
+            with torch.no_grad():
+                answer = function(self.state, *given)
+        except Exception as error:
+            raise RuntimeError(f"{where} raised {type(error).__name__}: {error}") from error
+        if answer is not None and all(answer is not tensor for tensor in given):
+            raise TypeError(
+                f"{where} returned a {type(answer).__name__}, and a hook returns None: it reduces "
+                f"{'grad into shard' if len(given) > 1 else 'grad in place'} and waits for what it has started"
+            )
+        result = given[-1]
+        if result.shape != out.shape or result.device != out.device:
+            raise ValueError(
+                f"{where} left a tensor of shape {tuple(result.shape)} on {result.device} as the reduced gradient, "
+                f"which has shape {tuple(out.shape)} on {out.device}"
+            )
+        if result.data_ptr() != out.data_ptr() or result.dtype != out.dtype:
+            with torch.no_grad():
+                out.copy_(result)
+
+    def _compress(self, state: Any, grad: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+        """What torch's compressing hooks compute: reduce in 16 bits, in two divisions, and cast up afterwards."""
+        dtype = _COMPRESSED[self.function]
+        low = grad.to(dtype)
+        if shard is None:
+            default_hooks.allreduce_hook(state, low)
+            grad.copy_(low.to(state.parameter_type))
+        else:
+            low_shard = torch.empty_like(shard, dtype=dtype)
+            default_hooks.reduce_scatter_hook(state, low, low_shard)
+            shard.copy_(low_shard.to(state.parameter_type))
+
+
+class Hookable(Protocol):
+    """A unit as its hook sees it."""
+
+    name: str
+    groups: Groups
+    handles: list[FlatParamHandle]
+    comm_hook: CommHook | None
+
+    def use_hook(self, hook: CommHook) -> None: ...
+
+
+def register_comm_hook(units: Iterable[Hookable], state: object, hook: Callable[..., Any]) -> None:
+    """Reduce the gradients of all ``units`` by ``hook``; see ``FullyShardedDataParallel.register_comm_hook``."""
+    units = list(units)
+    for unit in units:
+        if unit.comm_hook is not None:
+            raise AssertionError(f"register_comm_hook(): a communication hook is already registered, at {unit.name}")
+    shared = CommHook(state, hook)
+    for unit in units:
+        if unit.handles:
+            shared.check_accepts(unit.name, sharded=unit.groups.sharded)
+    for unit in units:
+        unit.use_hook(shared)

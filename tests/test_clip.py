@@ -1,0 +1,597 @@
+"""`clip_grad_norm_`: one norm of all gradients, the same on every rank, whatever is sharded, replicated or ignored.
+
+Gradients come from real backwards. The oracle takes the same gradients, put together in full shapes, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.fully_sharded_data_parallel import _get_grad_norm
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import MlpBlock
+from tests.harness.oracle import assert_bit_equal, clean_name
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, wrap
+
+FULL, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+ORDERS = (2.0, 1.0, math.inf, 0.5, 3.0, -1.0)
+WIDTH = 7
+
+
+class Scale(nn.Module):
+    """One element: on several ranks, all but the first hold padding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Model(nn.Module):
+    """Parameters of the root, two blocks, a unit of one element, a frozen parameter and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = MlpBlock(WIDTH, 13), MlpBlock(13, 11)
+        self.scale = Scale()
+        self.frozen = nn.Parameter(torch.ones(11), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(11, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.scale(self.second(self.first(self.embed(x)))) * self.frozen)
+
+
+UNITS = {MlpBlock, Scale}
+TREES = ("sharded", "mixed", "mixed, whole root", "replicated")
+
+
+def build(dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(3)
+    return Model().to(dtype)
+
+
+def tree(kind: str, orig: bool, dtype: torch.dtype = torch.float32, **options: Any) -> FullyShardedDataParallel:
+    model = build(dtype)
+    policy = ModuleWrapPolicy(UNITS)
+    if kind == "mixed":
+        model.second = wrap(model.second, NONE, orig, wrap_policy=None)
+        policy = ModuleWrapPolicy({MlpBlock, Scale})
+        model.first = wrap(model.first, FULL, orig, wrap_policy=None)
+        model.scale = wrap(model.scale, FULL, orig, wrap_policy=None)
+        return wrap(model, FULL, orig, wrap_policy=None, **options)
+    if kind == "mixed, whole root":
+        model.first = wrap(model.first, FULL, orig, wrap_policy=None)
+        return wrap(model, NONE, orig, wrap_policy=None, **options)
+    return wrap(model, NONE if kind == "replicated" else FULL, orig, wrap_policy=policy, **options)
+
+
+def backward(model: nn.Module, seed: int | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """One pass over a batch that differs by rank, or with `seed` is the same on all."""
+    generator = torch.Generator().manual_seed(100 + (dist.get_rank() if seed is None else seed))
+    x = torch.randn(4, WIDTH, generator=generator).to(dtype)
+    (model(x).square().sum() * 10).backward()
+
+
+def oracle(grads: Iterable[Tensor | None], p: float) -> float:
+    """The p-norm of all elements of all gradients, in float64."""
+    elements = torch.cat([grad.detach().double().flatten() for grad in grads if grad is not None])
+    return float(torch.linalg.vector_norm(elements, p))
+
+
+def ranks_agree(norm: Tensor) -> None:
+    norms: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(norms, (norm.dtype, norm.double().numpy().tobytes()))
+    assert len(set(norms)) == 1, norms
+
+
+def padding_is_zero(model: nn.Module) -> None:
+    for bucket in (bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets):
+        grad = bucket.flat_param.grad
+        for start, end in bucket.layout.shard_gaps(bucket.rank) if grad is not None else ():
+            assert not grad[start:end].any()
+
+
+def local_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what this rank has."""
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+
+
+# -- the norm --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_r10_norms_of_all_orders_and_trees(world_size: int) -> None:
+    """R10: within 1e-6 of float64 and bit-equal on every rank; clipped gradients are the gradients times the factor."""
+    run_ranks(world_size, norms_of_all_orders_and_trees)
+
+
+def norms_of_all_orders_and_trees() -> None:
+    for kind in TREES:
+        for orig in (True, False):
+            model = tree(kind, orig)
+            backward(model)
+            everything = full_gradients(model)
+            before = local_gradients(model)
+            for p in ORDERS:
+                expected = oracle(everything.values(), p)
+                max_norm = expected * 0.37
+                norm = model.clip_grad_norm_(max_norm, norm_type=p)
+                what = f"{kind}, use_orig_params={orig}, p={p}"
+                assert norm.dtype == torch.float32 and norm.shape == (), what
+                assert float(norm) == pytest.approx(expected, rel=1e-6), what
+                ranks_agree(norm)
+                factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+                assert_bit_equal(local_gradients(model), {name: grad * factor for name, grad in before.items()}, what)
+                padding_is_zero(model)
+                for name, param in model.named_parameters():
+                    if param.grad is not None:
+                        param.grad.copy_(before[name])
+            model.clip_grad_norm_(1e9)
+            assert_bit_equal(local_gradients(model), before, f"{kind}: below the bound nothing changes")
+
+
+def test_r10_low_and_high_precision() -> None:
+    """R10, Y71: bfloat16 gradients have a float32 norm, float64 ones a float64 norm."""
+    run_ranks(2, low_and_high_precision)
+
+
+def low_and_high_precision() -> None:
+    for dtype, result, bound in (
+        (torch.bfloat16, torch.float32, 1e-6),
+        (torch.float16, torch.float32, 1e-6),
+        (torch.float64, torch.float64, 1e-14),
+    ):
+        for orig in (True, False):
+            model = tree("mixed", orig, dtype)
+            backward(model, dtype=dtype)
+            before = full_gradients(model)
+            norm = model.clip_grad_norm_(0.5)
+            assert norm.dtype == result
+            assert float(norm) == pytest.approx(oracle(before.values(), 2.0), rel=bound)
+            ranks_agree(norm)
+            factor = (0.5 / (norm + 1e-6)).to(dtype)
+            scaled = {name: None if grad is None else grad * factor for name, grad in before.items()}
+            assert_bit_equal(full_gradients(model), scaled)
+
+
+def test_r10_gradients_of_lower_precision_than_the_parameters() -> None:
+    """R10, M20: `keep_low_precision_grads` leaves bfloat16 in `.grad`; the norm has float32 all the same."""
+    run_ranks(2, kept_in_low_precision)
+
+
+def kept_in_low_precision() -> None:
+    for keep in (True, False):
+        for orig in (True, False):
+            precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=keep)
+            model = tree("sharded", orig, mixed_precision=precision)
+            backward(model)
+            before = local_gradients(model)
+            assert {grad.dtype for grad in before.values()} == {torch.bfloat16 if keep else torch.float32}
+            expected = oracle(full_gradients(model).values(), 2.0)
+            norm = model.clip_grad_norm_(0.5)
+            assert norm.dtype == torch.float32 and float(norm) == pytest.approx(expected, rel=1e-6)
+            ranks_agree(norm)
+            factor = 0.5 / (norm + 1e-6)
+            scaled = {name: grad * factor.to(grad.dtype) for name, grad in before.items()}
+            assert_bit_equal(local_gradients(model), scaled)
+    precision = MixedPrecision(param_dtype=torch.float64, keep_low_precision_grads=True)
+    model = tree("sharded", False, mixed_precision=precision)
+    backward(model)
+    assert model.clip_grad_norm_(0.5).dtype == torch.float64
+
+
+def test_r10_complex_and_mixed_dtypes() -> None:
+    """R10: a unit with float32, float64 and complex parameters."""
+    run_ranks(2, complex_and_mixed_dtypes)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.one = nn.Parameter(torch.randn(5, generator=generator))
+        self.two = nn.Parameter(torch.randn(3, generator=generator, dtype=torch.float64))
+        self.three = nn.Parameter(torch.randn(7, generator=generator, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.one.sum() + self.two.square().sum() + (self.three * self.three).abs().sum())
+
+
+def complex_and_mixed_dtypes() -> None:
+    for orig in (True, False):
+        for p in (1.0, 2.0, math.inf, 3.0):
+            model = wrap(Mixture(), FULL, orig, wrap_policy=None)
+            model(torch.tensor(1.0 + dist.get_rank())).backward()
+            before = full_gradients(model)
+            expected = oracle((grad.abs() for grad in before.values() if grad is not None), p)
+            norm = model.clip_grad_norm_(0.1, p)
+            assert norm.dtype == torch.float64 and float(norm) == pytest.approx(expected, rel=1e-6)
+            ranks_agree(norm)
+            after = full_gradients(model)
+            assert oracle((g.abs() for g in after.values() if g is not None), p) == pytest.approx(0.1, rel=1e-5)
+
+
+def test_long_vectors_are_summed_accurately() -> None:
+    """R10: float32 sums along 3 million elements are off by more than 1e-5."""
+    run_ranks(1, long_vectors)
+
+
+def long_vectors() -> None:
+    grad = torch.randn(3_000_000, generator=torch.Generator().manual_seed(0))
+    assert abs(float(torch.linalg.vector_norm(grad, 1)) / oracle([grad], 1) - 1) > 1e-5
+    model = wrap(nn.Linear(3000, 1000, bias=False), FULL, wrap_policy=None)
+    for p in (1.0, 2.0, 3.0):
+        model.params[0].grad = grad.clone()
+        assert float(model.clip_grad_norm_(math.inf, p)) == pytest.approx(oracle([grad], p), rel=1e-7)
+    assert torch.equal(model.params[0].grad, grad)
+
+
+def test_r10_ranks_without_gradients() -> None:
+    """R10, M20, Y56: a rank without gradients takes part, without a warning, and later norms are as before."""
+    run_ranks(3, ranks_without_gradients)
+
+
+def ranks_without_gradients() -> None:
+    for orig in (True, False):
+        for p in (math.inf, 2.0):
+            model = tree("sharded", orig)
+            backward(model)
+            everything = oracle(full_gradients(model).values(), p)
+            mine = [param.grad for param in model.parameters() if param.grad is not None]
+            if dist.get_rank() == 1:
+                model.zero_grad()
+            kept: list[Any] = [None] * 3
+            dist.all_gather_object(kept, [] if dist.get_rank() == 1 else [grad.clone() for grad in mine])
+            norm = model.clip_grad_norm_(1.0, p)
+            assert float(norm) == pytest.approx(oracle([grad for grads in kept for grad in grads], p), rel=1e-6)
+            ranks_agree(norm)
+            model.zero_grad()
+            norm = model.clip_grad_norm_(1.0, p)
+            assert norm.dtype == torch.float32 and float(norm) == 0
+            backward(model)
+            assert float(model.clip_grad_norm_(1.0, p)) == pytest.approx(everything, rel=1e-6)
+
+
+def test_r11_the_norm_does_not_depend_on_the_number_of_ranks() -> None:
+    """R11: the same data on 1, 2 and 4 ranks, so the same gradients; a local norm would be off by sqrt(N)."""
+    results = {size: run_ranks(size, norms_on_equal_data)[0] for size in (1, 2, 4)}
+    assert results[1].keys() == results[2].keys() == results[4].keys()
+    for key, norm in results[1].items():
+        for size in (2, 4):
+            assert results[size][key] == pytest.approx(norm, rel=1e-6), (key, size)
+
+
+def norms_on_equal_data() -> dict[tuple[str, bool, float], float]:
+    norms = {}
+    for kind in TREES:
+        for orig in (True, False):
+            model = tree(kind, orig)
+            for p in (1.0, 2.0, math.inf):
+                model.zero_grad()
+                backward(model, seed=0)
+                norms[kind, orig, p] = float(model.clip_grad_norm_(1.0, p))
+    return norms
+
+
+def test_r12_one_rank_without_a_number() -> None:
+    """R12: NaN or infinity on one rank is seen by all; `error_if_nonfinite` raises on all and changes nothing."""
+    run_ranks(3, one_rank_without_a_number)
+
+
+def one_rank_without_a_number() -> None:
+    for kind, orig in (("sharded", True), ("sharded", False), ("mixed", True)):
+        model = tree(kind, orig)
+        for bad in (math.nan, math.inf, -math.inf):
+            for p in (1.0, 2.0, math.inf):
+                for culprit in (0, 2):
+                    model.zero_grad()
+                    backward(model)
+                    if dist.get_rank() == culprit:
+                        part = model.first._fsdp_unit.views[0].grad_parts()[-1]
+                        part[-1] = bad
+                    before = local_gradients(model)
+                    with pytest.raises(RuntimeError, match=r"the total norm of order .* is (nan|inf), so they cannot"):
+                        model.clip_grad_norm_(1.0, p, error_if_nonfinite=True)
+                    assert_bit_equal(local_gradients(model), before)
+                    norm = model.clip_grad_norm_(1.0, p)
+                    assert math.isnan(norm) if math.isnan(bad) else math.isinf(norm), (kind, orig, bad, p)
+                    ranks_agree(norm)
+                    padding_is_zero(model)
+
+
+# -- what counts, and how often --------------------------------------------------------------------------------------
+
+
+def test_parameters_that_no_unit_manages() -> None:
+    """M18: ignored ones count once; where their gradients differ by rank, every rank still clips alike."""
+    run_ranks(2, unmanaged_parameters)
+
+
+def unmanaged_parameters() -> None:
+    rank = dist.get_rank()
+    for kind in ("sharded", "replicated"):
+        for orig in (True, False):
+            for p in (2.0, math.inf):
+                plain = build()
+                model = wrap(
+                    plain,
+                    FULL if kind == "sharded" else NONE,
+                    orig,
+                    wrap_policy=ModuleWrapPolicy(UNITS),
+                    ignored_modules=[plain.head],
+                )
+                backward(model)
+                managed = [grad for grad in full_gradients(model).values() if grad is not None]
+                for step in ("equal", "different"):
+                    for param in plain.head.parameters():
+                        param.grad = torch.full_like(param, 2.0 if step == "equal" else 2.0 + rank)
+                    ignored = torch.cat([param.grad.flatten() for param in plain.head.parameters()])
+                    if step == "equal":
+                        expected = oracle([*managed, ignored], p)
+                    elif p == 2.0:
+                        mean = (torch.full_like(ignored, 2.0).square() + torch.full_like(ignored, 3.0).square()) / 2
+                        expected = oracle([*managed, mean.sqrt()], p)
+                    else:
+                        expected = oracle([*managed, torch.tensor([3.0])], p)
+                    with record_collectives() as log:
+                        norm = model.clip_grad_norm_(math.inf, p)
+                    assert float(norm) == pytest.approx(expected, rel=1e-6), (kind, orig, p, step)
+                    assert log.ops() == ["all_reduce"]
+                    ranks_agree(norm)
+                model.clip_grad_norm_(expected / 4, p)
+                torch.testing.assert_close(plain.head.bias.grad, torch.full_like(plain.head.bias, (2.0 + rank) / 4))
+
+
+def test_one_collective_per_shard_group() -> None:
+    """One all-reduce of one number in the usual case, labelled; none where nothing is sharded."""
+    run_ranks(2, one_collective)
+
+
+def one_collective() -> None:
+    for kind, expected in (("sharded", 1), ("mixed", 1), ("mixed, whole root", 1), ("replicated", 0)):
+        for orig in (True, False):
+            model = tree(kind, orig)
+            backward(model)
+            for p in (2.0, math.inf):
+                with record_collectives() as log:
+                    model.clip_grad_norm_(1.0, p)
+                assert log.ops() == ["all_reduce"] * expected, (kind, orig, p)
+                assert log.labels() == ["sum up the gradient norm"] * expected
+                assert log.nbytes() <= 16
+
+
+def test_units_of_other_groups() -> None:
+    """Y71, M24: what is sharded over pairs is summed over the pair, the rest over all four ranks."""
+    run_ranks(4, units_of_other_groups)
+
+
+def units_of_other_groups() -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    for orig in (True, False):
+        for p in (2.0, 1.0, math.inf):
+            model = build()
+            model.first = wrap(model.first, FULL, orig, wrap_policy=None, process_group=mine)
+            wrapped = wrap(model, FULL, orig, wrap_policy=None)
+            backward(wrapped, seed=0)
+            plain = build()
+            backward(plain, seed=0)
+            with record_collectives() as log:
+                norm = wrapped.clip_grad_norm_(1.0, p)
+            assert log.ops() == ["all_reduce"] * 2
+            assert float(norm) == pytest.approx(oracle((param.grad for param in plain.parameters()), p), rel=2e-6)
+            ranks_agree(norm)
+            # Pairs that had other data have other gradients of what they alone share. All clip alike nevertheless.
+            wrapped.zero_grad()
+            backward(wrapped)
+            inner = [param for param in wrapped.first.parameters() if param.grad is not None]
+            outer = [param for param in wrapped.parameters() if param.grad is not None and param not in set(inner)]
+            held: list[Any] = [None] * 4
+            dist.all_gather_object(held, [[param.grad.clone() for param in params] for params in (inner, outer)])
+            norm = wrapped.clip_grad_norm_(1.0, p)
+            ranks_agree(norm)
+            first, second = (oracle([*held[rank][0], *held[rank + 1][0]], p) for rank in (0, 2))
+            rest = oracle([grad for grads in held for grad in grads[1]], p)
+            assert first != second
+            expected = max(first, second, rest)
+            if p != math.inf:
+                expected = ((first**p + second**p) / 2 + rest**p) ** (1 / p)
+            assert float(norm) == pytest.approx(expected, rel=1e-6)
+    for group in pairs:
+        if group is mine:
+            dist.destroy_process_group(group)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often the host asks for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_nobody_waits_for_the_value() -> None:
+    run_ranks(2, nobody_waits)
+
+
+def nobody_waits() -> None:
+    for kind in ("mixed", "replicated"):
+        for p in ORDERS:
+            model = tree(kind, False)
+            backward(model)
+            with HostReads() as reads:
+                norm = model.clip_grad_norm_(1.0, p)
+            assert reads.count == 0
+            with HostReads() as reads:
+                norm.item()
+            assert reads.count == 1
+
+
+# -- the references --------------------------------------------------------------------------------------------------
+
+
+def test_plain_model_has_the_same_norm() -> None:
+    """torch's own clip on the plain model, which sees the mean of the ranks' gradients; float64, so within 1e-12."""
+    run_ranks(2, like_the_plain_model)
+
+
+def like_the_plain_model() -> None:
+    for kind in TREES:
+        for orig in (True, False):
+            for p in (1.0, 2.0, math.inf, 0.5):
+                model = tree(kind, orig, torch.float64)
+                backward(model, dtype=torch.float64)
+                plain = build(torch.float64)
+                for rank in range(2):
+                    backward(plain, seed=rank, dtype=torch.float64)
+                for param in plain.parameters():
+                    if param.grad is not None:
+                        param.grad /= 2
+                expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 2.5, p)
+                norm = model.clip_grad_norm_(2.5, p)
+                torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+                grads = full_gradients(model)
+                for name, param in plain.named_parameters():
+                    if param.grad is not None:
+                        torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_torchs_fsdp1_has_the_same_norm_and_gradients() -> None:
+    """M16-M19, with float32 sums as short as these: within 1e-6."""
+    run_ranks(2, like_torchs_fsdp1)
+
+
+def like_torchs_fsdp1() -> None:
+    for orig in (True, False):
+        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
+            for p in (1.0, 2.0, math.inf, 0.5):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)  # torch announces the end of NO_SHARD
+                    theirs = TorchFSDP(
+                        _trainable(),
+                        sharding_strategy=TorchStrategy[strategy],
+                        auto_wrap_policy=TorchModuleWrapPolicy(UNITS),
+                        use_orig_params=orig,
+                        device_id=torch.device("cpu"),
+                    )
+                ours = wrap(_trainable(), ShardingStrategy[strategy], orig, wrap_policy=ModuleWrapPolicy(UNITS))
+                backward(theirs)
+                backward(ours)
+                expected = theirs.clip_grad_norm_(1.5, p)
+                torch.testing.assert_close(ours.clip_grad_norm_(1.5, p), expected, rtol=1e-6, atol=0)
+                with TorchFSDP.summon_full_params(theirs, with_grads=orig):
+                    named = {clean_name(name): param for name, param in theirs.named_parameters()}
+                    if orig:
+                        grads = full_gradients(ours)
+                        for name, param in named.items():
+                            torch.testing.assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-6)
+                        assert grads.keys() == named.keys()
+
+
+def _trainable() -> nn.Module:
+    model = build()
+    del model.unused
+    model.frozen.requires_grad_(True)
+    return model
+
+
+def test_the_private_norm_of_a_list() -> None:
+    """A2: `_get_grad_norm(params, norm_type, zero, device)` is this rank's part alone."""
+    params = [
+        nn.Parameter(torch.ones(3)),
+        nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
+        nn.Parameter(torch.ones(1)),
+    ]
+    zero = torch.tensor(0.0)
+    assert _get_grad_norm(params, 2.0, zero, torch.device("cpu")) is zero
+    params[0].grad, params[1].grad = torch.tensor([3.0, 0.0, 0.0]), torch.tensor([0.0, 4.0], dtype=torch.bfloat16)
+    norm = _get_grad_norm(params, 2.0, zero, torch.device("cpu"))
+    assert norm.dtype == torch.float32 and float(norm) == 5.0
+    assert float(_get_grad_norm(params, math.inf, zero, torch.device("cpu"))) == 4.0
+
+
+# -- errors and warnings ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_refused() -> None:
+    """M16, M21, M25, Y35, Y36."""
+    run_ranks(2, what_is_refused)
+
+
+def what_is_refused() -> None:
+    for orig in (True, False):
+        model = tree("sharded", orig)
+        backward(model)
+        before = full_gradients(model)
+        with pytest.raises(RuntimeError, match="should only be called on the root FSDP instance"):
+            model.first.clip_grad_norm_(1.0)
+        for kind in (ValueError, ZeroDivisionError):
+            with pytest.raises(kind, match="norm_type=0: there is no such norm"):
+                model.clip_grad_norm_(1.0, 0)
+        for p in (math.nan, -math.inf):
+            with pytest.raises(ValueError, match="expected a number other than 0"):
+                model.clip_grad_norm_(1.0, p)
+        with (
+            FullyShardedDataParallel.summon_full_params(model),
+            pytest.raises(ValueError, match="expected to be in st"),
+        ):
+            model.clip_grad_norm_(1.0)
+        inner = FullyShardedDataParallel.summon_full_params(model.first, recurse=False)
+        with inner, pytest.raises(ValueError, match=r"unit 'first' is in .*expected to be in states"):
+            model.clip_grad_norm_(1.0)
+        assert_bit_equal(full_gradients(model), before)
+        with model.no_sync():
+            backward(model)
+        with pytest.raises(RuntimeError, match=r"unsharded gradients from no_sync\(\)"):
+            model.clip_grad_norm_(1.0)
+        backward(model)
+        assert float(model.clip_grad_norm_(1.0)) > 0
+
+
+def test_torchs_own_clip_on_shards_warns() -> None:
+    """It takes each rank's own norm; where nothing is sharded, and for lists, there is no warning."""
+    run_ranks(2, torchs_own_clip)
+
+
+def torchs_own_clip() -> None:
+    clip = torch.nn.utils.clip_grad_norm_
+    for orig in (True, False):
+        model = tree("sharded", orig)
+        backward(model)
+        with pytest.warns(UserWarning, match=r"sees this rank's shards only.*Call clip_grad_norm_\(\)") as seen:
+            clip(model.parameters(), 1.0)
+        with pytest.warns(UserWarning, match="sees this rank's shards only"):
+            clip((param for _, param in model.named_parameters()), 1.0)
+        assert [warning.filename for warning in seen] == [__file__]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            clip(list(model.parameters()), 1.0)
+            torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            model.clip_grad_norm_(1.0)
+            whole = tree("replicated", orig)
+            backward(whole)
+            clip(whole.parameters(), 1.0)

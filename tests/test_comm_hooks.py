@@ -1,0 +1,536 @@
+"""Communication hooks: users' reductions in the place of the collective, and torch's own hooks, on CPU too."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS, default_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+
+import fsdp
+from fsdp import MixedPrecision, ShardingStrategy
+from fsdp.comm.versions import REDUCE_SCATTER
+from fsdp.runtime import comm_hook
+from fsdp.runtime.unit import units_in
+from tests.harness.lockstep import assert_at_rest
+from tests.harness.models import ZOO
+from tests.harness.oracle import Schedule, adamw, assert_bit_equal, assert_close_ulp, rank_batch, run_plain
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import finish_step, full_gradients, full_parameters, wrap
+
+FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+STRATEGIES = (FULL, GRAD_OP, NONE)
+MODES = [(strategy, orig) for strategy in STRATEGIES for orig in (True, False)]
+CASE = ZOO["mlp"]
+SCHEDULE = Schedule(steps=3)
+reduce_scatter = getattr(dist, REDUCE_SCATTER)
+
+
+def backward(model: nn.Module, step: int = 0) -> None:
+    batch = rank_batch(CASE, SCHEDULE, step, 0, dist.get_rank(), dist.get_world_size())
+    CASE.loss(model, batch).backward()
+
+
+class State:
+    """Counts calls, and what they were given."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, ...]] = []
+
+
+def native(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
+    """The engine's own arithmetic on gloo: the sum, divided by the number of ranks."""
+    state.seen.append((grad.numel(),) if shard is None else (grad.numel(), shard.numel()))
+    out = grad if shard is None else shard
+    if shard is None:
+        dist.all_reduce(grad)
+    else:
+        reduce_scatter(shard, grad)
+    out.div_(dist.get_world_size())
+
+
+def local_gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if param.grad is None else param.grad.clone() for name, param in model.named_parameters()}
+
+
+# -- users' hooks ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_hook_with_the_native_arithmetic_changes_no_bit(world_size: int) -> None:
+    """M13: called once per unit and synchronised backward, with the padded gradient and, if sharded, this rank's part;
+    three steps are bit-equal to those without a hook. On one rank, where nothing travels, it is called as well."""
+    run_ranks(world_size, native_arithmetic)
+
+
+def native_arithmetic() -> None:
+    for strategy, orig in MODES:
+        what = f"{strategy.name}, use_orig_params={orig}"
+        models = [wrap(CASE, strategy, orig) for _ in range(2)]
+        optimizers = [adamw(model.parameters()) for model in models]
+        state = State()
+        models[1].register_comm_hook(state, native)
+        for step in range(3):
+            for model in models:
+                with model.no_sync():
+                    backward(model, step)
+                assert len(state.seen) == step * 4
+                backward(model, step)
+            assert_bit_equal(local_gradients(models[1]), local_gradients(models[0]), f"{what}, step {step}")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_bit_equal(full_parameters(models[1]), full_parameters(models[0]), what)
+        layouts = [bucket.layout for unit in fsdp.shard_info(models[1]) for bucket in unit.buckets]
+        whole = strategy is NONE or dist.get_world_size() == 1
+        sizes = [(layout.padded_numel,) if whole else (layout.padded_numel, layout.shard_numel) for layout in layouts]
+        assert sorted(state.seen) == sorted(sizes * 3)
+
+
+def test_the_communication_is_the_hooks() -> None:
+    """M13: no collective or division of the engine's beside it; labels tell the hook's calls apart."""
+    run_ranks(2, the_hooks_communication)
+
+
+def local_only(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
+    if shard is not None:
+        shard.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def the_hooks_communication() -> None:
+    for strategy, orig in MODES:
+        model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
+        model.register_comm_hook(State(), local_only)
+        backward(model)
+        with record_collectives() as log:
+            backward(model)
+        assert log.count("reduce_scatter") == 0
+        assert all(collective.nbytes <= 64 for collective in log.select("all_reduce"))
+        model.zero_grad()
+        backward(model)
+        with other.no_sync():  # this rank's own gradients
+            backward(other)
+        ours, local = _parts(model), _parts(other, sharded=strategy is not NONE)
+        assert_bit_equal(ours, local, f"{strategy.name}, use_orig_params={orig}")
+
+
+def _parts(model: nn.Module, sharded: bool = False) -> dict[str, Tensor]:
+    """What of each parameter's gradient this rank's shard holds; with `sharded`, cut out of unsharded gradients."""
+    parts = {}
+    for unit in fsdp.shard_info(model):
+        for bucket in unit.buckets:
+            flat = bucket.params[0] is bucket.flat_param
+            for index, (record, piece) in enumerate(zip(bucket.layout.params, bucket.pieces)):
+                grad = bucket.params[0 if flat else index].grad
+                if piece.numel == 0:
+                    continue
+                assert grad is not None
+                if flat and sharded:
+                    part = grad[record.offset + piece.start : record.offset + piece.end]
+                elif flat:
+                    part = grad[piece.shard_offset : piece.shard_offset + piece.numel]
+                else:
+                    part = grad.flatten()[piece.start : piece.end] if sharded else grad.flatten()
+                parts[unit.full_name(record)] = part.clone()
+    return parts
+
+
+def test_what_a_hook_leaves_in_padding_is_dropped() -> None:
+    run_ranks(3, noise_in_padding)
+
+
+def noisy(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
+    grad.add_(1.0)
+    native(state, grad, shard)
+
+
+def noise_in_padding() -> None:
+    for strategy in STRATEGIES:
+        model, other = wrap(CASE, strategy), wrap(CASE, strategy)
+        model.register_comm_hook(State(), noisy)
+        backward(model)
+        backward(other)
+        gaps = 0
+        for unit, plain in zip(fsdp.shard_info(model), fsdp.shard_info(other)):
+            for bucket, reference in zip(unit.buckets, plain.buckets):
+                ours, theirs = bucket.flat_param.grad, reference.flat_param.grad
+                assert ours is not None and theirs is not None
+                expected = theirs + 1
+                for start, end in bucket.layout.shard_gaps(bucket.rank):
+                    gaps += end - start
+                    expected[start:end] = 0
+                torch.testing.assert_close(ours, expected)
+        assert gaps or strategy is NONE or dist.get_rank() < 2
+
+
+def test_one_state_and_both_call_forms_in_a_mixed_tree() -> None:
+    run_ranks(2, mixed_tree)
+
+
+def mixed_tree() -> None:
+    for orig in (True, False):
+        models = []
+        for _ in range(2):
+            plain = CASE.build()
+            plain.blocks[1] = wrap(plain.blocks[1], NONE, orig, wrap_policy=None)
+            models.append(wrap(plain, FULL, orig, wrap_policy=None))
+        state = State()
+        models[0].register_comm_hook(state, native)
+        for model in models:
+            backward(model)
+        assert_bit_equal(local_gradients(models[0]), local_gradients(models[1]))
+        assert sorted(map(len, state.seen)) == [1, 2]
+
+
+def test_a_hook_may_put_other_memory_in_place() -> None:
+    """As torch's compressing hooks do, by assigning `.data` of what they are given."""
+    run_ranks(2, other_memory)
+
+
+def replacing(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
+    grad.data = grad.data.double()
+    if shard is not None:
+        shard.data = torch.empty_like(shard.data, dtype=torch.float64)
+    native(state, grad, shard)
+    result = grad if shard is None else shard
+    result.data = result.data.float()
+
+
+def cloning(state: State, grad: Tensor, shard: Tensor | None = None) -> None:
+    grad.data = grad.data.clone()
+    native(state, grad, shard)
+
+
+def other_memory() -> None:
+    for (strategy, orig), hook in itertools.product(MODES, (replacing, cloning)):
+        model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
+        model.register_comm_hook(State(), hook)
+        for step in range(3):
+            backward(model, step)
+            backward(other, step)
+        # sums of two float32 numbers in float64, rounded, are the float32 sums
+        assert_bit_equal(local_gradients(model), local_gradients(other), f"{strategy.name}, {orig}")
+        assert_at_rest(model, f"{strategy.name}, {orig}")
+
+
+def test_torchs_fsdp1_calls_hooks_alike() -> None:
+    """M13: the same sizes per call, and the same gradients (division by two is exact)."""
+    run_ranks(2, like_torchs_fsdp1)
+
+
+def like_torchs_fsdp1() -> None:
+    for strategy, orig in MODES:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch announces the end of NO_SHARD
+            theirs = TorchFSDP(
+                CASE.build(),
+                sharding_strategy=TorchStrategy[strategy.name],
+                auto_wrap_policy=TorchModuleWrapPolicy(set(CASE.blocks)),
+                use_orig_params=orig,
+                device_id=torch.device("cpu"),
+            )
+        ours = wrap(CASE, strategy, orig)
+        states = State(), State()
+        theirs.register_comm_hook(states[0], native)
+        ours.register_comm_hook(states[1], native)
+        backward(theirs)
+        backward(ours)
+        if not orig:  # then torch aligns each parameter
+            assert sorted(states[1].seen) == sorted(states[0].seen)
+            grads = zip(ours.parameters(), theirs.parameters())
+            for our, their in grads:
+                assert our.grad is not None and their.grad is not None
+                assert torch.equal(our.grad, their.grad.view_as(our.grad))
+        assert [len(sizes) for sizes in states[1].seen] == [len(sizes) for sizes in states[0].seen]
+
+
+# -- torch's hooks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_torchs_default_hooks(world_size: int) -> None:
+    """M15: bit-equal to the native path on 2 ranks; on 3, where they divide by 2 and 1.5, within 3 ulp."""
+    run_ranks(world_size, torchs_default_hooks)
+
+
+def torchs_default_hooks() -> None:
+    for strategy, orig in MODES:
+        model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
+        hook = default_hooks.allreduce_hook if strategy is NONE else default_hooks.reduce_scatter_hook
+        model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), hook)
+        assert not model._low_precision_hook_enabled()
+        backward(model)
+        backward(other)
+        ours, theirs = full_gradients(model), full_gradients(other)
+        if dist.get_world_size() == 2:
+            assert_bit_equal(ours, theirs)
+        else:
+            assert_close_ulp(ours, theirs, 3)
+
+
+def test_ours_are_all_of_torchs_compressing_hooks() -> None:
+    """A5: detection is by membership in torch's list."""
+    assert list(comm_hook._COMPRESSED) == LOW_PRECISION_HOOKS
+    for hook in LOW_PRECISION_HOOKS:
+        assert comm_hook.CommHook(None, hook).compresses
+    assert not comm_hook.CommHook(None, functools.partial(LOW_PRECISION_HOOKS[0])).compresses
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_torchs_compressing_hooks_on_cpu(world_size: int) -> None:
+    """M14, Y65: gradients are cast to 16 bits, divided, summed, divided and cast back, with both call forms.
+
+    On 1 and 2 ranks bit-equal to that arithmetic on the plain model's gradients; on 3 the order of the sum is the
+    backend's: within 2 ulp of 16 bits.
+    """
+    run_ranks(world_size, torchs_compressing_hooks)
+
+
+def torchs_compressing_hooks() -> None:
+    world_size = dist.get_world_size()
+    for hook, dtype in (
+        (default_hooks.fp16_compress_hook, torch.float16),
+        (default_hooks.bf16_compress_hook, torch.bfloat16),
+    ):
+        per_rank = []
+        for rank in range(world_size):
+            plain = CASE.build()
+            CASE.loss(plain, rank_batch(CASE, SCHEDULE, 0, 0, rank, world_size)).backward()
+            per_rank.append({name: param.grad for name, param in plain.named_parameters()})
+        state = default_hooks.LowPrecisionState(dist.group.WORLD)
+        expected = {}
+        for name in per_rank[0]:
+            low = [grads[name].to(dtype) / state.gradient_predivide_factor for grads in per_rank]
+            expected[name] = (functools.reduce(torch.add, low) / state.gradient_postdivide_factor).float()
+        for strategy, orig in MODES:
+            model = wrap(CASE, strategy, orig)
+            model.register_comm_hook(state, hook)
+            assert model._low_precision_hook_enabled() and model.head is not None
+            backward(model)
+            grads = full_gradients(model)
+            what = f"{hook.__name__}, {strategy.name}, use_orig_params={orig}"
+            if world_size < 3:
+                assert_bit_equal(grads, expected, what)
+            else:
+                ours = {name: None if grad is None else grad.to(dtype) for name, grad in grads.items()}
+                assert_bit_equal({n: None if g is None else g.float() for n, g in ours.items()}, grads, what)
+                assert_close_ulp(ours, expected, 2, what)
+
+
+def test_hooks_under_mixed_precision() -> None:
+    """M13, M14: users' hooks get gradients in the reduce dtype. The compressing ones get them as they were computed and
+    decide about the dtype of `.grad`, so bfloat16 is not rounded to again on the way."""
+    run_ranks(2, under_mixed_precision)
+
+
+class Dtypes:
+    def __init__(self) -> None:
+        self.seen: set[torch.dtype] = set()
+
+
+def by_hand(state: Dtypes, grad: Tensor, shard: Tensor | None = None) -> None:
+    """What `fp16_compress_hook` computes."""
+    state.seen.add(grad.dtype)
+    low = grad.half() / 2
+    dist.all_reduce(low)
+    if shard is None:
+        grad.copy_(low)
+    else:
+        shard.copy_(low.chunk(2)[dist.get_rank()])
+
+
+def under_mixed_precision() -> None:
+    half, single = torch.bfloat16, torch.float32
+    for strategy, orig in MODES:
+        reference = wrap(CASE, strategy, orig, mixed_precision=MixedPrecision(half, single))
+        state = Dtypes()
+        reference.register_comm_hook(state, by_hand)
+        backward(reference)
+        assert state.seen == {single}
+        expected = local_gradients(reference)
+        for keep in (False, True):
+            model = wrap(CASE, strategy, orig, mixed_precision=MixedPrecision(half, keep_low_precision_grads=keep))
+            model.register_comm_hook(
+                default_hooks.LowPrecisionState(dist.group.WORLD), default_hooks.fp16_compress_hook
+            )
+            backward(model)
+            assert_bit_equal(local_gradients(model), expected, f"{strategy.name}, use_orig_params={orig}, keep={keep}")
+        model = wrap(CASE, strategy, orig, mixed_precision=MixedPrecision(half, keep_low_precision_grads=True))
+        state = Dtypes()
+        model.register_comm_hook(state, by_hand)
+        backward(model)
+        assert state.seen == {half}
+        assert {grad.dtype for grad in local_gradients(model).values() if grad is not None} == {half}
+
+
+# -- nonsense --------------------------------------------------------------------------------------------------------
+
+
+class Refusal(Exception):
+    pass
+
+
+class Fragile:
+    """Fails once, at its `at`-th call."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, state: State, grad: Tensor, shard: Tensor | None = None) -> None:
+        native(state, grad, shard)
+        self.left -= 1
+        if self.left == 0:
+            raise Refusal("not today")
+
+
+def test_r48_a_hook_that_raises() -> None:
+    """R48: one error that names the hook, the unit and the cause; the next steps are as if it had not happened."""
+    run_ranks(2, a_hook_that_raises)
+
+
+def a_hook_that_raises() -> None:
+    for strategy, orig in ((FULL, True), (FULL, False), (NONE, False)):
+        for at in (1, 4):
+            model, other = wrap(CASE, strategy, orig), wrap(CASE, strategy, orig)
+            optimizers = adamw(model.parameters()), adamw(other.parameters())
+            other.register_comm_hook(State(), native)
+            model.register_comm_hook(State(), Fragile(at))
+            unit = {1: "the root unit", 4: "unit 'blocks.0'"}[at]
+            with pytest.raises(
+                RuntimeError, match=f"reduce {unit}: communication hook .*Fragile.* raised Refusal: not t"
+            ) as e:
+                backward(model)
+            assert isinstance(e.value.__cause__, Refusal)
+            assert all(param.grad is None for param in model.parameters())
+            for step in range(2):
+                backward(model, step)
+                backward(other, step)
+                assert_bit_equal(local_gradients(model), local_gradients(other))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                assert_at_rest(model, f"{strategy.name}, {orig}, call {at}")
+                for gradients in (g for _, u, _ in units_in(model) for g in u.gradients):
+                    scratch = gradients._scratch
+                    assert scratch is None or scratch.flat.untyped_storage().nbytes() == 0
+
+
+def gives_a_number(state: Any, grad: Tensor, shard: Tensor | None = None) -> Any:
+    return 3
+
+
+def gives_a_future(state: Any, grad: Tensor, shard: Tensor | None = None) -> Any:
+    """What hooks of DistributedDataParallel return."""
+    return torch.futures.Future()
+
+
+def leaves_another_shape(state: Any, grad: Tensor, shard: Tensor | None = None) -> None:
+    (grad if shard is None else shard).data = torch.zeros(2)
+
+
+def in_place(state: Any, grad: Tensor, shard: Tensor | None = None) -> Tensor:
+    """Returns what it was given, as an in-place operation does."""
+    if shard is None:
+        return grad.mul_(2)
+    return shard.copy_(grad.chunk(dist.get_world_size())[dist.get_rank()])
+
+
+def does_nothing(state: Any, grad: Tensor, shard: Tensor | None = None) -> None:
+    pass
+
+
+def test_results_that_make_no_sense() -> None:
+    run_ranks(2, results_that_make_no_sense)
+
+
+def results_that_make_no_sense() -> None:
+    for strategy, orig in ((FULL, True), (FULL, False), (NONE, False)):
+        refused: list[tuple[Callable[..., Any], type[Exception], str]] = [
+            (gives_a_number, TypeError, "returned a int, and a hook returns None"),
+            (gives_a_future, TypeError, "returned a Future, and a hook returns None"),
+            (leaves_another_shape, ValueError, r"left a tensor of shape \(2,\) .* as the reduced gradient"),
+        ]
+        for hook, kind, match in refused:
+            model = wrap(CASE, strategy, orig)
+            model.register_comm_hook(None, hook)
+            with pytest.raises(kind, match=f"reduce the root unit: communication hook {hook.__name__} {match}"):
+                backward(model)
+        model = wrap(CASE, strategy, orig)
+        model.register_comm_hook(None, in_place)
+        backward(model)
+        assert all(grad is None or grad.isfinite().all() for grad in local_gradients(model).values())
+        model = wrap(CASE, FULL, orig)
+        model.register_comm_hook(None, does_nothing)
+        backward(model)
+        assert all(grad is None or grad.isnan().all() for grad in _parts(model).values())
+
+
+def test_registration() -> None:
+    """M12, Y37: what is refused, and that nothing is registered then."""
+    run_ranks(2, registration)
+
+
+def takes_no_shard(state: Any, grad: Tensor) -> None:
+    pass
+
+
+def registration() -> None:
+    model = wrap(CASE, FULL)
+    assert model.check_is_root()
+    with pytest.raises(AssertionError, match="can only be called on a root instance"):
+        model.blocks[0].register_comm_hook(None, native)
+    with pytest.raises(ValueError, match="Expected the communication hook to be callable but got 3"):
+        model.register_comm_hook(None, 3)  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"takes_no_shard\(.*the root unit is sharded, so it is called with \(state, grad"
+    ):
+        model.register_comm_hook(None, takes_no_shard)
+    with pytest.raises(TypeError, match=r"the root unit is not sharded: \(state, grad\); missing a required argument"):
+        wrap(CASE, NONE).register_comm_hook(None, default_hooks.reduce_scatter_hook)
+    state = State()
+    model.register_comm_hook(state, native)
+    with pytest.raises(AssertionError, match="a communication hook is already registered"):
+        model.register_comm_hook(None, native)
+    backward(model)
+    assert len(state.seen) == 4
+
+
+def test_a_hook_on_some_ranks_only() -> None:
+    """It would wait for the others for ever."""
+    run_ranks(2, some_ranks_only)
+
+
+def some_ranks_only() -> None:
+    model = wrap(CASE, FULL)
+    if dist.get_rank() == 0:
+        model.register_comm_hook(State(), native)
+    with pytest.raises(RuntimeError, match=r"reduced in torch\.float32, by a communication hook"):
+        backward(model)
+
+
+def test_training_with_a_compressing_hook_learns_what_the_plain_model_does() -> None:
+    run_ranks(2, training)
+
+
+def training() -> None:
+    schedule = Schedule(steps=10)
+    reference = run_plain(CASE, adamw, 2, schedule)
+    model = wrap(CASE, FULL)
+    model.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), default_hooks.bf16_compress_hook)
+    optimizer = adamw(model.parameters())
+    for index in range(10):
+        loss = CASE.loss(model, rank_batch(CASE, schedule, index, 0, dist.get_rank(), 2))
+        loss.backward()
+        step = finish_step(model, optimizer, loss)
+    assert float(step.loss) == pytest.approx(float(reference[-1].loss), rel=1e-2)

@@ -1,0 +1,396 @@
+"""`ShardedGradScaler`: every rank skips the same steps and has the same scale, whoever saw the infinity."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.optim import SGD, Adam
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp import MixedPrecision, ShardingStrategy
+from fsdp.sharded_grad_scaler import ShardedGradScaler
+from tests.harness.models import ZOO
+from tests.harness.oracle import Schedule, assert_bit_equal, clean_name, rank_batch, sgd
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, full_parameters, wrap
+
+FULL, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+CASE = ZOO["mlp"]
+SCHEDULE = Schedule(steps=8)
+
+
+class Alone:
+    """A stand-in for a group of one rank: nothing but its rank and size is there."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 1
+
+
+def alone(**options: Any) -> ShardedGradScaler:
+    return ShardedGradScaler(device="cpu", process_group=Alone(), **options)
+
+
+def param_with(grad: Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
+    param.grad = grad
+    return param
+
+
+def loss_of(model: nn.Module, step: int, rank: int | None = None) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return CASE.loss(model, rank_batch(CASE, SCHEDULE, step, 0, rank, dist.get_world_size()))
+
+
+# -- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_signature() -> None:
+    """V: names, order and defaults of torch's."""
+    ours, theirs = inspect.signature(ShardedGradScaler), inspect.signature(TorchScaler)
+    assert list(ours.parameters) == list(theirs.parameters)
+    for name, parameter in theirs.parameters.items():
+        if name != "process_group":
+            assert ours.parameters[name].default == parameter.default
+    assert issubclass(ShardedGradScaler, torch.amp.GradScaler)
+
+
+def test_scale_keeps_dtypes_and_nests() -> None:
+    """V2."""
+    scaler = alone(init_scale=4.0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for loss in (torch.tensor(1.5, dtype=dtype), torch.ones(3, dtype=dtype)):
+            scaled = scaler.scale(loss)
+            assert scaled.dtype == dtype and torch.equal(scaled, loss * 4)
+    Pair = collections.namedtuple("Pair", "a b")
+    one, two = torch.tensor(1.0), torch.tensor(2.0, dtype=torch.float16)
+    nest = scaler.scale([one, (two, [one]), Pair(one, two)])
+    assert nest == [4, (8, [4]), Pair(4, 8)] and type(nest[2]) is Pair and nest[1][0].dtype == torch.float16
+    lazily = scaler.scale(iter([one, [two]]))
+    assert isinstance(lazily, Iterator) and list(lazily) == [4, [8]]
+    with pytest.raises(ValueError, match="must be a Tensor or an iterable of Tensors, got int"):
+        scaler.scale([one, 3])
+    with pytest.raises(AssertionError, match=r"Expected outputs on a supported device .*cuda.*, got meta"):
+        scaler.scale(torch.empty(1, device="meta"))
+
+
+def test_disabled_passes_everything_through() -> None:
+    """V5; where there is no CUDA the default device disables it, with torch's warning."""
+    scalers = [ShardedGradScaler(device="cpu", enabled=False)]
+    if not torch.cuda.is_available():
+        with pytest.warns(UserWarning, match="CUDA is not available"):
+            scalers.append(ShardedGradScaler())
+    for scaler in scalers:
+        loss = object()
+        param = param_with(torch.tensor([2.0]))
+        optimizer = SGD([param], lr=1.0)
+        assert scaler.scale(loss) is loss and scaler.get_scale() == 1.0 and not scaler.is_enabled()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert param.item() == -2.0 and scaler.state_dict() == {}
+
+
+def test_aa25_unscaling_sparse_float16_gradients_with_three_arguments() -> None:
+    """AA25: duplicates are summed before they are looked at, and may overflow then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch: sparse invariants are not checked
+        scaler = alone(init_scale=2.0)
+        inverse, nothing = torch.full((1,), 0.5), torch.zeros(1)
+        indices = torch.tensor([[0, 2, 0]])
+        for dtype in (torch.float16, torch.float32):
+            for values, found in (([1.0, 2.0, 3.0], 0.0), ([1.0, math.inf, 3.0], 1.0), ([6e4, 1.0, 6e4], None)):
+                grad = torch.sparse_coo_tensor(indices, torch.tensor(values, dtype=dtype), (3,))
+                param = nn.Parameter(torch.zeros(3, dtype=dtype))
+                param.grad = grad.clone()
+                flags = scaler._unscale_grads_(SGD([param], lr=1.0), inverse, nothing)
+                overflow = float(dtype == torch.float16)
+                assert list(flags) == [torch.device("cpu")]
+                assert flags[torch.device("cpu")].item() == (overflow if found is None else found)
+                assert nothing.item() == 0
+                if found == 0:
+                    assert torch.equal(param.grad.to_dense(), grad.float().to_dense().to(dtype) / 2)
+
+
+def test_order_of_calls() -> None:
+    """V3, V4: what torch's scaler raises."""
+    scaler = alone(init_scale=4.0)
+    param = param_with(torch.tensor([8.0]))
+    optimizer = SGD([param], lr=1.0)
+    with pytest.raises(AssertionError, match="Attempted unscale_ but _scale is None"):
+        scaler.unscale_(optimizer)
+    scaler.scale(torch.tensor(1.0))
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        scaler.update()
+    scaler.unscale_(optimizer)
+    assert param.grad is not None and param.grad.item() == 2.0
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert param.item() == -2.0
+    with pytest.raises(RuntimeError, match=r"after step\(\)"):
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
+    scaler.update()
+    scaler.update(16.0)
+    assert scaler.get_scale() == 16.0
+    scaler.update(torch.tensor([2.0]))
+    assert scaler.get_scale() == 2.0
+    with pytest.raises(AssertionError, match="new_scale should be"):
+        scaler.update(torch.ones(2))
+
+
+def test_growth_backoff_and_state() -> None:
+    """V4, V5: as a plain scaler's, and so is the state; two optimizers count as one step."""
+    ours, plain = (
+        alone(init_scale=8.0, growth_interval=2),
+        torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2),
+    )
+    for bad in (False, False, True, False, True, True, False, False):
+        for scaler in (ours, plain):
+            params = [param_with(torch.tensor([1.0])), param_with(torch.tensor([math.inf if bad else 1.0]))]
+            scaler.scale(torch.tensor(1.0))
+            optimizers = [SGD([param], lr=1.0) for param in params]  # kept: a scaler knows them by their ids
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            assert (params[0].item() != 0, params[1].item() != 0) == (True, not bad)
+        assert ours.get_scale() == plain.get_scale() and ours.state_dict() == plain.state_dict()
+    other = alone()
+    other.load_state_dict(ours.state_dict())
+    assert other.state_dict() == ours.state_dict()
+    everywhere = ShardedGradScaler(device="cpu", init_scale=32.0)  # the default group is not part of it
+    assert pickle.loads(pickle.dumps(everywhere)).get_scale() == 32.0
+
+
+def test_flags_of_several_devices_become_one() -> None:
+    """V3: gradients beside the scale, and offloaded ones; the meta device stands for another one."""
+    scaler = alone(init_scale=4.0)
+    scaler.scale(torch.tensor(1.0))
+    optimizer = SGD([param_with(torch.tensor([8.0]))], lr=1.0)
+    for flags, expected in (((0.0, 0.0), 0.0), ((1.0, 0.0), 1.0), ((0.0, 1.0), 1.0)):
+        state = scaler._per_optimizer_states[id(optimizer)]
+        keys = torch.device("cpu"), torch.device("meta")
+        state["found_inf_per_device"] = {key: torch.tensor(flag) for key, flag in zip(keys, flags)}
+        (agreed,) = scaler._agree(optimizer).values()
+        assert agreed.item() == expected and list(state["found_inf_per_device"]) == [torch.device("cpu")]
+
+
+# -- several ranks ---------------------------------------------------------------------------------------------------
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often the host asks for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_r12_all_ranks_skip(world_size: int) -> None:
+    """R12: infinity or NaN on one rank, in its own part of the gradient; also one that only a fused optimizer sees."""
+    run_ranks(world_size, all_ranks_skip)
+
+
+def all_ranks_skip() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for strategy, orig in ((FULL, True), (FULL, False), (NONE, True)):
+        for fused in (False, True):
+            model = wrap(CASE, strategy, orig)
+            optimizer = Adam(model.parameters(), lr=0.1, fused=fused)
+            scaler = ShardedGradScaler(device="cpu", init_scale=1024.0, growth_interval=100)
+            scale = 1024.0
+            for step, bad in enumerate((math.nan, None, math.inf, -math.inf)):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, step)).backward()
+                if bad is not None and rank == step % world_size:
+                    model._fsdp_unit.views[0].grad_parts()[0].view(-1)[-1] = bad
+                before = [param.detach().clone() for param in model.parameters()]
+                if step == 3 and not fused:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                after = [param.detach().clone() for param in model.parameters()]
+                scale *= 1.0 if bad is None else 0.5
+                assert scaler.get_scale() == scale
+                same = all(torch.equal(new, old) for new, old in zip(after, before, strict=True))
+                assert same is (bad is not None), f"{strategy}, {orig}, fused={fused}, step {step}"
+
+
+def test_one_collective_and_nobody_waits() -> None:
+    """One all-reduce per optimizer, at its unscaling; the host reads nothing but in `step`, and fused not there."""
+    run_ranks(2, one_collective)
+
+
+def one_collective() -> None:
+    for fused in (False, True):
+        model = wrap(CASE, FULL)
+        optimizer = Adam(model.parameters(), lr=0.1, fused=fused)
+        scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
+        scaler.scale(loss_of(model, 0)).backward()
+        with record_collectives() as log, HostReads() as reads:
+            if not fused:
+                scaler.unscale_(optimizer)
+                model.clip_grad_norm_(1.0)
+                assert log.labels() == ["agree on infinite gradients", "sum up the gradient norm"]
+            else:
+                scaler._check_inf_per_device(optimizer)
+                assert log.labels() == ["agree on infinite gradients"]
+        assert log.ops() == ["all_reduce"] * (1 if fused else 2) and reads.count == 0
+        with record_collectives() as log:
+            if not fused:
+                scaler.step(optimizer)
+            with HostReads() as reads:
+                scaler.update()
+        assert log.ops() == [] and reads.count == 0
+
+
+def test_ranks_without_gradients_take_part() -> None:
+    """V3: with one element and three ranks, two have padding or nothing at all."""
+    run_ranks(3, ranks_without_gradients)
+
+
+def ranks_without_gradients() -> None:
+    for orig in (True, False):
+        model = wrap(nn.Linear(1, 1, bias=False), FULL, orig, wrap_policy=None)
+        optimizer = SGD(model.parameters(), lr=1.0)
+        scaler = ShardedGradScaler(device="cpu", init_scale=2.0)
+        for bad, scale in ((False, 2.0), (True, 1.0)):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 1)).sum() * (math.inf if bad else 1.0)).backward()
+            (before,) = full_parameters(model).values()
+            scaler.step(optimizer)
+            scaler.update()
+            (after,) = full_parameters(model).values()
+            assert torch.equal(after, before - (0.0 if bad else 1.0)) and scaler.get_scale() == scale
+
+
+def test_the_groups_ranks_agree_and_no_others() -> None:
+    run_ranks(2, groups_of_one)
+
+
+def groups_of_one() -> None:
+    groups = [dist.new_group([0]), dist.new_group([1])]
+    mine = groups[dist.get_rank()]
+    scaler = ShardedGradScaler(device="cpu", init_scale=2.0, process_group=mine)
+    assert scaler.process_group is mine
+    param = param_with(torch.tensor([math.inf if dist.get_rank() else 2.0]))
+    scaler.scale(torch.tensor(1.0))
+    scaler.step(SGD([param], lr=1.0))
+    scaler.update()
+    assert (param.item(), scaler.get_scale()) == ((0.0, 1.0) if dist.get_rank() else (-1.0, 2.0))
+    dist.destroy_process_group(mine)
+
+
+def test_float16_shards() -> None:
+    """V3: gradients of float16 parameters are unscaled in place."""
+    run_ranks(2, float16_shards)
+
+
+def float16_shards() -> None:
+    for orig in (True, False):
+        model, other = (wrap(nn.Linear(5, 3).half(), FULL, orig, wrap_policy=None) for _ in range(2))
+        scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
+        x = torch.ones(2, 5, dtype=torch.float16)
+        scaled = scaler.scale(model(x).sum())
+        assert scaled.dtype == torch.float16
+        scaled.backward()
+        other(x).sum().backward()
+        scaler.unscale_(SGD(model.parameters(), lr=1.0))
+        assert_bit_equal(full_gradients(model), full_gradients(other))
+
+
+def test_float16_training_finds_its_scale() -> None:
+    """Steps are skipped, on all ranks alike, until float16 gradients hold no infinity; then the model learns."""
+    run_ranks(2, float16_training)
+
+
+def float16_training() -> None:
+    for orig in (True, False):
+        model = wrap(CASE, FULL, orig, mixed_precision=MixedPrecision(param_dtype=torch.float16))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scaler = ShardedGradScaler(device="cpu", init_scale=2.0**30)
+        start = full_parameters(model)
+        losses, scales = [], []
+        for _ in range(40):
+            loss = loss_of(model, 0)
+            scaler.scale(loss).backward()
+            scales.append(scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if scaler.get_scale() < scales[-1]:
+                assert_bit_equal(full_parameters(model), start)
+        assert scales[-1] < 2.0**30 and scales[-1] == scales[-2]
+        assert losses[-1] < 0.9 * losses[0]
+        everyones: list[Any] = [None] * 2
+        dist.all_gather_object(everyones, scales)
+        assert everyones[0] == everyones[1]
+
+
+def test_training_beside_torchs_and_a_plain_scaler() -> None:
+    """Eight steps with an overflow in the fourth. Scales are powers of two, so scaling is exact: bit-equal to torch's
+    FSDP1 with its scaler, and to the plain model, on the ranks' mean gradients, with a plain scaler."""
+    run_ranks(2, training)
+
+
+def training() -> None:
+    for orig in (True, False):
+        ours = wrap(CASE, FULL, orig)
+        theirs = TorchFSDP(
+            CASE.build(),
+            auto_wrap_policy=TorchModuleWrapPolicy(set(CASE.blocks)),
+            use_orig_params=orig,
+            device_id=torch.device("cpu"),
+        )
+        plain = CASE.build()
+        options: dict[str, Any] = {"init_scale": 2.0**8, "growth_interval": 2}
+        scalers = (
+            ShardedGradScaler(device="cpu", **options),
+            TorchScaler(device="cpu", **options),
+            torch.amp.GradScaler("cpu", **options),
+        )
+        optimizers = [sgd(model.parameters()) for model in (ours, theirs, plain)]
+        for step in range(8):
+            factor = math.inf if step == 3 and dist.get_rank() == 1 else 1.0
+            for model, scaler in zip((ours, theirs), scalers):
+                scaler.scale(loss_of(model, step) * factor).backward()
+            for rank in range(2):
+                scalers[2].scale(loss_of(plain, step, rank) * (math.inf if step == 3 and rank == 1 else 1.0)).backward()
+            for param in plain.parameters():
+                assert param.grad is not None
+                param.grad /= 2
+            for scaler, optimizer in zip(scalers, optimizers):
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert len({scaler.get_scale() for scaler in scalers}) == 1, step
+        assert scalers[0].get_scale() != 2.0**8
+        expected = {name: param.detach() for name, param in plain.named_parameters()}
+        assert_bit_equal(full_parameters(ours), expected, f"plain, use_orig_params={orig}")
+        with TorchFSDP.summon_full_params(theirs):
+            whole = {clean_name(name): param.detach().clone() for name, param in theirs.named_parameters()}
+        assert_bit_equal(whole, expected, f"torch's, use_orig_params={orig}")
