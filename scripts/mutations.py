@@ -32,6 +32,10 @@ REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
 STAGES = ("tests/test_stages.py",)
 STREAMS = ("tests/test_streams.py",)
 
+def _tests(file: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"tests/test_{file}.py::test_{name}" for name in names)
+
+
 MUTATIONS = [
     Mutation(
         "fsdp/flat/layout.py",
@@ -116,6 +120,49 @@ MUTATIONS = [
         STREAMS,
     ),
     Mutation(
+        "fsdp/runtime/unit.py",
+        "            context.gathers_follow_compute()\n            self.gather(context)\n            for handle",
+        "            self.gather(context)\n            for handle",
+        "the gather of summoned parameters does not wait for what was written to them",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            self.gather(context)\n            for handle in self.handles:\n                handle.wait()\n"
+        "        self._shown = True\n",
+        "            self.gather(context)\n        self._shown = True\n",
+        "parameters are shown before they are gathered",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            context.gathers_follow_compute()\n            self.gather(context)\n            self._generation",
+        "            self.gather(context)\n            self._generation",
+        "a gather by hand does not wait for what was written to the shard",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "max(policy.forward_prefetch, 1)",
+        "policy.forward_prefetch",
+        "the next unit's gather waits for the compute of this one",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        self._complete_all_but(self.MAX_BUFFERS - 1)\n",
+        "",
+        "more reduce buffers wait for their reduction than the bound allows",
+        STREAMS,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "            item.pending.wait()\n            self.give_back(source)\n",
+        "            self.give_back(source)\n",
+        "a reduce buffer is lent again while its reduction reads it",
+        STREAMS,
+    ),
+    Mutation(
         "fsdp/comm/collectives.py",
         "        event, self._event = self._event, None\n        self._streams.wait(event)\n",
         "        self._event = None\n",
@@ -129,7 +176,7 @@ MUTATIONS = [
         "            self._complete_all_but(0)\n",
         "",
         "slots are overwritten while their last reduction reads them",
-        BACKWARD,
+        _tests("backward", "structures"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
@@ -158,7 +205,7 @@ MUTATIONS = [
         "        self._written = [False] * len(self._written)\n        accumulator",
         "        accumulator",
         "a slot counts as written by an earlier backward",
-        PARITY,
+        _tests("parity", "parity[2r-mlp-sgd-FULL_SHARD-originals-auto]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -221,10 +268,10 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            if call.waiting:\n                self._open_calls.add(call)\n",
+        "        if call.waiting:\n            self._open_calls.add(call)\n",
         "",
         "a unit is resharded at its last leaf, though a frozen weight is still to be read",
-        BACKWARD,
+        _tests("backward", "freezing_and_unfreezing[0]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -242,8 +289,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            elif tensor not in self._hooked_leaves:  #",
-        "            elif True:  #",
+        "            if tensor.grad_fn is not None:  # a leaf needs",
+        "            if True:  # a leaf needs",
         "hooks pile up on a parameter that is an output",
         LIFECYCLE,
     ),
@@ -251,29 +298,36 @@ MUTATIONS = [
         "fsdp/runtime/unit.py",
         "            torch.clear_autocast_cache()  # it keeps",
         "            pass  # it keeps",
-        "autocast keeps a copy of every unit",
-        STREAMS,
+        "autocast keeps a cast of every unit",
+        _tests("backward", "autocast_keeps_no_cast_of_a_unit_that_was_resharded"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "                torch.clear_autocast_cache()  # its casts",
+        "                pass  # its casts",
+        "autocast keeps the casts of a copy that is gathered again",
+        _tests("backward", "no_forward_uses_a_cast_from_before_the_parameters_changed"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
         "            stale = refill and self._generation != context.generation\n",
         "            stale = False\n",
         "a full copy of an earlier forward is trusted",
-        BACKWARD,
+        _tests("backward", "no_forward_uses_a_copy_from_before_the_parameters_changed"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
         "        self.generation += 1\n",
         "",
         "a full copy of an earlier forward counts as fresh",
-        BACKWARD,
+        _tests("backward", "no_forward_uses_a_copy_from_before_the_parameters_changed"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
         "            other.refresh()\n",
         "",
         "what the user did to the parameters is not followed",
-        BACKWARD,
+        _tests("backward", "replaced_parameters_are_written_back"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -287,7 +341,7 @@ MUTATIONS = [
         "            if touched and parked is not None:  # zeroed",
         "            if False:  # zeroed",
         "zeroing an accumulator leaves what it hides",
-        ACCUMULATION,
+        _tests("accumulation", "every_order_of_synchronised_and_unsynchronised_passes[2]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -295,7 +349,7 @@ MUTATIONS = [
         "        self.finish_gradients(context, at_end=True)\n",
         "                    pass\n        self.finish_gradients(context, at_end=True)\n",
         "an accumulator that the synchronised backward does not reach stays local",
-        ACCUMULATION,
+        _tests("accumulation", "units_that_only_some_of_the_passes_use"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -303,42 +357,63 @@ MUTATIONS = [
         "                gradients.open(context.reductions, synchronize=True)\n",
         "            if not gradients.is_open:\n                continue\n",
         "an unused bucket beside a used one gets no gradient",
-        BACKWARD,
+        _tests("backward", "unused_parameters_get_zeros_and_unused_units_nothing"),
     ),
     Mutation(
         "fsdp/comm/collectives.py",
         "            if after != 1:\n                out.div_(after)\n",
         "",
         "gradients are summed, not averaged",
-        PARITY,
+        _tests("parity", "parity[2r-mlp-sgd-FULL_SHARD-originals-auto]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
         "        if self._written[index]:\n            slot.add_(grad)\n        else:\n",
         "        if False:\n            slot.add_(grad)\n        else:\n",
         "the second gradient of a leaf replaces the first",
-        BACKWARD,
+        _tests("backward", "structures"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
         "            torch._foreach_add_(present, added)\n",
         "            pass\n",
         "a second backward's gradient is lost",
-        ACCUMULATION,
+        _tests("accumulation", "whether_to_synchronise_is_read_when_the_backward_runs"),
     ),
     Mutation(
         "fsdp/comm/collectives.py",
         "            total.copy_(received[0])\n            for piece in received[1:]:\n",
         "            total.copy_(received[0])\n            for piece in received[:0]:\n",
         "the direct exchange forgets the other ranks' pieces",
-        PARITY,
+        _tests("parity", "parity[3r-mlp-sgd-FULL_SHARD-originals-direct]"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
         "        if self.failed or self.in_backward:  # the last pass ended in an error\n            self._clear()\n",
         "",
         "a failed pass is not healed by the next forward",
-        BACKWARD,
+        _tests("backward", "a_step_after_an_exception_gathers_as_often_as_any_other"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        if self.failed or self.in_backward:  # the last pass ended in an error\n",
+        "        if self.failed:\n",
+        "a failed backward whose graph task is still there is not healed by the next forward",
+        _tests("backward", "a_failed_backward_may_go_away_late"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        " and context._end_of_backward() is self:",
+        ":",
+        "a failed backward that goes away late takes the next one with it",
+        _tests("backward", "a_failed_backward_may_go_away_late"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "            context.reset()  # the backward raised, and no later pass has found out\n",
+        "            pass\n",
+        "a failed backward is not healed by its end",
+        _tests("backward", "a_retry_after_an_exception_is_as_if_it_had_not_happened[0]"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.runtime import hooks
 from fsdp.runtime.unit import Unit, units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import (
@@ -519,6 +521,30 @@ class Shared(nn.Module):
         return self.shared(self.other(self.shared(self.other(self.shared(x)))))
 
 
+class Repeated(nn.Module):
+    """One unit three times in a row, each a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = MlpBlock(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+class Straddling(nn.Module):
+    """A weight is used inside and outside of a reentrant segment, whose backward delivers its gradient by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: torch.tanh(self.linear(y)), self.linear(x), use_reentrant=True)
+
+
 class CheckpointedTwice(nn.Module):
     def __init__(self, inner: bool, outer: bool) -> None:
         super().__init__()
@@ -610,6 +636,9 @@ STRUCTURES = [
     # An input that several units share: its gradient is the sum of each unit's own sum.
     Structure("nested three deep", seeded(Level, 3), (Level,), ulps=64),
     Structure("one unit used three times", seeded(Shared), (MlpBlock,)),
+    # Reduced three times: the mean of each call's gradients is taken before they are added up.
+    Structure("one unit reduced three times in a row", seeded(Repeated), (MlpBlock,), ulps=8),
+    Structure("a weight on both sides of a segment", _sequence(Straddling, Straddling), (Straddling,)),
     Structure(
         "a root without parameters", _sequence(lambda: MlpBlock(WIDTH, 5), lambda: MlpBlock(5, WIDTH)), (MlpBlock,)
     ),
@@ -838,11 +867,16 @@ def test_reductions_of_a_lora_model_carry_the_adapters_alone() -> None:
 
 
 class Switch(nn.Module):
+    """Two branches, and a bucket of its own that the right one uses alone."""
+
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.precise = nn.Parameter(torch.randn(3, dtype=torch.float64))
 
     def forward(self, x: Tensor, which: str) -> Tensor:
+        if which == "right":
+            x = x * self.precise.sum().float()
         return torch.tanh(getattr(self, which)(x))
 
 
@@ -1420,6 +1454,65 @@ def test_the_check_for_stale_copies_finds_those_of_torch() -> None:
         assert {"_scale_in_place after no_grad, grad True", "_scale_in_place after eval, grad False"} <= wrong, wrong
 
 
+def _written_inside_autocast() -> None:
+    x = torch.randn(3, WIDTH)
+    for mode, grads in itertools.product(MODES, (True, False)):
+        if mode[0] is NONE:
+            continue  # the parameters are the forward's own, and autocast keeps their casts as it does plain ones
+        plain, model = seeded(Mlp)(), wrapped(seeded(Mlp), mode, MlpBlock)
+        held = list(model.parameters())
+        outputs = []
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(grads):
+            for _ in range(3):
+                outputs.append(model(x))
+                _scale_in_place(held, 0.5)
+        for index, output in enumerate(outputs):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                assert torch.equal(output, plain(x)), f"forward {index}, gradients {grads}, {describe(mode)}"
+            _scale_in_place(list(plain.parameters()), 0.5)
+
+
+def test_no_forward_uses_a_cast_from_before_the_parameters_changed() -> None:
+    """Y59: written between forwards inside one block of autocast, which keeps a cast of each weight."""
+    run_ranks(2, _written_inside_autocast)
+
+
+def _memory_inside_autocast() -> None:
+    width, count, meter = 500, 6, Meter()
+    unit, cast = 4 * width * width, 2 * width * width  # float32, bfloat16
+    x = torch.randn(2, width)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    for orig in (True, False):
+        blocks = seeded(lambda: nn.Sequential(*(MlpBlock(width, width) for _ in range(count))))
+        model = wrapped(blocks, (FULL, orig), MlpBlock)
+        seen: list[int] = []
+        model[-1].module.register_forward_hook(lambda *args: seen.append(meter.live()))  # noqa: B023
+        for _ in range(2):  # the first time, caches are filled and the order of the units becomes known
+            with autocast():
+                loss_of(model, x).backward()
+                clear(model)
+                with torch.no_grad():
+                    model(x)
+        base = meter.at_rest()
+        with autocast():
+            with torch.no_grad():
+                model(x)
+            held = {"in the last unit's forward": seen[-1] - base - 2 * unit, "after it": meter.at_rest() - base}
+            loss_of(model, x).backward()
+            clear(model)
+            held["after a backward"] = meter.at_rest() - base
+        assert all(nbytes < 1.5 * cast for nbytes in held.values()), f"use_orig_params={orig}: {held}, a cast is {cast}"
+
+
+@pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
+def test_autocast_keeps_no_cast_of_a_unit_that_was_resharded() -> None:
+    """R28: inside one block of autocast, which would keep one of each until it ends."""
+    run_ranks(2, _memory_inside_autocast)
+
+
 def _inference_first(model: nn.Module, data: Data) -> Iterator[Any]:
     x = data.tensor(0, 3, WIDTH)
     with torch.inference_mode():
@@ -1566,6 +1659,69 @@ def _faults(debug: str) -> None:
 def test_a_retry_after_an_exception_is_as_if_it_had_not_happened(debug: str) -> None:
     """R48: in forward, backward and recomputation, before, in and after each unit; other graphs stay usable."""
     run_ranks(2, _faults, debug)
+
+
+def _gathers_after_faults() -> None:
+    x = torch.randn(3, WIDTH)
+    for mode in SOME_MODES[:3]:
+        model = wrapped(seeded(TrappedModel, "none"), mode, Trapped)
+
+        def gathers() -> int:
+            with record_collectives() as log:
+                loss_of(model, x).backward()  # noqa: B023
+            clear(model)  # noqa: B023
+            return log.count("all_gather")
+
+        usual = [gathers(), gathers()]
+        for fault in FAULTS:
+            Trap.set(*fault)
+            with pytest.raises(Fault):
+                loss_of(model, x).backward()
+            clear(model)
+            assert gathers() == usual[1] == usual[0], f"after {fault}, {describe(mode)}"
+
+
+def test_a_step_after_an_exception_gathers_as_often_as_any_other() -> None:
+    """R48: what was left is cleared by the next forward, and not only by its backward."""
+    run_ranks(2, _gathers_after_faults)
+
+
+_ends: list[Callable[[], None]] = []  # of the backwards so far, if someone holds them
+
+
+def _after_a_late_end(model: nn.Module, data: Data) -> Iterator[Any]:
+    """The graph task of a backward that failed goes away in the middle of the next one."""
+    Trap.set("backward 1")
+    with pytest.raises(Fault):
+        loss_of(model, data.tensor(0, 3, WIDTH)).backward()
+    yield CLEAR
+
+    def let_go(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: _ends.clear())
+
+    x = data.tensor(1, 3, WIDTH)
+    handle = model.blocks[1].register_forward_hook(let_go)
+    loss_of(model, x).backward()
+    handle.remove()
+    yield {"x": x.grad}
+
+
+def _late_ends() -> None:
+    reference = Reference(seeded(TrappedModel, "none"), _after_a_late_end)
+    queue = hooks.at_end_of_backward
+
+    def queue_and_hold(end: Callable[[], None]) -> None:
+        _ends.append(end)
+        queue(end)
+
+    with mock.patch.object(hooks, "at_end_of_backward", queue_and_hold):
+        for mode in MODES:
+            reference.check(wrapped(seeded(TrappedModel, "none"), mode, Trapped), describe(mode))
+
+
+def test_a_failed_backward_may_go_away_late() -> None:
+    """R48: a device's thread can hold it while the next pass is under way, which is not disturbed."""
+    run_ranks(2, _late_ends)
 
 
 class Catches(nn.Module):
