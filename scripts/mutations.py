@@ -458,15 +458,8 @@ MUTATIONS = [
         _tests("backward", "a_retry_after_an_exception_is_as_if_it_had_not_happened[0]"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
-        "                leaf.grad = None\n        for gradients in self.gradients:\n            gradients.abandon",
-        "                pass\n        for gradients in self.gradients:\n            gradients.abandon",
-        "a leaf keeps the gradient of a failed backward",
-        _tests("backward", "a_retry_after_an_exception_is_as_if_it_had_not_happened[0]"),
-    ),
-    Mutation(
         "fsdp/runtime/full_params.py",
-        "        local = torch.zeros_like(handle.shard)\n",
+        "        local = torch.zeros_like(handle.shard, device=handle.device)\n",
         '        local = torch.full_like(handle.shard, float("nan"))\n',
         "a rank without a gradient shows what the memory held",
         _tests("full_params", "with_gradients[2]"),

@@ -590,9 +590,6 @@ class Unit:
 
     def reset(self, context: RootContext) -> None:
         """Forget a forward or backward that failed. A gather under way keeps its buffer until somebody waits for it."""
-        for handle in self.handles:
-            for _, leaf in handle.all_leaves:
-                leaf.grad = None
         for gradients in self.gradients:
             gradients.abandon(context.reductions)
         self._depth = 0
