@@ -20,17 +20,9 @@ class Mutation:
 
 
 LAYOUT = ("tests/test_layout.py",)
-ACCUMULATION = ("tests/test_accumulation.py",)
 AGREEMENT = ("tests/test_agreement.py",)
-BACKWARD = ("tests/test_backward.py",)
-COMMUNICATION = ("tests/test_communication.py",)
-FULL_PARAMS = ("tests/test_full_params.py",)
-LIFECYCLE = ("tests/test_lifecycle.py",)
-NUMERICS = ("tests/test_reliability_numerics.py",)
-PARITY = ("tests/test_parity.py",)
 REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
-STAGES = ("tests/test_stages.py",)
-STREAMS = ("tests/test_streams.py",)
+
 
 def _tests(file: str, *names: str) -> tuple[str, ...]:
     return tuple(f"tests/test_{file}.py::test_{name}" for name in names)
@@ -66,21 +58,21 @@ MUTATIONS = [
         "        for view in self.views:",
         "                self.gather(context)\n        for view in self.views:",
         "the modules compute before the gather is over",
-        COMMUNICATION,
+        _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
     ),
     Mutation(
         "fsdp/comm/collectives.py",
         "        for work in works:\n            wait_for(work",
         "        for work in works[:0]:\n            wait_for(work",
         "a collective is not waited for",
-        COMMUNICATION,
+        _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
         "            item.pending.wait()\n",
         "            pass\n",
         "a reduction is attached before it is over",
-        COMMUNICATION,
+        _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -184,21 +176,21 @@ MUTATIONS = [
         "written and slot.numel()]\n",
         "        stale = []\n",
         "slots that nobody wrote keep what the memory held",
-        NUMERICS,
+        _tests("reliability_numerics", "r05_nothing_of_poisoned_memory_gets_into_the_training[2-FULL_SHARD]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
         "        stale += [target.flat[start:end] for start, end in self.handle.layout.gaps]\n",
         "",
         "the padding of the gradient keeps what the memory held",
-        NUMERICS,
+        _tests("reliability_numerics", "r05_nothing_of_poisoned_memory_gets_into_the_training[2-FULL_SHARD]"),
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
         "values = torch.zeros(layout.padded_numel,",
         "values = torch.empty(layout.padded_numel,",
         "the padding of the shard is born with what the memory held",
-        NUMERICS,
+        _tests("reliability_numerics", "r05_nothing_of_poisoned_memory_gets_into_the_training[2-FULL_SHARD]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
@@ -212,14 +204,14 @@ MUTATIONS = [
         "                    handle.release(context.gather_pool, last_use)\n",
         "                    pass\n",
         "full buffers are never released",
-        STAGES,
+        _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
         "            if keeps and context.expects_backward:\n",
         "            if context.expects_backward:\n",
         "every unit stays gathered between forward and backward",
-        STAGES,
+        _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
@@ -227,35 +219,35 @@ MUTATIONS = [
         "            unit.reshard(self)\n",
         "",
         "what was gathered ahead in vain stays",
-        COMMUNICATION,
+        _tests("communication", "order_that_changes[skip]"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
         "            self._settle_offloaded()\n            self._trim()\n",
         "            self._settle_offloaded()\n",
         "an evaluation leaves memory in the pool",
-        STAGES,
+        _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
         "            if attach:\n                item.finish()\n        self.pool.trim()\n",
         "            if attach:\n                item.finish()\n",
         "the reduce buffers' memory stays after the backward",
-        STAGES,
+        _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
         "            self.give_back(source)\n",
         "            pass\n",
         "a reduce buffer is not given back",
-        STAGES,
+        _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
         "            if self._has_room(unit):\n                return\n            other.reshard(self)\n",
         "            return\n",
         "idle units are not resharded to make room",
-        STAGES,
+        _tests("stages", "live_units_are_bounded[trained-segment-True]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -264,7 +256,7 @@ MUTATIONS = [
         "            self._maybe_reshard(self.context or call.context)\n",
         "        self._open_calls.discard(call)\n",
         "a unit stays gathered until the end of the backward",
-        STAGES,
+        _tests("stages", "live_units_are_bounded[frozen-none-False]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -278,21 +270,21 @@ MUTATIONS = [
         "        shared = {key: tensor.view_as(tensor) for key, tensor in tensors.items() if tensor in watched}\n",
         "        shared: dict[int, torch.Tensor] = {}\n",
         "an input that units share keeps them all gathered",
-        STAGES,
+        _tests("stages", "live_units_with_a_shared_input_are_bounded[adapted-none-False]"),
     ),
     Mutation(
         "fsdp/runtime/forward_call.py",
         "        for handle in self._handles:  # a leaf input outlives the graph\n            handle.remove()\n",
         "        pass\n",
         "hooks pile up on an input that is used again",
-        LIFECYCLE,
+        _tests("lifecycle", "a_reused_input_collects_no_hooks[ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
         "            if tensor.grad_fn is not None:  # a leaf needs",
         "            if True:  # a leaf needs",
         "hooks pile up on a parameter that is an output",
-        LIFECYCLE,
+        _tests("lifecycle", "a_returned_parameter_collects_no_hooks[ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -334,7 +326,7 @@ MUTATIONS = [
         "                    self._accumulators[id(leaf)] = ((bucket, index), hooks.accumulator_of(leaf))\n",
         "                    pass\n",
         "after a cast the engine waits for nodes that are gone",
-        FULL_PARAMS,
+        _tests("full_params", "casting[double]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
