@@ -24,6 +24,7 @@ AGREEMENT = ("tests/test_agreement.py",)
 REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
 
 
+
 def _tests(file: str, *names: str) -> tuple[str, ...]:
     return tuple(f"tests/test_{file}.py::test_{name}" for name in names)
 
@@ -215,11 +216,17 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "        for unit in list(self.gathered if not backward_follows else self.idle):\n"
-        "            unit.reshard(self)\n",
-        "",
-        "what was gathered ahead in vain stays",
-        _tests("communication", "order_that_changes[skip]"),
+        "list(self.gathered if not backward_follows else self.idle)",
+        "list(self.gathered if not backward_follows else [])",
+        "what was gathered ahead in vain stays until the backward",
+        _tests("communication", "order_that_changes[early exit]"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "list(self.gathered if not backward_follows else self.idle)",
+        "list(self.idle)",
+        "what the strategy keeps stays after a forward without gradients",
+        _tests("backward", "nothing_is_gathered_after_a_forward_without_gradients"),
     ),
     Mutation(
         "fsdp/runtime/context.py",

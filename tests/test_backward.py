@@ -45,12 +45,19 @@ from tests.harness.pool import run_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 from tests.harness.sharded import full_parameters, wrap
 
+Mode = tuple[ShardingStrategy, bool]
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 MODES = [(strategy, orig) for strategy in (FULL, GRAD_OP, NONE) for orig in (True, False)]
 SOME_MODES = [(FULL, True), (FULL, False), (GRAD_OP, True), (NONE, False)]
 KINDS = ("none", "non-reentrant", "reentrant")
+
+
+def by_turns(number: int) -> list[Mode]:
+    """Each strategy, in one of the two modes: cases that are numbered have the one and the other by turns."""
+    return [(strategy, (number + index) % 2 == 0) for index, strategy in enumerate((FULL, GRAD_OP, NONE))]
+
+
 WIDTH = 7
-Mode = tuple[ShardingStrategy, bool]
 
 
 def describe(mode: Mode) -> str:
@@ -242,20 +249,20 @@ def _check_chain(
                 clear(model)
 
 
-def _sketch(outer: str, modes: Sequence[Mode], debug: bool) -> None:
-    for segment in KINDS:
-        _check_chain(segment, outer, SKETCH, modes, debug)
+def _sketch(outer: str) -> None:
+    for number, segment in enumerate(KINDS, start=KINDS.index(outer)):
+        _check_chain(segment, outer, SKETCH, by_turns(number))
 
 
 @pytest.mark.parametrize("outer", KINDS)
 def test_checkpointing_inside_and_outside(outer: str) -> None:
     """R20, R25, R26: the unit checkpointed, and segments of it, under five patterns; everything at rest after each."""
-    run_ranks(2, _sketch, outer, MODES, False)
+    run_ranks(2, _sketch, outer)
 
 
 def _sketch_poisoned() -> None:
-    for outer in KINDS:
-        _sketch(outer, [(FULL, True), (GRAD_OP, False)], True)
+    for number, (segment, outer) in enumerate(itertools.product(KINDS, KINDS)):
+        _check_chain(segment, outer, SKETCH, by_turns(number)[:2], debug=True)
 
 
 def test_results_are_the_same_with_poison_on_release() -> None:
@@ -264,10 +271,10 @@ def test_results_are_the_same_with_poison_on_release() -> None:
 
 
 def _more_orders() -> None:
-    for outer in KINDS:
-        _check_chain("none", outer, MORE, MODES)
+    for number, outer in enumerate(KINDS):
+        _check_chain("none", outer, MORE, by_turns(number))
     for outer in ("none", "non-reentrant"):  # the other kind refuses autograd.grad
-        _check_chain(outer, outer, [of_inputs_only], MODES)
+        _check_chain(outer, outer, [of_inputs_only], by_turns(outer == "none"))
     _check_chain("non-reentrant", "reentrant", MORE, [(FULL, True)], debug=True)
 
 
@@ -278,8 +285,8 @@ def test_more_orders_of_passes() -> None:
 
 def _three_ranks() -> None:
     with environment(FSDP_COLLECTIVES="direct"):
-        for segment, outer in (("none", "none"), ("reentrant", "non-reentrant")):
-            _check_chain(segment, outer, (*SKETCH, interleaved), SOME_MODES)
+        for number, (segment, outer) in enumerate((("none", "none"), ("reentrant", "non-reentrant"))):
+            _check_chain(segment, outer, (*SKETCH, interleaved), by_turns(number))
 
 
 def test_orders_of_passes_on_three_ranks() -> None:
@@ -320,8 +327,8 @@ class _Random:
 
 def _random_programs() -> None:
     for seed, (segment, outer) in enumerate([("none", "none"), ("reentrant", "none"), ("none", "non-reentrant")]):
-        programs = [_Random(10 * seed + i) for i in range(2)]
-        _check_chain(segment, outer, programs, MODES)
+        for i in range(2):
+            _check_chain(segment, outer, [_Random(10 * seed + i)], by_turns(i))
 
 
 def test_random_orders_of_passes() -> None:
@@ -652,9 +659,9 @@ STRUCTURES = [
 
 def _check_structures() -> None:
     for structure in STRUCTURES:
-        for program in (one_pass, used_twice):
+        for number, program in enumerate((one_pass, used_twice)):
             reference = Reference(structure.build, program)
-            for mode in MODES:
+            for mode in by_turns(number):
                 model = wrapped(structure.build, mode, *structure.blocks)
                 for turn in range(2):  # the second one follows a recorded order
                     what = f"{structure.name}, {program.__name__}, {describe(mode)}, turn {turn}"
@@ -671,9 +678,9 @@ def _nested_checkpoints() -> None:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     for inner, outer in itertools.product((True, False), (True, False)):
         build = seeded(CheckpointedTwice, inner, outer)
-        for program in (one_pass, two_passes, backward_twice):
+        for number, program in enumerate((one_pass, two_passes, backward_twice), start=inner + outer):
             reference = Reference(build, program)
-            for mode in MODES:
+            for mode in by_turns(number):
                 model = wrapped(build, mode, MlpBlock, SegmentBlock)
                 reference.check(model, f"reentrant={(inner, outer)}, {program.__name__}, {describe(mode)}")
 
@@ -909,12 +916,12 @@ def _switching(model: nn.Module, data: Data) -> Iterator[Any]:
 def _unused() -> None:
     reference = Reference(seeded(Switched), _switching)
     for mode in MODES:
-        for debug in ("0", "1"):
-            with environment(FSDP_DEBUG=debug):
-                model = wrapped(seeded(Switched), mode, Switch, BlockWithUnused)
-                reference.check(model, f"{describe(mode)}, debug={debug}")
+        debug = str(int(mode in by_turns(1)))
+        with environment(FSDP_DEBUG=debug):
+            model = wrapped(seeded(Switched), mode, Switch, BlockWithUnused)
+            reference.check(model, f"{describe(mode)}, debug={debug}")
     with poisoned_memory():
-        for mode in MODES:
+        for mode in by_turns(0):
             model = wrapped(seeded(Switched), mode, Switch, BlockWithUnused)
             reference.check(model, f"{describe(mode)}, fresh memory is NaN")
 
@@ -1069,10 +1076,10 @@ def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
 
 
 def _outputs() -> None:
-    for kind in PACKS:
+    for number, kind in enumerate(PACKS):
         build = seeded(PackedModel, kind)
         reference = Reference(build, _packed_program(kind))
-        for mode in SOME_MODES:
+        for mode in by_turns(number):
             reference.check(wrapped(build, mode, PackedBlock), f"{kind}, {describe(mode)}")
 
 
@@ -1205,10 +1212,10 @@ IN_PLACE = (
 
 
 def _in_place() -> None:
-    for how in IN_PLACE:
+    for number, how in enumerate(IN_PLACE):
         build = seeded(InPlaceModel, how)
         reference = Reference(build, _two_inputs)
-        for mode in MODES:
+        for mode in by_turns(number):
             reference.check(wrapped(build, mode, InPlace), f"{how}, {describe(mode)}")
 
 
@@ -1651,11 +1658,11 @@ def _faulty(faults: Sequence[tuple[str, int]]) -> Callable[[nn.Module, Data], It
 def _faults(debug: str) -> None:
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
     with environment(FSDP_DEBUG=debug):
-        for outer in KINDS:
+        for number, outer in enumerate(KINDS):
             build = seeded(TrappedModel, outer)
             faults = FAULTS if outer == "none" else RECOMPUTED + FAULTS[-3:] + RECOMPUTED
             reference = Reference(build, _faulty(faults))
-            for mode in MODES if debug == "0" else SOME_MODES[:2]:
+            for mode in by_turns(number)[: 3 if debug == "0" else 1]:
                 reference.check(wrapped(build, mode, Trapped), f"{outer}, {describe(mode)}", ulps_after_step=64)
 
 

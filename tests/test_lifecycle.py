@@ -324,7 +324,7 @@ def reuse_an_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[l
     model.module.register_forward_pre_hook(lambda module, args: passed.append(args[0] is x))
     counted, growth, base = [], [], 0
     with no_collection():
-        for step in range(50):
+        for step in range(30):
             if step % 2:
                 model(x).sum().backward()
                 plain(y).sum().backward()
@@ -397,7 +397,7 @@ def return_a_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> tup
     meter = Meter()
     counted, growth, base = [], [], 0
     with no_collection():
-        for step in range(50):
+        for step in range(30):
             output, weight = model(torch.ones(2, 7))
             counted.append(hooks_of(weight))
             if step % 2:
