@@ -225,7 +225,7 @@ MUTATIONS = [
         "fsdp/runtime/context.py",
         "list(self.gathered if not backward_follows else self.idle)",
         "list(self.idle)",
-        "what the strategy keeps stays after a forward without gradients",
+        "what the strategy keeps stays though no backward will follow",
         _tests("backward", "nothing_is_gathered_after_a_forward_without_gradients"),
     ),
     Mutation(
