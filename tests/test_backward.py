@@ -48,7 +48,6 @@ from tests.harness.sharded import full_parameters, wrap
 Mode = tuple[ShardingStrategy, bool]
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 MODES = [(strategy, orig) for strategy in (FULL, GRAD_OP, NONE) for orig in (True, False)]
-SOME_MODES = [(FULL, True), (FULL, False), (GRAD_OP, True), (NONE, False)]
 KINDS = ("none", "non-reentrant", "reentrant")
 
 
@@ -1677,7 +1676,7 @@ def test_a_retry_after_an_exception_is_as_if_it_had_not_happened(debug: str) -> 
 
 def _gathers_after_faults() -> None:
     x = torch.randn(3, WIDTH)
-    for mode in SOME_MODES[:3]:
+    for mode in MODES[:3]:
         model = wrapped(seeded(TrappedModel, "none"), mode, Trapped)
 
         def gathers() -> int:
