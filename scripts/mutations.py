@@ -136,8 +136,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "max(policy.forward_prefetch, 1)",
-        "policy.forward_prefetch",
+        "if self.in_backward else unit.policy.forward_prefetch",
+        "if self.in_backward else 0",
         "the next unit's gather waits for the compute of this one",
         _tests("streams", "communication_overlaps_with_compute[ShardingStrategy.FULL_SHARD]"),
     ),
@@ -251,7 +251,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            if self._has_room(unit):\n                return\n            other.reshard(self)\n",
+        "            if self._has_room(unit, unit):\n                return\n            other.reshard(self)\n",
         "            return\n",
         "idle units are not resharded to make room",
         _tests("stages", "live_units_are_bounded[trained-segment-True]"),
@@ -469,6 +469,13 @@ MUTATIONS = [
         "        self.reshard(context)\n",
         "memory stays in the pool after parameters were shown",
         _tests("full_params", "unit_by_unit_holds_one_unit[True]"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "            context.idle[self] = Idle.RECOMPUTED\n",
+        "            context.idle[self] = Idle.AHEAD\n",
+        "a unit that was recomputed stands twice in the order, and the next ones farther away than they are",
+        _tests("prefetch", "what_was_recomputed_stays_as_far_as_the_limit_goes"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
