@@ -29,6 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
@@ -515,6 +516,9 @@ def change_order(plans: list[list[int]], strategy: ShardingStrategy, use_orig_pa
         x = torch.ones(2, 7)
         with record_collectives() as there:
             output = model(x, plan)
+        kept = {""} | {f"units.{index}" for index in plan if strategy is SHARD_GRAD_OP}
+        gathered = {name for name, unit, _ in units_in(model) if unit.handles[0].full.untyped_storage().nbytes()}
+        assert gathered == kept, f"{plan}: what was gathered ahead in vain is not kept for the backward"
         with record_collectives() as back:
             output.sum().backward()
         found.append((len(order(there, "gather")), len(order(back, "gather"))))

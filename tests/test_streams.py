@@ -347,6 +347,9 @@ class Training:
             handle = self.model._unshard(async_op=True)
             if wait:
                 handle.wait()
+                with torch.no_grad():  # too late for the gather, which is over
+                    for param in self.model.parameters():
+                        param.mul_(0.5)
             self.step()
 
     def moving(self) -> None:

@@ -119,8 +119,9 @@ class _EndOfBackward:
         self._context.finish_backward()
 
     def __del__(self) -> None:
-        if not self._called and self._context.in_backward:  # the backward raised, and no later pass has found out
-            self._context.reset()
+        context = self._context
+        if not self._called and context.in_backward and context._end_of_backward() is self:
+            context.reset()  # the backward raised, and no later pass has found out
 
 
 class RootContext:
@@ -242,9 +243,9 @@ class RootContext:
     def enter_backward(self, unit: TreeUnit) -> None:
         """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
         nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
-        if self.in_backward and not self.failed and self._end_of_backward() is not None:
+        if self.in_backward and not self.failed:
             return
-        if self.failed or self.in_backward:  # the last backward raised: its graph task is gone, its callback as well
+        if self.failed:
             self._clear()
         self.in_backward = True
         self.order.start(unit, backward=True)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.comm.collectives import Communicator, Groups, Tag
 from fsdp.flat.flat_param import BufferState, FlatParamHandle
@@ -98,7 +97,6 @@ class Unit:
         self._open_calls: set[ForwardCall] = set()
         # (bucket, index) and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[tuple[int, int], Any]] = {}
-        self._hooked_leaves = WeakIdKeyDictionary()  # leaves that were outputs, and so have a door already
         self._watch_leaves()
 
     def _watch_leaves(self) -> None:
@@ -478,11 +476,8 @@ class Unit:
         for tensor in differentiable:
             assert call is not None
             call.forget(hooks.gradient_node(tensor))
-            if tensor.grad_fn is not None:
+            if tensor.grad_fn is not None:  # a leaf needs nothing of the unit; a parameter's gradient has its own door
                 hooks.on_gradient(tensor, _output_door(self, call))
-            elif tensor not in self._hooked_leaves:  # a leaf outlives this graph: one door for all of them
-                self._hooked_leaves[tensor] = True
-                hooks.on_gradient(tensor, _leaf_output_door(self.ref))
         context.exit_forward(backward_follows=bool(differentiable))  # last: what fails before it is aborted
         return output
 
@@ -526,29 +521,21 @@ class Unit:
     def _in_backward(self) -> bool:
         return bool(self._open_calls) or self.awaits_leaves
 
-    def pre_backward(self, call: ForwardCall | None) -> None:
+    def pre_backward(self, call: ForwardCall) -> None:
         """The gradient of an output is there: gather, and note what this backward will bring."""
-        context = self.context or (call.context if call is not None else None)
-        assert context is not None
+        context = self.context or call.context
         if self._gathers and torch.is_grad_enabled():  # in a hook: whether the backward was started with create_graph
             raise RuntimeError(
                 f"a backward with create_graph=True reached {self.name}: gradients of gradients of sharded parameters "
                 "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
             )
-        if any(view.shows_grads for view in self.views):
-            raise RuntimeError(
-                f"a backward of {self.name} inside summon_full_params(with_grads=True), where .grad holds the full "
-                "gradients of before: run it outside, or summon without gradients"
-            )
         context.enter_backward(self)
-        if call is not None:
-            self.compute_in_full_precision(context, call.full_precision)
+        self.compute_in_full_precision(context, call.full_precision)
         self.unshard(context, refill=False)
         self._phase = Phase.BACKWARD
-        if call is not None:
-            call.waiting = {i for i, node in enumerate(call.inputs) if node is not None and hooks.will_run(node)}
-            if call.waiting:
-                self._open_calls.add(call)
+        call.waiting = {i for i, node in enumerate(call.inputs) if node is not None and hooks.will_run(node)}
+        if call.waiting:
+            self._open_calls.add(call)
         self._expect()
         context.gather_ahead(self)
 
@@ -578,6 +565,11 @@ class Unit:
         bucket, index = key
         gradients = self.gradients[bucket]
         if not gradients.is_open:
+            if self.views[bucket].shows_grads:
+                raise RuntimeError(
+                    f"a backward of {self.name} inside summon_full_params(with_grads=True), where .grad holds the full "
+                    "gradients of before: run it outside, or summon without gradients"
+                )
             gradients.open(context.reductions, synchronize=self.synchronize)
         gradients.add(index, self.views[bucket].hooked(index, grad))
         expected.discard(key)
@@ -640,9 +632,6 @@ class Unit:
 
     def reset(self, context: RootContext) -> None:
         """Forget a forward or backward that failed. A gather under way keeps its buffer until somebody waits for it."""
-        for handle in self.handles:
-            for _, leaf in handle.all_leaves:
-                leaf.grad = None
         for gradients in self.gradients:
             gradients.abandon(context.reductions)
         self._depth = 0
@@ -695,22 +684,13 @@ def _leaf_door(unit_ref: weakref.ref[Unit], key: tuple[int, int]) -> Callable[[t
     return door
 
 
-def _output_door(unit: Unit, call: ForwardCall | None) -> Callable[[], None]:
+def _output_door(unit: Unit, call: ForwardCall) -> Callable[[], None]:
     def door() -> None:
         try:
             unit.pre_backward(call)
         except BaseException as error:
             unit.backward_failed(error, "start of backward")
             raise
-
-    return door
-
-
-def _leaf_output_door(unit_ref: weakref.ref[Unit]) -> Callable[[], None]:
-    def door() -> None:
-        unit = unit_ref()
-        if unit is not None:
-            _output_door(unit, None)()
 
     return door
 
