@@ -28,7 +28,9 @@ FULL_PARAMS = ("tests/test_full_params.py",)
 LIFECYCLE = ("tests/test_lifecycle.py",)
 NUMERICS = ("tests/test_reliability_numerics.py",)
 PARITY = ("tests/test_parity.py",)
+CASTS = ("tests/test_precision_casts.py",)
 REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
+VALUES = ("tests/test_precision_values.py",)
 STAGES = ("tests/test_stages.py",)
 STREAMS = ("tests/test_streams.py",)
 
@@ -169,7 +171,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            if keeps and context.expects_backward:\n",
+        "            if self._stays(context) and context.expects_backward:\n",
         "            if context.expects_backward:\n",
         "every unit stays gathered between forward and backward",
         STAGES,
@@ -184,8 +186,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "        if not backward_follows:\n            self._trim()\n",
-        "",
+        "            self._settle_offloaded()\n            self._trim()\n",
+        "            self._settle_offloaded()\n",
         "an evaluation leaves memory in the pool",
         STAGES,
     ),
@@ -252,7 +254,7 @@ MUTATIONS = [
         "            torch.clear_autocast_cache()  # it keeps",
         "            pass  # it keeps",
         "autocast keeps a copy of every unit",
-        STREAMS,
+        CASTS,
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -270,15 +272,15 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            other.refresh()\n",
+        "            other.refresh(self)\n",
         "",
         "what the user did to the parameters is not followed",
         BACKWARD,
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            self._accumulators[key] = hooks.accumulator_of(self.handles[key[0]].leaves[key[1]])\n",
-        "            pass\n",
+        "            if id(leaf) in self._accumulators\n        }\n",
+        "            if id(leaf) in self._accumulators\n        } and self._accumulators\n",
         "after a cast the engine waits for nodes that are gone",
         FULL_PARAMS,
     ),
@@ -328,8 +330,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/collectives.py",
-        "            total.copy_(received[0])\n            for piece in received[1:]:\n",
-        "            total.copy_(received[0])\n            for piece in received[:0]:\n",
+        "    for piece in pieces[1:]:\n",
+        "    for piece in pieces[:0]:\n",
         "the direct exchange forgets the other ranks' pieces",
         PARITY,
     ),
@@ -395,5 +397,62 @@ MUTATIONS = [
         "        if False:\n",
         "ranks negotiate about different passes",
         REDUCE_UNUSED,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        self._forget_casts()\n        for other in self.units:\n",
+        "        for other in self.units:\n",
+        "a forward computes with the cast that an earlier one left",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "again = context.backward_follows and not self._stays(context)",
+        "again = context.backward_follows",
+        "units that stay gathered keep a cast of their shard as well",
+        CASTS,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        if (self._shown or self._expected) and any(handle.casts for handle in self.handles):\n",
+        "        if False:\n",
+        "a backward that needs both precisions goes on",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        self.compute_in_full_precision(context, full_precision)\n        self.precision.cast_buffers(",
+        "        self.compute_in_full_precision(context, full_precision)\n        _ = lambda *_, **__: None; _(",
+        "buffers do not follow the precision of the graph",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "            with torch.inference_mode(False):  # it outlives this forward",
+        "            with torch.inference_mode(torch.is_inference_mode_enabled()):  # it outlives this forward",
+        "a copy in another dtype is made of inference tensors",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "added.append(wide[position])",
+        "added.append(fresh[position])",
+        "a gradient is rounded before it is added to one of low precision",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/runtime/order.py",
+        "        self._recorded, self._current = self._current, []\n",
+        "        self._recorded, self._current = self._current or self._recorded, []\n",
+        "a pass that gathered nothing is no record",
+        CASTS,
+    ),
+    Mutation(
+        "fsdp/runtime/precision.py",
+        "        found = (dtype for (owner, name), dtype in self._original_dtypes.items() "
+        "if owner._buffers.get(name) is buffer)\n",
+        "        found = iter(())\n",
+        "the own dtype of a cast buffer is forgotten",
+        CASTS,
     ),
 ]

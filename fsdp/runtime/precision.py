@@ -1,7 +1,8 @@
 """The dtypes in which one unit computes: those of its inputs, outputs and buffers, and when all of them are full ones.
 
 The parameters' own dtypes are the layout's. In full precision nothing is cast: inside ``summon_full_params``, and with
-``FSDP_USE_FULL_PREC_IN_EVAL=1`` while the module is in eval mode.
+``FSDP_USE_FULL_PREC_IN_EVAL=1`` while the module is in eval mode. A backward computes in the precision of the forward
+that made its graph; one backward cannot need both.
 """
 
 from __future__ import annotations
