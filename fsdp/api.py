@@ -118,6 +118,14 @@ class MixedPrecision:
                 f"but got {_described(classes)}"
             )
 
+    def compute_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What parameters of ``dtype`` are computed in; only floating point ones are cast."""
+        return (self.param_dtype or dtype) if dtype.is_floating_point else dtype
+
+    def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """What the gradients of parameters of ``dtype`` are reduced in."""
+        return (self.reduce_dtype or self.param_dtype or dtype) if dtype.is_floating_point else dtype
+
 
 @dataclasses.dataclass
 class CPUOffload:

@@ -353,6 +353,7 @@ class FullyShardedDataParallel(nn.Module, _State):
         for _, inner, _ in units_in(self):
             inner.check_can_change()
         unit = self._fsdp_unit
+        unit.precision.release_buffers(self.compute_device)
         for views in unit.views:
             views.unregister()
         try:
@@ -362,6 +363,8 @@ class FullyShardedDataParallel(nn.Module, _State):
                 views.use_resting()
         with torch.no_grad():
             device = unit.apply_to_shards(fn) if unit.handles else _device_after(fn, self.compute_device)
+        if unit.context is not None:
+            unit.precision.place_buffers(device, full_precision=unit.precision.wants_full)
         if device != self.compute_device:
             self.compute_device = unit.device = device
             for wrapper in self.fsdp_modules(self):

@@ -24,7 +24,9 @@ AGREEMENT = ("tests/test_agreement.py",)
 CLIP = ("tests/test_clip.py",)
 COMM_HOOKS = ("tests/test_comm_hooks.py",)
 GRAD_SCALER = ("tests/test_grad_scaler.py",)
+CASTS = ("tests/test_precision_casts.py",)
 REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
+VALUES = ("tests/test_precision_values.py",)
 
 
 def _tests(file: str, *names: str) -> tuple[str, ...]:
@@ -212,7 +214,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            if keeps and context.expects_backward:\n",
+        "            if self._stays(context) and context.expects_backward:\n",
         "            if context.expects_backward:\n",
         "every unit stays gathered between forward and backward",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
@@ -326,15 +328,15 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            other.refresh()\n",
+        "            other.refresh(self)\n",
         "",
         "what the user did to the parameters is not followed",
         _tests("backward", "replaced_parameters_are_written_back"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "                    self._accumulators[id(leaf)] = ((bucket, index), hooks.accumulator_of(leaf))\n",
-        "                    pass\n",
+        "            if id(leaf) in self._accumulators\n        }\n",
+        "            if id(leaf) in self._accumulators\n        } and self._accumulators\n",
         "after a cast the engine waits for nodes that are gone",
         _tests("full_params", "casting[double]"),
     ),
@@ -619,5 +621,62 @@ MUTATIONS = [
         "        by_hook = False\n",
         "a hook is not called on one rank",
         COMM_HOOKS,
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        self._forget_casts()\n        for other in self.units:\n",
+        "        for other in self.units:\n",
+        "a forward computes with the cast that an earlier one left",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "again = context.backward_follows and not self._stays(context)",
+        "again = context.backward_follows",
+        "units that stay gathered keep a cast of their shard as well",
+        CASTS,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        if (self._shown or self._expected) and any(handle.casts for handle in self.handles):\n",
+        "        if False:\n",
+        "a backward that needs both precisions goes on",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        self.compute_in_full_precision(context, full_precision)\n        self.precision.cast_buffers(",
+        "        self.compute_in_full_precision(context, full_precision)\n        _ = lambda *_, **__: None; _(",
+        "buffers do not follow the precision of the graph",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "            with torch.inference_mode(False):  # it outlives this forward",
+        "            with torch.inference_mode(torch.is_inference_mode_enabled()):  # it outlives this forward",
+        "a copy in another dtype is made of inference tensors",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "added.append(wide[position])",
+        "added.append(fresh[position])",
+        "a gradient is rounded before it is added to one of low precision",
+        VALUES,
+    ),
+    Mutation(
+        "fsdp/runtime/order.py",
+        "        self._recorded, self._current = self._current, []\n",
+        "        self._recorded, self._current = self._current or self._recorded, []\n",
+        "a pass that gathered nothing is no record",
+        CASTS,
+    ),
+    Mutation(
+        "fsdp/runtime/precision.py",
+        "        found = (dtype for (owner, name), dtype in self._original_dtypes.items() "
+        "if owner._buffers.get(name) is buffer)\n",
+        "        found = iter(())\n",
+        "the own dtype of a cast buffer is forgotten",
+        CASTS,
     ),
 ]

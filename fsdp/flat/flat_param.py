@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.api import CPUOffload
+from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
@@ -358,7 +358,8 @@ class FlatParamHandle:
         dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
         copy = self._copies.get(dtype)
         if copy is None:
-            copy = self._make_copy(dtype, self._new_leaves(dtype, self.leaves), None)
+            with torch.inference_mode(False):  # it outlives this forward, and the next one may want gradients
+                copy = self._make_copy(dtype, self._new_leaves(dtype, self.leaves), None)
         self.copy = copy
 
     @property
@@ -366,6 +367,11 @@ class FlatParamHandle:
         """Whether it computes or reduces in other dtypes than the layout's."""
         dtypes = (self.copy.tensor.dtype, self.reduce_dtype)
         return dtypes != (self.layout.compute_dtype, self.layout.reduce_dtype)
+
+    @property
+    def casts(self) -> bool:
+        """Whether it computes in another dtype than the shard has, unless in full precision."""
+        return self.layout.compute_dtype != self.layout.dtype
 
     @property
     def full(self) -> torch.Tensor:
@@ -499,19 +505,18 @@ class FlatParamHandle:
         """Whether ``tensor`` is a leaf of parameter ``index``."""
         return any(copy.leaves[index] is tensor for copy in self._copies.values())
 
-    def replace_shard(self, new: torch.Tensor, compute_device: torch.device) -> None:
+    def replace_shard(self, new: torch.Tensor, compute_device: torch.device, precision: MixedPrecision) -> None:
         """Let ``new``, of another dtype or device or just other memory, be the shard; the layout keeps its offsets.
 
         The flat parameter and the leaves stay the same objects. The full buffer must have been released.
         """
         self.compute_in_full_precision(False)
         leaves = self.leaves
-        layout = self.layout
         self.layout = dataclasses.replace(
-            layout,
+            self.layout,
             dtype=new.dtype,
-            compute_dtype=new.dtype if layout.compute_dtype == layout.dtype else layout.compute_dtype,
-            reduce_dtype=new.dtype if layout.reduce_dtype == layout.dtype else layout.reduce_dtype,
+            compute_dtype=precision.compute_dtype_of(new.dtype),
+            reduce_dtype=precision.reduce_dtype_of(new.dtype),
         )
         self.device = compute_device
         self._shard = self.flat_param.data = self._put_at_rest(new)

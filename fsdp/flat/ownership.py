@@ -170,8 +170,8 @@ def build_handles(
             specs,
             dtype=dtype,
             world_size=groups.shard_size,
-            compute_dtype=precision.param_dtype if dtype.is_floating_point else None,
-            reduce_dtype=(precision.reduce_dtype or precision.param_dtype) if dtype.is_floating_point else None,
+            compute_dtype=precision.compute_dtype_of(dtype),
+            reduce_dtype=precision.reduce_dtype_of(dtype),
             param_alignment=ALIGNMENT if align_params or shard_alignment > 1 else 1,
             shard_alignment=shard_alignment,
         )

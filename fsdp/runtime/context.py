@@ -94,7 +94,7 @@ class TreeUnit(Protocol):
 
     def join(self, context: RootContext, index: int, name: str, ancestors: frozenset[int]) -> None: ...
 
-    def refresh(self) -> None: ...
+    def refresh(self, context: RootContext) -> None: ...
 
     def gather(self, context: RootContext) -> None: ...
 
@@ -198,7 +198,7 @@ class RootContext:
         self._forget_casts()
         for other in self.units:
             other.forget_output(self)
-            other.refresh()
+            other.refresh(self)
         self.generation += 1
         self.watched.clear()
         self.expects_backward = torch.is_grad_enabled()
@@ -209,7 +209,7 @@ class RootContext:
     @property
     def backward_follows(self) -> bool:
         """Whether this is a forward whose units will be gathered again for backward."""
-        return self.expects_backward and not self.in_backward
+        return self.expects_backward and self._depth > 0 and not self.in_backward
 
     def _forget_casts(self) -> None:
         for unit in self.units:
@@ -283,6 +283,7 @@ class RootContext:
         for unit in self.units:
             unit.reset(self)
         self._agreements.forget_pass()
+        self._forget_casts()
         self.order.stop()
         self._depth = 0
         self.in_backward = False

@@ -32,10 +32,8 @@ class Sequence(Generic[T]):
         self._cursor = 0
 
     def start(self) -> None:
-        """A pass begins; the one before it becomes the record."""
-        if self._current:
-            self._recorded = self._current
-        self._current = []
+        """A pass begins; the one before it becomes the record, also if nothing had to be gathered in it."""
+        self._recorded, self._current = self._current, []
         self._cursor = 0
 
     def record(self, unit: T) -> None:

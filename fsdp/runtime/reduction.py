@@ -210,7 +210,7 @@ class BucketGradients:
 
         def finish() -> None:
             if offloaded is None:
-                self._attach(shard.to(self.dtype))
+                self._attach(shard)
             else:
                 grad, there = offloaded
                 with streams.on_host(there):
@@ -346,9 +346,11 @@ class BucketGradients:
         self._exposed, self._parked = [], []
 
     def _attach(self, shard: torch.Tensor) -> None:
-        """Make the reduced gradient visible, or add it to what is there."""
+        """Make the reduced gradient visible, or add it, in the parameter's dtype, to what is there."""
         present, added = [], []
-        for position, grad in enumerate(self.views.sharded_grads(shard)):
+        grads = self.views.sharded_grads(shard.to(self.dtype))
+        wide = self.views.sharded_grads(shard.to(self.handle.layout.dtype)) if self._keep_low_precision else grads
+        for position, grad in enumerate(grads):
             visible = self.views.visible[position]
             if visible.absent or not visible.param.requires_grad:
                 continue
@@ -363,7 +365,7 @@ class BucketGradients:
                 )
             else:
                 present.append(current)
-                added.append(grad)
+                added.append(wide[position])
         if present:
             torch._foreach_add_(present, added)
         self._announce()

@@ -122,7 +122,7 @@ class Unit:
         self._context = weakref.ref(context)
         self._communicator = Communicator(self.groups, context.streams)
         self.index, self.name, self.ancestors = index, self._named(name), ancestors
-        self.precision.place_buffers(self.device)
+        self.precision.place_buffers(self.device, full_precision=self.precision.wants_full)
 
     def _named(self, name: str) -> str:
         for handle in self.handles:
@@ -188,7 +188,7 @@ class Unit:
         """Start filling the full buffers."""
         streams = context.streams
         ticket = context.about_to(GATHER, self) if self.groups.sharded else None
-        again = context.backward_follows and self.policy.reshard_after_forward
+        again = context.backward_follows and not self._stays(context)
         with streams.on_gather_stream():
             for bucket, handle in enumerate(self.handles):
                 assert self._communicator is not None
@@ -261,9 +261,20 @@ class Unit:
             torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
     def compute_in_full_precision(self, context: RootContext, full_precision: bool) -> None:
-        """Compute in the parameters' own dtypes from here on, or in those of the mixed precision again."""
+        """Compute in the parameters' own dtypes from here on, or in those of the mixed precision again.
+
+        Raises:
+            RuntimeError: a backward of the unit is under way, or its parameters are shown, in the other dtypes.
+        """
         if all(handle.full_precision is full_precision for handle in self.handles):
             return
+        if (self._shown or self._expected) and any(handle.casts for handle in self.handles):
+            raise RuntimeError(
+                f"{self.name} would have to compute in mixed and in full precision at once. Forwards inside "
+                "summon_full_params, and in eval mode with FSDP_USE_FULL_PREC_IN_EVAL=1, are in full precision: give "
+                "graphs of different precision backwards of their own, and those of mixed precision outside of "
+                "summon_full_params"
+            )
         self.forget_output(context)
         self.reshard(context)
         for handle in self.handles:
@@ -297,16 +308,18 @@ class Unit:
             new = change(handle.flat_param).detach()
             if new.data_ptr() != handle.shard.data_ptr() or new.dtype != handle.shard.dtype:
                 device = handle.device if handle.offload.offload_params else new.device
-                handle.replace_shard(new, device)
+                handle.replace_shard(new, device, self.precision.asked)
                 self.device = device
                 gradients.forget_buffers()
             views.follow()
             for visible, grad in zip(views.visible, grads):
                 visible.param.grad = None if grad is None else change(grad).detach()
-        for bucket, handle in enumerate(self.handles):
-            for index, leaf in handle.all_leaves:
-                if id(leaf) in self._accumulators:
-                    self._accumulators[id(leaf)] = ((bucket, index), hooks.accumulator_of(leaf))
+        self._accumulators = {
+            id(leaf): ((bucket, index), hooks.accumulator_of(leaf))
+            for bucket, handle in enumerate(self.handles)
+            for index, leaf in handle.all_leaves
+            if id(leaf) in self._accumulators
+        }
         return self.device
 
     # -- gathered by hand ----------------------------------------------------------------------------------------------
@@ -363,6 +376,7 @@ class Unit:
         self._shown = self._refuses_forward = False
         self._phase = Phase.IDLE
         self.reshard(context)
+        self.precision.cast_buffers(self.device, full_precision=self.precision.wants_full)
         context.trim_at_rest()
 
     def gather_now(self, bucket: int, full: torch.Tensor, shard: torch.Tensor) -> None:
@@ -422,7 +436,7 @@ class Unit:
         try:
             recomputing = hooks.current_backward() != hooks.NO_BACKWARD
             full_precision = self._shown or self.precision.wants_full
-            self.compute_in_full_precision(context, full_precision)
+            self._compute_in(context, full_precision)
             if not full_precision:
                 is_root, has_parameters = self is context.root, bool(self.handles)
                 inputs = self.precision.cast_inputs(inputs, is_root=is_root, has_parameters=has_parameters)
@@ -438,6 +452,14 @@ class Unit:
         except BaseException:
             self.abort_forward(context)
             raise
+
+    def _compute_in(self, context: RootContext, full_precision: bool) -> None:
+        self.compute_in_full_precision(context, full_precision)
+        self.precision.cast_buffers(self.device, full_precision=full_precision)
+
+    def _stays(self, context: RootContext) -> bool:
+        """Whether it stays gathered from forward to backward."""
+        return not self.policy.reshard_after_forward or self is context.root
 
     def _watch_inputs(self, context: RootContext, call: ForwardCall, inputs: Any) -> Any:
         """Have the unit told when the inputs' gradients are complete.
@@ -466,8 +488,7 @@ class Unit:
             self._in_output = True
         self._leave_forward(context)
         if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
-            keeps = not self.policy.reshard_after_forward or self is context.root
-            if keeps and context.expects_backward:
+            if self._stays(context) and context.expects_backward:
                 for view in self.views:  # what is changed before the backward comes is the shard, not the copy
                     view.use_resting()
             else:
@@ -530,7 +551,7 @@ class Unit:
                 "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
             )
         context.enter_backward(self)
-        self.compute_in_full_precision(context, call.full_precision)
+        self._compute_in(context, call.full_precision)
         self.unshard(context, refill=False)
         self._phase = Phase.BACKWARD
         call.waiting = {i for i, node in enumerate(call.inputs) if node is not None and hooks.will_run(node)}
@@ -656,15 +677,14 @@ class Unit:
     def _resting_phase(self) -> Phase:
         return Phase.SUMMONED if self._shown else Phase.IDLE
 
-    def refresh(self) -> None:
+    def refresh(self, context: RootContext) -> None:
         """Follow what the user did to the visible parameters, and to the module's mode, since the last forward."""
-        if self.precision.full_in_eval:
-            self.precision.place_buffers(self.device)
         if self._shown:
             with torch.no_grad():
                 for view in self.views:
                     view.collect_shown()
             return  # the rest is written back when it is hidden
+        self._compute_in(context, self.precision.wants_full)  # now, so that what is gathered ahead is the right thing
         changed = [view.refresh() for view in self.views]
         if any(changed):
             self._watch_leaves()

@@ -1,0 +1,773 @@
+"""What mixed precision casts, and how often: shards, inputs, outputs, buffers; what it leaves alone; with what it
+composes (autocast, checkpointing, batch norms, other methods than forward)."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp import FullyShardedDataParallel, MixedPrecision, register_forward_method
+from fsdp.comm.collectives import sum_in_rank_order
+from fsdp.comm.versions import REDUCE_SCATTER
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, lambda_auto_wrap_policy
+from tests.harness.lockstep import assert_local_gradients
+from tests.harness.oracle import assert_bit_equal, clean_name, named_parameters
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_gradients, wrap
+from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
+from tests.test_precision_values import MODES, WIDTH, Pair, assert_no_casts_kept, by_foreach, loss_of, same
+
+# -- how often a shard is cast -------------------------------------------------------------------------------------
+
+
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)  # the latter in inference mode
+
+
+class CountShardCasts(TorchDispatchMode):
+    """Counts the casts of 1-D float32 tensors to bfloat16, by number of elements: those of the shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.casts: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func in CASTS and args[0].dim() == 1 and (args[0].dtype, result.dtype) == (FP32, BF16):
+            self.casts[args[0].numel()] += 1
+        return result
+
+    def take(self) -> set[int]:
+        """How often each shard was cast since this was asked last; one number if all were cast alike."""
+        found, self.casts = set(self.casts.values()), Counter()
+        return found
+
+
+class Funnel(nn.Module):
+    """Units whose shards differ in size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(7, 11), nn.Linear(11, 13), nn.Linear(13, 17)])
+        self.head = nn.Linear(17, 3, bias=False)
+
+    def forward(self, x: Tensor, rounds: int = 1) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return torch.nn.functional.linear(x, self.head.weight)
+
+
+def count_casts() -> None:
+    x = torch.ones(2, 7)
+    for strategy in (FULL, GRAD_OP):
+        for use_orig_params in (False, True):
+            what = f"{strategy.name}, {use_orig_params=}"
+            policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.bias is not None)
+            model = wrap(Funnel(), strategy, use_orig_params, wrap_policy=policy, mixed_precision=MixedPrecision(BF16))
+            shards = {handle.layout.shard_numel for handle in model._all_handles}
+            assert len(shards) == 4
+            with CountShardCasts() as counter:
+                for _ in range(3):
+                    loss = model(x).sum()
+                    assert set(counter.casts) == shards and counter.take() == {1}, what
+                    loss.backward()
+                    assert counter.take() == set(), f"{what}: the backward uses the casts of its forward"
+                    assert_no_casts_kept(model, what)
+                for context in (torch.no_grad, torch.inference_mode):
+                    with context():
+                        model(x)
+                    assert counter.take() == {1}, what
+                    assert_no_casts_kept(model, what)
+                first, second = model(x).sum(), model(x).sum()
+                assert counter.take() == {2}, f"{what}: a cast does not outlive its forward"
+                second.backward()
+                assert counter.take() == set(), what
+                assert_no_casts_kept(model, what)
+                first.backward()
+                assert counter.take() == {1}, what
+                model(x).sum().backward()
+                counter.take()  # the order was another one, so a gather may have been in vain
+                with model.no_sync():
+                    model(x).sum().backward()
+                model(x).sum().backward()
+                assert counter.take() == {2}, what
+                loss = model(x).sum()
+                kept = [handle._cast is not None for handle in model._all_handles]
+                assert kept == [strategy is FULL and index > 0 for index in range(4)], "the root stays as it is"
+                hook = loss.register_hook(stop)
+                with pytest.raises(ZeroDivisionError):
+                    loss.backward()
+                hook.remove()
+                del loss
+                hook = model.layers[2].register_forward_hook(stop)
+                with pytest.raises(ZeroDivisionError):
+                    model(x)
+                hook.remove()
+                assert_no_casts_kept(model, what)
+                model(x).sum().backward()
+                model.layers[0]._unshard()
+                assert_no_casts_kept(model, what)
+                counter.take()
+                with FullyShardedDataParallel.summon_full_params(model):
+                    model(x)
+                assert counter.take() == set(), f"{what}: in full precision"
+
+
+def stop(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_shard_is_cast_once_per_forward_with_its_backward() -> None:
+    """T7: and no cast is kept at rest, nor for a forward that has no backward, nor after a failed pass."""
+    run_ranks(2, count_casts)
+
+
+# -- inputs and outputs --------------------------------------------------------------------------------------------
+
+
+class Pack(NamedTuple):
+    value: Tensor
+    index: Tensor
+
+
+@dataclass
+class Record:
+    value: Tensor
+    name: str = "record"
+
+
+class Probe(nn.Module):
+    """Returns what it is given."""
+
+    def __init__(self, with_parameters: bool = True) -> None:
+        super().__init__()
+        if with_parameters:
+            self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+
+class Chain(nn.Module):
+    """A part of another dtype than the whole, or not; notes what the part is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.part.register_forward_pre_hook(self.note)
+        self.seen: list[torch.dtype] = []
+
+    def note(self, module: nn.Module, args: tuple[Tensor]) -> None:
+        self.seen += [args[0].dtype, module.weight.dtype]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += [x.dtype, self.scale.dtype]
+        return self.part(x * self.scale)
+
+
+def cast_inputs() -> None:
+    number, index = torch.ones(2, WIDTH, requires_grad=True), torch.arange(WIDTH)
+    for with_parameters in (True, False):
+        for asked, casts in ((True, True), (False, False)):
+            precision = MixedPrecision(BF16, cast_root_forward_inputs=asked)
+            model = wrap(Probe(with_parameters), use_orig_params=True, mixed_precision=precision)
+            nest = {"list": [number, index, 1.5], "pack": Pack(number, index), "record": Record(number)}
+            (first, second), found = model(number, index, nest=nest, mask=index > 2)
+            dtype = BF16 if casts else FP32
+            assert first.dtype == dtype and second is index and found["mask"].dtype == torch.bool
+            nest = found["nest"]
+            assert nest["list"][0].dtype == dtype and nest["list"][1] is index and nest["list"][2] == 1.5
+            assert type(nest["pack"]) is Pack and nest["pack"].value.dtype == dtype and nest["pack"].index is index
+            assert type(nest["record"]) is Record and nest["record"].value.dtype == dtype
+            if not casts:
+                assert first is number and nest["pack"].value is number
+    x = torch.ones(2, WIDTH)
+    for outer, inner, expected in (
+        (MixedPrecision(BF16), MixedPrecision(BF16), [BF16, BF16, BF16, BF16]),
+        (MixedPrecision(BF16), MixedPrecision(FP16, cast_forward_inputs=True), [BF16, BF16, FP16, FP16]),
+        (None, MixedPrecision(FP16, cast_forward_inputs=True), [FP32, FP32, FP16, FP16]),
+        (MixedPrecision(FP16), MixedPrecision(FP32, cast_forward_inputs=True), [FP16, FP16, FP32, FP32]),
+        (
+            MixedPrecision(BF16, cast_root_forward_inputs=False, cast_forward_inputs=True),
+            MixedPrecision(BF16, cast_forward_inputs=True),
+            [BF16, BF16, BF16, BF16],
+        ),
+    ):
+        for strategy, use_orig_params in MODES:
+            net = Chain()
+            net.part = wrap(net.part, strategy, use_orig_params, mixed_precision=inner)
+            model = wrap(net, strategy, use_orig_params, mixed_precision=outer)
+            output = model(x)
+            assert net.seen == expected and output.dtype == expected[-1]
+            loss_of(output).backward()
+            assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {FP32}
+    net = Chain()  # nobody casts what the part is given
+    net.part = wrap(net.part, mixed_precision=MixedPrecision(FP16))
+    model = wrap(net, mixed_precision=MixedPrecision(cast_root_forward_inputs=False))
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(x)
+
+
+def test_inputs_are_cast_where_that_was_asked() -> None:
+    """N3, N6: in containers of every kind, floating point only; the root without parameters too."""
+    run_ranks(1, cast_inputs)
+
+
+def cast_outputs() -> None:
+    x = torch.ones(2, WIDTH)
+    for strategy, use_orig_params in MODES:
+        for output_dtype in (None, FP32, FP64):
+            precision = MixedPrecision(BF16, output_dtype=output_dtype, cast_forward_inputs=True)
+            net = Chain()
+            net.part.register_forward_hook(lambda module, args, output, net=net: net.seen.append(output.dtype))
+            model = wrap(
+                net, strategy, use_orig_params, wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=precision
+            )
+            output = model(x)
+            assert output.dtype == (output_dtype or BF16) and net.seen[-1] == BF16
+            wrapped = net._fsdp_wrapped_module if isinstance(net, FullyShardedDataParallel) else net
+            assert wrapped.part.mixed_precision.output_dtype is None, "the policy's units give what they compute"
+            loss_of(output).backward()
+            inner = wrap(nn.Linear(WIDTH, WIDTH), strategy, use_orig_params, mixed_precision=precision)
+            assert inner(x).dtype == (output_dtype or BF16)
+    values: dict[str, Any] = {}
+    model = wrap(Keeper(values), use_orig_params=True, mixed_precision=MixedPrecision(BF16))
+    found = model(x)
+    assert found is values["output"] and found["y"] is values["y"] and found["kept"] is values["kept"]
+    assert found["kept"].dtype == FP64, "outputs are as the module made them"
+    values = {}
+    model = wrap(Keeper(values), use_orig_params=True, mixed_precision=MixedPrecision(BF16, output_dtype=FP32))
+    found = model(x)
+    assert type(found) is OrderedDict and found["y"].dtype == found["kept"].dtype == FP32
+    assert found["y"].grad_fn is not None and found["index"] is values["output"]["index"]
+    assert values["y"].dtype == BF16
+
+
+class Keeper(nn.Module):
+    """Keeps what it returns."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.values = values
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.values["y"] = self.linear(x)
+        kept = self.values["kept"] = torch.ones(2, dtype=FP64)
+        self.values["output"] = OrderedDict(y=y, kept=kept, index=torch.arange(2))
+        return self.values["output"]
+
+
+def test_outputs_are_cast_where_that_was_asked() -> None:
+    """N3, AA16: `output_dtype` of a unit, not of those that a policy makes; else the very objects of the module."""
+    run_ranks(1, cast_outputs)
+
+
+# -- buffers -------------------------------------------------------------------------------------------------------
+
+
+class Buffers(nn.Module):
+    def __init__(self, *, parameters: bool = True) -> None:
+        super().__init__()
+        if parameters:
+            self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("f16", torch.ones(3, dtype=FP16))
+        self.register_buffer("f32", torch.full((3,), 1 / 3))
+        self.register_buffer("f64", torch.ones(3, dtype=FP64), persistent=False)
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if hasattr(self, "linear") else x
+
+
+OWN = {"f16": FP16, "f32": FP32, "f64": FP64, "count": torch.int64, "mask": torch.bool}
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+
+
+def dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    return {name: buffer.dtype for name, buffer in own_buffers(module).items()}
+
+
+def cast_to(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return {name: dtype if own.is_floating_point else own for name, own in OWN.items()}
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.unit, self.other, self.ignored = Buffers(), Buffers(), Buffers(), Buffers()
+        self.register_buffer("own", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.unit(self.plain(x)))
+
+
+def cast_buffers() -> None:
+    for strategy, use_orig_params in MODES:
+        net = Parts()
+        unit, other = net.unit, net.other
+        before = {module: own_buffers(module) for module in net.modules()}
+        net.unit = wrap(unit, strategy, use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=FP16))
+        net.other = wrap(other, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16))
+        model = wrap(
+            net,
+            strategy,
+            use_orig_params,
+            mixed_precision=MixedPrecision(buffer_dtype=BF16),
+            ignored_modules=[net.ignored],
+        )
+        assert dtypes(unit) == OWN, "the first forward, or whatever makes a root, casts them"
+        model.check_is_root()
+        for module, expected in (
+            (net.plain, cast_to(BF16)),
+            (unit, cast_to(FP16)),
+            (other, OWN),
+            (net.ignored, OWN),
+        ):
+            assert dtypes(module) == expected
+            assert all(before[module][name] is buffer for name, buffer in own_buffers(module).items())
+        assert net.own.dtype == BF16
+        precision = model._fsdp_unit.precision
+        assert {name: precision.original_dtype(b) for name, b in own_buffers(net.plain).items()} == OWN
+        assert precision.original_dtype(net.own) == FP32
+        precision = net.unit._fsdp_unit.precision
+        assert {name: precision.original_dtype(b) for name, b in own_buffers(unit).items()} == OWN
+        net.plain.f32 = net.plain.f32 + 1  # as a forward may do
+        assert model._fsdp_unit.precision.original_dtype(net.plain.f32) == FP32
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert dtypes(net.plain) == cast_to(BF16)
+
+
+def cast_buffers_without_parameters() -> None:
+    x = torch.ones(2, WIDTH)
+    for precision in (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(buffer_dtype=BF16)):
+        net = Buffers(parameters=False)
+        model = wrap(net, mixed_precision=precision)
+        assert model(x).dtype == (precision.param_dtype or FP32)
+        assert dtypes(net) == cast_to(BF16)
+        assert {name: model._fsdp_unit.precision.original_dtype(b) for name, b in own_buffers(net).items()} == OWN
+    net = Buffers()
+    model = wrap(net, use_orig_params=True, mixed_precision=MixedPrecision(BF16, buffer_dtype=BF16))
+    for change, own in ((None, OWN), (model.double, cast_to(FP64)), (model.float, cast_to(FP32)), (model.half, FP16)):
+        if change is not None:
+            change()
+        own = own if isinstance(own, dict) else cast_to(own)
+        model(x).sum().backward()
+        assert dtypes(net) == cast_to(BF16)
+        assert {name: model._fsdp_unit.precision.original_dtype(b) for name, b in own_buffers(net).items()} == own
+    model.to(torch.device("cpu"))
+    assert model._fsdp_unit.precision.original_dtype(net.f64) == FP16
+
+
+def test_buffers_are_cast_once_and_stay_the_same_objects() -> None:
+    """N8, N9: an inner unit's setting wins, ignored modules and integers are left alone, own dtypes are known."""
+    run_ranks(1, cast_buffers)
+
+
+def test_buffers_of_units_without_parameters_and_of_modules_that_are_cast() -> None:
+    """N8, N9, H6, Y68."""
+    run_ranks(1, cast_buffers_without_parameters)
+
+
+# -- batch norms and the like --------------------------------------------------------------------------------------
+
+
+class SeeingNorm(nn.BatchNorm1d):
+    """Notes the dtypes of its input, parameters, statistics and output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.seen = [x.dtype, self.weight.dtype, self.running_mean.dtype, y.dtype]  # type: ignore[union-attr]
+        return y
+
+
+class SeeingLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.seen = [x.dtype, self.weight.dtype, y.dtype]
+        return y
+
+
+class NormBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.batch, self.layer = nn.Linear(WIDTH, WIDTH), SeeingNorm(WIDTH), SeeingLayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.batch(self.linear(x))
+        z = self.layer(y)
+        self.seen = [y.dtype, z.dtype]
+        return x + z
+
+
+class NormNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(NormBlock(), NormBlock())
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+@contextmanager
+def warned(words: str) -> Iterator[list[bool]]:
+    """Afterwards the list tells whether a warning with `words` came; others are let go."""
+    found: list[bool] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found.append(any(words in str(warning.message) for warning in caught))
+
+
+def batch_norms() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = NormNet()
+    inputs = [torch.randn(4, WIDTH) for _ in range(dist.get_world_size())]
+    by_class = partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, NormBlock))
+    for ignored in (None, (), (nn.LayerNorm,), (nn.LayerNorm, SeeingNorm)):
+        fields: dict[str, Any] = {} if ignored is None else {"_module_classes_to_ignore": ignored}
+        for policies in (
+            (ModuleWrapPolicy({NormBlock}), TorchModuleWrapPolicy({NormBlock})),
+            (by_class, by_class),
+            (always_wrap_policy, always_wrap_policy),
+            (None, None),
+        ):
+            what = f"{ignored}, {policies[0]}"
+            results = []
+            for cls, precision, policy in (
+                (FullyShardedDataParallel, MixedPrecision, policies[0]),
+                (TorchFSDP, TorchMixedPrecision, policies[1]),
+            ):
+                net = deepcopy(plain)
+                with warned("Both mixed precision and an auto_wrap_policy were") as found:
+                    model: Any = cls(
+                        net,
+                        auto_wrap_policy=policy,
+                        mixed_precision=precision(BF16, FP32, BF16, **fields),
+                        device_id=torch.device("cpu"),
+                        use_orig_params=True,
+                    )
+                    output = model(inputs[rank])
+                    loss_of(output).backward()
+                seen = [m.seen for m in net.modules() if isinstance(m, (NormBlock, SeeingNorm, SeeingLayerNorm))]
+                attributes = [
+                    (type(m.module).__name__, m.mixed_precision.param_dtype, m.mixed_precision.reduce_dtype)
+                    for m in net.modules()
+                    if isinstance(m, cls)
+                ]
+                if cls is FullyShardedDataParallel:
+                    grads = full_gradients(model)
+                else:
+                    with cls.summon_full_params(model, with_grads=True):
+                        names = (name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters())
+                        grads = {name: p.grad.clone() for name, p in zip(names, model.parameters())}
+                results.append((found, seen, attributes, output, grads))
+            ours, theirs = results
+            assert ours[:3] == theirs[:3], what
+            assert ours[0] == [policies[0] is not None and ignored != ()], what
+            same(ours[3], theirs[3], what)
+            assert_bit_equal(ours[4], theirs[4], what)
+
+
+def test_modules_that_are_left_out_of_mixed_precision() -> None:
+    """E13, N12, W14: as in torch's FSDP1: who is, in which dtypes everything runs, the warning, and every gradient."""
+    run_ranks(2, batch_norms)
+
+
+# -- together with other things ------------------------------------------------------------------------------------
+
+
+def under_autocast() -> None:
+    rank = dist.get_rank()
+    for strategy, use_orig_params in MODES:
+        for param_dtype in (BF16, FP16, None):
+            what = f"{strategy.name}, {use_orig_params=}, {param_dtype}"
+            pair = Pair(strategy, use_orig_params, MixedPrecision(param_dtype, FP32))
+            for _ in range(2):
+                inputs = pair.inputs()
+                with torch.autocast("cpu", BF16):
+                    pair.model(inputs[rank])
+                    if strategy is not NONE or param_dtype is not None:  # else as plain models: until the block ends
+                        by_foreach(list(pair.model.parameters()))
+                        by_foreach(list(pair.master.parameters()))
+                    output = pair.model(inputs[rank])  # with the new values, though within one block
+                    runs = [pair.run(x, param_dtype) for x in inputs]
+                same(output, runs[rank][1], what)
+                loss_of(output).backward()
+                for _, expected in runs:
+                    loss_of(expected).backward()
+                by_rank = [{n: p.grad.float() for n, p in named_parameters(replica).items()} for replica, _ in runs]  # type: ignore[union-attr]
+                assert_local_gradients(pair.model, pair.mean(by_rank), 0, what)
+                pair.model.zero_grad()
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain = deepcopy(net)
+    model = wrap(net, FULL, True, wrap_policy=ModuleWrapPolicy({nn.Linear}))  # the root has nothing to gather
+    with torch.autocast("cpu", BF16):
+        model(inputs[rank])
+        by_foreach(list(model.parameters()))
+        by_foreach(list(plain.parameters()))
+        same(model(inputs[rank]), plain(inputs[rank]), "a root without parameters")
+
+
+def test_autocast_rules_apply_on_top() -> None:
+    """N13, W14: and autocast's own casts do not outlive what they are of."""
+    run_ranks(2, under_autocast)
+
+
+def checkpointed() -> None:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
+    for strategy, use_orig_params in MODES:
+        found = []
+        for around in (None, "outside", "inside"):
+            for implementation in CheckpointImpl if around else (None,):
+                checkpoint = partial(checkpoint_wrapper, checkpoint_impl=implementation)
+                torch.manual_seed(0)
+                net = Chain()
+                options = {"mixed_precision": MixedPrecision(FP16, FP32, cast_forward_inputs=True)}
+                part: nn.Module = checkpoint(net.part) if around == "inside" else net.part
+                part = wrap(part, strategy, use_orig_params, **options)
+                net.part = checkpoint(part) if around == "outside" else part
+                model = wrap(net, strategy, use_orig_params, mixed_precision=MixedPrecision(BF16))
+                for _ in range(2):
+                    output = model(x)
+                    loss_of(output).backward()
+                assert set(net.seen[2::2]) | set(net.seen[3::2]) == {BF16, FP16}
+                assert x.grad is not None
+                grads = {clean_name(name): grad for name, grad in full_gradients(model).items()}
+                found.append({**grads, "input": x.grad})
+                x.grad = None
+        for other in found[1:]:
+            assert_bit_equal(other, found[0], f"{strategy.name}, {use_orig_params=}")
+
+
+def test_checkpointing_around_and_inside_a_unit_of_another_precision() -> None:
+    """N6, W1: a recomputation casts its inputs as the forward did."""
+    run_ranks(2, checkpointed)
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor, shift: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + shift)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def other_methods() -> None:
+    x, shift = torch.randn(3, WIDTH), torch.ones(WIDTH)
+    for strategy, use_orig_params in MODES:
+        for output_dtype in (None, FP32):
+            model = wrap(
+                Coder(), strategy, use_orig_params, mixed_precision=MixedPrecision(BF16, output_dtype=output_dtype)
+            )
+            with FullyShardedDataParallel.summon_full_params(model):
+                plain = deepcopy(Coder())
+                plain.load_state_dict({name: p.detach() for name, p in model.named_parameters()})
+            register_forward_method(model, "encode")
+            output = model.encode(x, shift=shift)
+            plain = plain.to(BF16)
+            expected = plain.encode(x.to(BF16), shift.to(BF16))
+            same(output, expected.to(output_dtype or BF16), strategy.name)
+            loss_of(output.float()).backward()
+            loss_of(expected.float()).backward()
+            grads = {name: p.grad.float() for name, p in named_parameters(plain).items()}  # type: ignore[union-attr]
+            assert_local_gradients(model, grads, 0, strategy.name)
+
+
+def test_other_methods_than_forward_are_in_mixed_precision() -> None:
+    """N1, N6: inputs, parameters and outputs are cast as those of a forward."""
+    run_ranks(2, other_methods)
+
+
+class Mixed(nn.Module):
+    """Trained and frozen parameters of two dtypes, and integers that only take part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.brain = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, dtype=BF16)
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(3, WIDTH, dtype=BF16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.single(x.to(self.single.weight.dtype)))[:, self.order]
+        x = x + self.frozen(x)
+        return self.brain(x.to(self.brain.weight.dtype)) * self.scale
+
+
+def mixed_buckets() -> None:
+    rank = dist.get_rank()
+    for strategy, use_orig_params in MODES:
+        for precision in (MixedPrecision(), MixedPrecision(BF16, FP32), MixedPrecision(FP64), MixedPrecision(FP32)):
+            what = f"{strategy.name}, {use_orig_params=}, {precision.param_dtype}"
+            torch.manual_seed(0)
+            net = Mixed()
+            plain = deepcopy(net)
+            model = wrap(net, strategy, use_orig_params, mixed_precision=precision)
+            for _ in range(2):
+                inputs = [torch.randn(3, WIDTH) for _ in range(dist.get_world_size())]
+                output = model(inputs[rank])
+                by_rank = []
+                for x in inputs:
+                    replica = deepcopy(plain)
+                    for param in replica.parameters():
+                        param.data = param.data.to(precision.compute_dtype_of(param.dtype))
+                    expected = replica(x)
+                    if x is inputs[rank]:
+                        same(output, expected, what)
+                    loss_of(expected).backward()
+                    by_rank.append(named_parameters(replica))
+                loss_of(output).backward()
+                grads: dict[str, Tensor | None] = {}
+                for name, param in named_parameters(plain).items():
+                    grads[name] = None
+                    if param.requires_grad:
+                        dtype = precision.reduce_dtype_of(param.dtype)
+                        grads[name] = reduced([r[name].grad.to(dtype) for r in by_rank]).to(param.dtype)  # type: ignore[union-attr]
+                assert_local_gradients(model, grads, 0, what)
+                model.zero_grad()
+            with FullyShardedDataParallel.summon_full_params(model):
+                for name, param in named_parameters(plain).items():
+                    assert (
+                        torch.equal(named_parameters(model)[name], param)
+                        and param.dtype == dict(named_parameters(model))[name].dtype
+                    )
+
+
+def test_units_with_parameters_of_several_dtypes() -> None:
+    """N1, N4, R29: trained ones are each reduced and kept in their dtypes, frozen and integer ones only gathered."""
+    run_ranks(2, mixed_buckets)
+
+
+def pure_low_precision() -> None:
+    for strategy, use_orig_params in MODES:
+        for dtype in (BF16, FP16, FP64):
+            pair = Pair(strategy, use_orig_params, MixedPrecision(), dtype=dtype)
+            for step in range(3):
+                pair.step(f"{strategy.name}, {use_orig_params=}, {dtype}, step {step}", dtype=None)
+            assert {param.dtype for param in pair.model.parameters()} == {dtype}
+
+
+def test_models_in_low_precision_without_mixed_precision() -> None:
+    """N1: everything happens in the parameters' dtype."""
+    run_ranks(2, pure_low_precision)
+
+
+def as_torch_does() -> None:
+    rank = dist.get_rank()
+    for fields in (
+        {"param_dtype": BF16},
+        {"param_dtype": BF16, "reduce_dtype": FP32, "buffer_dtype": BF16},
+        {"param_dtype": BF16, "reduce_dtype": FP32, "keep_low_precision_grads": True},
+        {"reduce_dtype": BF16},
+        {"param_dtype": FP16, "reduce_dtype": FP32},
+    ):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, 5))
+        theirs: Any = TorchFSDP(
+            deepcopy(net), device_id=torch.device("cpu"), mixed_precision=TorchMixedPrecision(**fields)
+        )
+        ours = wrap(net, mixed_precision=MixedPrecision(**fields))
+        for step in range(3):
+            x = torch.randn(2, 3, WIDTH)[rank]
+            outputs = [model(x) for model in (ours, theirs)]
+            same(outputs[0], outputs[1], f"{fields}, step {step}")
+            for output in outputs:
+                loss_of(output).backward()
+            flats = [model._flat_param.grad for model in (ours, theirs)]
+            numel = min(flat.numel() for flat in flats)  # alignment may differ in the padding at the end
+            same(flats[0][:numel], flats[1][:numel], f"{fields}, step {step}, accumulated gradient")
+
+
+def test_outputs_and_accumulated_gradients_are_those_of_torch() -> None:
+    """N1-N4, M6, M10."""
+    run_ranks(2, as_torch_does)
+
+
+# -- sums over many ranks ------------------------------------------------------------------------------------------
+
+
+def adversaries(count: int) -> dict[str, Tensor]:
+    """bfloat16 values of `count` ranks (the first dimension) that sums in bfloat16 lose."""
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(count, 64, generator=generator)
+    tiny = torch.full((count, 4), 2.0**-9)
+    tiny[0] = 1.0  # every further addition is half a unit, and is rounded away
+    waves = torch.tensor([256.0, 1.0, -256.0, 1.0]).repeat((count + 3) // 4)[:count, None]
+    found = {
+        "small after large": tiny,
+        "small before large": tiny.flip(0),
+        "large ones cancel": waves,
+        "of many magnitudes": torch.ldexp(normal.abs(), torch.randint(-8, 8, normal.shape, generator=generator)),
+        "of both signs": normal,
+    }
+    return {name: value.to(BF16) for name, value in found.items()}
+
+
+def unit_of(values: Tensor) -> Tensor:
+    """The bfloat16 unit in the last place of each element, float64."""
+    return torch.ldexp(torch.ones_like(values), torch.frexp(values.abs()).exponent - 8)
+
+
+def test_sums_of_many_ranks_are_rounded_once() -> None:
+    """R39: 512 virtual ranks, within one bfloat16 unit of the float64 sum, where sums in bfloat16 are far off."""
+    for name, values in adversaries(512).items():
+        exact = values.double().sum(0)
+        total = torch.empty(values.shape[1], dtype=BF16)
+        sum_in_rank_order(total, list(values))
+        assert ((total.double() - exact).abs() <= unit_of(exact)).all(), name
+        narrow = values[0].clone()
+        for piece in values[1:]:
+            narrow += piece
+        assert ((narrow.double() - exact).abs() > unit_of(exact)).any(), f"{name} is no adversary"
+
+
+def reduce_natively() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for name, values in adversaries(world_size).items():
+        wide = values.double()
+        exact = wide.sum(0)
+        largest = torch.maximum(wide.clamp(min=0).sum(0), -wide.clamp(max=0).sum(0))  # of all partial sums
+        for operation in ("all_reduce", REDUCE_SCATTER):
+            if operation == "all_reduce":
+                total = values[rank].clone()
+                dist.all_reduce(total)
+            else:
+                total = torch.empty_like(values[rank])
+                getattr(dist, operation)(total, values[rank].repeat(world_size))
+            error = (total.double() - exact).abs()
+            assert (error <= (world_size - 1) / 2 * unit_of(largest)).all(), (name, operation)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_bound_of_a_backends_own_sums(world_size: int) -> None:
+    """R39: what the docstring of `sum_in_rank_order` says of reductions in 16 bits, on gloo."""
+    run_ranks(world_size, reduce_natively)

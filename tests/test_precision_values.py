@@ -1,0 +1,599 @@
+"""Mixed precision computes with the values that the shards have now, in the dtypes that were asked for.
+
+The reference is the plain model: a master copy in float32, which is written, trained and averaged as the shards are,
+and at each forward a replica of it in the compute dtype. Outputs, gradients and shards are compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.lockstep import assert_at_rest, assert_local_gradients, assert_local_parameters
+from tests.harness.meter import Meter, meter_available
+from tests.harness.oracle import assert_bit_equal, named_parameters
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import delay_collectives
+from tests.harness.sharded import full_gradients, wrap
+from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
+
+STRATEGIES = (FULL, GRAD_OP, NONE)
+MODES = [(strategy, use_orig_params) for strategy in STRATEGIES for use_orig_params in (False, True)]
+FULL_IN_EVAL = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}
+WIDTH = 7
+
+
+class Block(nn.Module):
+    """Notes in which dtypes it computes. The buffer takes part in a product, which refuses another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("turn", torch.eye(WIDTH).roll(1, 0) * 0.5)  # exact in every dtype
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.int64))
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen |= {x.dtype, self.turn.dtype, self.linear.weight.dtype}
+        assert self.calls.dtype == torch.int64
+        return x + torch.tanh(self.linear(x) @ self.turn)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+    def seen(self) -> set[torch.dtype]:
+        """In which dtypes the blocks have computed since this was asked last."""
+        found = set[torch.dtype]()
+        for block in self.modules():
+            if isinstance(block, Block):
+                found |= block.seen
+                block.seen = set()
+        return found
+
+
+class Pair:
+    """A wrapped model and its reference: the plain model in the parameters' dtype, and every rank's inputs."""
+
+    def __init__(
+        self,
+        strategy: ShardingStrategy,
+        use_orig_params: bool,
+        precision: MixedPrecision | None = None,
+        dtype: torch.dtype = FP32,
+        **options: Any,
+    ) -> None:
+        self.precision = precision or MixedPrecision(BF16, buffer_dtype=BF16)
+        torch.manual_seed(0)
+        self.net = Net().to(dtype)
+        self.master = deepcopy(self.net)
+        options.setdefault("wrap_policy", ModuleWrapPolicy({Block}))
+        self.model = wrap(self.net, strategy, use_orig_params, mixed_precision=self.precision, **options)
+        self._generator = torch.Generator().manual_seed(1)
+
+    def inputs(self) -> list[Tensor]:
+        """A new batch for each rank."""
+        dtype = next(self.master.parameters()).dtype
+        return [torch.randn(3, WIDTH, generator=self._generator).to(dtype) for _ in range(dist.get_world_size())]
+
+    def run(self, x: Tensor, dtype: torch.dtype | None) -> tuple[nn.Module, Tensor]:
+        """A replica in `dtype` (None: that of the parameters), and what its forward gives."""
+        replica = deepcopy(self.master).to(dtype)
+        replica.zero_grad()
+        return replica, replica(x.to(next(replica.parameters()).dtype))
+
+    def outputs(self, inputs: list[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        """What each rank's forward has to give in `dtype`."""
+        return [self.run(x, dtype)[1] for x in inputs]
+
+    def gradients(self, inputs: list[Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """The mean over the ranks, of one micro-batch, in the parameters' dtype."""
+        return self.mean([self.local_gradients(x, dtype) for x in inputs])
+
+    def local_gradients(self, x: Tensor, dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """One rank's, in the dtype in which they are reduced."""
+        replica, output = self.run(x, dtype)
+        loss_of(output).backward()
+        reduce = None if dtype is None else self.precision.reduce_dtype
+        return {name: p.grad.to(reduce or p.dtype) for name, p in named_parameters(replica).items()}  # type: ignore[union-attr]
+
+    def mean(self, by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        params = named_parameters(self.master)
+        return {name: reduced([grads[name] for grads in by_rank]).to(p.dtype) for name, p in params.items()}
+
+    def step(self, what: str, lr: float = 0.125, dtype: torch.dtype | None = BF16) -> None:
+        """One training step of both; output, gradients and shards are the same."""
+        inputs = self.inputs()
+        output = self.model(inputs[dist.get_rank()])
+        same(output, self.outputs(inputs, dtype)[dist.get_rank()], what)
+        loss_of(output).backward()
+        grads = self.gradients(inputs, dtype)
+        assert_local_gradients(self.model, grads, 0, what)
+        for param, grad in zip(self.master.parameters(), grads.values(), strict=True):
+            param.grad = grad
+        for params in (self.model.parameters(), self.master.parameters()):
+            optimizer = SGD(params, lr)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_local_parameters(self.model, dict(named_parameters(self.master)), 0, what)
+        assert_no_casts_kept(self.model, what)
+
+    def check_output(self, what: str, dtype: torch.dtype | None = BF16) -> None:
+        """A forward without gradients gives what the reference gives."""
+        inputs = self.inputs()
+        with torch.no_grad():
+            output = self.model(inputs[dist.get_rank()])
+            same(output, self.outputs(inputs, dtype)[dist.get_rank()], what)
+        assert_no_casts_kept(self.model, what)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def same(actual: Tensor, expected: Tensor, what: str) -> None:
+    __tracebackhide__ = True
+    assert_bit_equal({"output": actual.detach()}, {"output": expected.detach()}, what)
+
+
+def assert_no_casts_kept(model: FullyShardedDataParallel, what: str) -> None:
+    __tracebackhide__ = True
+    assert all(handle._cast is None for handle in model._all_handles), what
+
+
+# -- whatever writes a shard ---------------------------------------------------------------------------------------
+
+
+def by_copy(params: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for param in params:
+            param.copy_(param * 0.875)
+
+
+def by_new_data(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data = param.data * 1.125
+
+
+def by_data_in_place(params: list[nn.Parameter]) -> None:
+    for param in params:
+        param.data.mul_(0.9375)
+
+
+def by_numpy(params: list[nn.Parameter]) -> None:
+    """What no version counter sees: as an optimizer does that is written in C++ or CUDA."""
+    for param in params:
+        version = param._version
+        array = param.detach().numpy()
+        array *= 1.0625
+        assert param._version == version
+
+
+def by_foreach(params: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_(params, 0.96875)
+
+
+WRITERS: list[Callable[[list[nn.Parameter]], None]] = [by_copy, by_new_data, by_data_in_place, by_numpy, by_foreach]
+
+
+def write_every_way() -> None:
+    for strategy, use_orig_params in MODES:
+        pair = Pair(strategy, use_orig_params)
+        for round in range(2):
+            for writer in WRITERS:
+                what = f"{strategy.name}, {use_orig_params=}, round {round}, {writer.__name__}"
+                pair.step(what)
+                if round:  # what a forward left gathered, or had cast, is out of date as well
+                    pair.check_output(f"{what}, before")
+                    pair.model(pair.inputs()[dist.get_rank()])
+                for params in (pair.model.parameters(), pair.master.parameters()):
+                    writer(list(params))
+                if round:
+                    pair.check_output(f"{what}, after")
+            with FullyShardedDataParallel.summon_full_params(pair.model, writeback=True):
+                by_copy(list(pair.model.parameters()))
+            by_copy(list(pair.master.parameters()))
+            pair.step(f"{strategy.name}, {use_orig_params=}, round {round}, summon_full_params")
+            for dtype in (FP64, FP32):
+                pair.model.to(dtype)
+                pair.master.to(dtype)
+                pair.step(f"{strategy.name}, {use_orig_params=}, round {round}, {dtype}")
+        assert_at_rest(pair.model, strategy.name)
+
+
+def test_a_forward_sees_whatever_was_written_to_the_shards() -> None:
+    """R15, T7: by an optimizer, `.data`, `copy_`, numpy, `summon_full_params`, `.double()`; 16 steps, all equal."""
+    run_ranks(2, write_every_way)
+
+
+def average_and_evaluate() -> None:
+    for strategy in (FULL, GRAD_OP):
+        for use_orig_params in (False, True):
+            pair = Pair(strategy, use_orig_params)
+            both = list(pair.model.parameters()), list(pair.master.parameters())
+            averages = [[param.detach().clone() for param in params] for params in both]
+            for round in range(3):
+                what = f"{strategy.name}, {use_orig_params=}, round {round}"
+                for step in range(3):
+                    pair.step(f"{what}, step {step}")
+                    for average, params in zip(averages, both):
+                        torch._foreach_lerp_(average, [param.detach() for param in params], 0.25)
+                trained = [[param.detach().clone() for param in params] for params in both]
+                replace(both, averages, in_place=round != 1)
+                pair.model.eval()
+                pair.check_output(f"{what}, averaged")
+                pair.check_output(f"{what}, averaged, again")
+                pair.model.train()
+                replace(both, trained, in_place=round != 1)
+
+
+def replace(both: Any, values: list[list[Tensor]], *, in_place: bool) -> None:
+    for params, new in zip(both, values):
+        for param, value in zip(params, new):
+            if in_place:
+                param.data.copy_(value)
+            else:
+                param.data = value.clone()
+
+
+def test_evaluation_of_averaged_parameters_between_training() -> None:
+    """R16, W19: train, copy an average into the shards, evaluate, copy back, train; three rounds."""
+    run_ranks(2, average_and_evaluate)
+
+
+# -- full precision in eval mode -----------------------------------------------------------------------------------
+
+STAGES = ("train", "train, no_grad", "eval", "eval, no_grad", "eval, inference")
+
+
+@contextmanager
+def full_precision_in_eval() -> Iterator[None]:
+    with mock.patch.dict(os.environ, FULL_IN_EVAL):
+        yield
+
+
+def switch_modes(seeds: int) -> None:
+    with full_precision_in_eval():
+        for strategy, use_orig_params in MODES:
+            for seed in range(seeds):
+                order = random.Random(f"{seed}/{strategy}").sample(STAGES * 2, 2 * len(STAGES))
+                if seed == 0:
+                    order = list(reversed(STAGES))  # the first forward of all is in inference mode
+                pair = Pair(strategy, use_orig_params)
+                for index, stage in enumerate(order):
+                    run_stage(pair, stage, f"{strategy.name}, {use_orig_params=}, {order[: index + 1]}")
+                assert_at_rest(pair.model, strategy.name)
+
+
+def run_stage(pair: Pair, stage: str, what: str) -> None:
+    pair.model.train(stage.startswith("train"))
+    dtype = BF16 if stage.startswith("train") else None
+    if stage in ("train", "eval"):
+        pair.step(what, dtype=dtype)
+    elif stage.endswith("no_grad"):
+        pair.check_output(what, dtype)
+    else:
+        inputs = pair.inputs()
+        with torch.inference_mode():
+            output = pair.model(inputs[dist.get_rank()])
+        same(output, pair.outputs(inputs, dtype)[dist.get_rank()], what)
+    assert pair.net.seen() == {dtype or FP32}, what
+    assert pair.net.blocks[0].turn.dtype == (dtype or FP32), what
+
+
+def test_training_and_full_precision_evaluation_in_any_order() -> None:
+    """R17, N7, N10, Y67: parameters, buffers and inputs in the dtype of the mode, gradients of eval mode in float32."""
+    run_ranks(2, switch_modes, 3)
+
+
+def test_training_and_full_precision_evaluation_on_one_rank() -> None:
+    """R17, N10."""
+    run_ranks(1, switch_modes, 2)
+
+
+def graphs_of_both_modes() -> None:
+    with full_precision_in_eval():
+        for strategy, use_orig_params in MODES:
+            pair, what = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
+            first, second = pair.inputs(), pair.inputs()
+            rank = dist.get_rank()
+            trained = pair.model(first[rank])
+            pair.model.eval()
+            evaluated = pair.model(second[rank])
+            pair.check_output(what, None)
+            loss_of(trained).backward()
+            assert_local_gradients(pair.model, pair.gradients(first, BF16), 0, f"{what}, train")
+            pair.model.zero_grad()
+            pair.model.train()
+            loss_of(evaluated).backward()
+            assert_local_gradients(pair.model, pair.gradients(second, None), 0, f"{what}, eval")
+            pair.model.zero_grad()
+            pair.step(f"{what}, afterwards")
+            trained = pair.model(first[rank])
+            pair.model.eval()
+            evaluated = pair.model(second[rank])
+            pair.model.train()
+            with pytest.raises(RuntimeError, match="mixed and in full precision at once"):
+                (loss_of(trained).float() + loss_of(evaluated)).backward()
+            pair.model.zero_grad()
+            pair.step(f"{what}, after the error")
+
+
+def test_graphs_of_both_modes_are_alive_at_once() -> None:
+    """R17, N10: each computes its backward in the precision of its forward; one backward of both is refused."""
+    run_ranks(2, graphs_of_both_modes)
+
+
+class Casting(Block):
+    """Takes what comes in the dtype in which it computes, and gives it back as it came."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.linear.weight.dtype)).to(x.dtype)
+
+
+def modes_of_parts() -> None:
+    with full_precision_in_eval():
+        for strategy, use_orig_params in MODES:
+            torch.manual_seed(0)
+            net = nn.Sequential(Casting(), Casting(), nn.Linear(WIDTH, 3))
+            plain = deepcopy(net)
+            model = wrap(
+                net,
+                strategy,
+                use_orig_params,
+                wrap_policy=ModuleWrapPolicy({Casting}),
+                mixed_precision=MixedPrecision(BF16, FP32, BF16),
+            )
+            for modes in ((False, True), (True, True), (True, False), (False, False), (True, False)):
+                model.train()
+                replica = deepcopy(plain).to(BF16)
+                for index, training in enumerate(modes):
+                    model[index].train(training)
+                    if not training:
+                        replica[index] = deepcopy(plain[index])
+                x = torch.randn(3, WIDTH)
+                output = model(x)
+                same(output, replica(x.to(BF16)), f"{strategy.name}, {modes}")
+                assert [net[i].module.seen for i in range(2)] == [{BF16} if mode else {FP32} for mode in modes]
+                loss_of(output).backward()
+                loss_of(replica(x.to(BF16))).backward()
+                grads = {name: param.grad.float() for name, param in named_parameters(replica).items()}  # type: ignore[union-attr]
+                assert_local_gradients(model, grads, 0, f"{strategy.name}, {modes}")
+                model.zero_grad()
+                for index in range(2):
+                    net[index].module.seen = set()
+
+
+def test_units_of_one_tree_in_different_modes() -> None:
+    """R17: the mode of a unit's own module counts."""
+    run_ranks(2, modes_of_parts)
+
+
+def switch_of_construction() -> None:
+    with full_precision_in_eval():
+        inner = wrap(Block(), mixed_precision=MixedPrecision(BF16))
+    outer = wrap(nn.Sequential(inner, nn.Linear(WIDTH, 3)), mixed_precision=MixedPrecision(BF16))
+    assert inner._use_full_prec_in_eval and not outer._use_full_prec_in_eval
+    with pytest.raises(ValueError, match="use_full_prec_in_eval"):
+        outer(torch.ones(2, WIDTH))
+    for strategy, use_orig_params in MODES:  # without the variable
+        pair = Pair(strategy, use_orig_params)
+        with full_precision_in_eval():
+            pair.model.eval()
+            pair.step("evaluated")
+            pair.check_output("evaluated")
+        assert pair.net.seen() == {BF16}
+
+
+def test_the_switch_is_read_when_a_model_is_wrapped() -> None:
+    """N10, H5, Y29: instances of one tree that disagree are refused; without it eval mode is in mixed precision."""
+    run_ranks(1, switch_of_construction)
+
+
+# -- shown whole ---------------------------------------------------------------------------------------------------
+
+
+def forwards_inside_summon(strategies: tuple[ShardingStrategy, ...]) -> None:
+    rank = dist.get_rank()
+    for strategy in strategies:
+        for use_orig_params in (False, True):
+            pair, what = Pair(strategy, use_orig_params), f"{strategy.name}, {use_orig_params=}"
+            summoned = FullyShardedDataParallel.summon_full_params
+            pair.step(what)
+            for writeback in (True, False):
+                first, second = pair.inputs(), pair.inputs()
+                with summoned(pair.model, writeback=writeback):
+                    assert pair.net.blocks[0].turn.dtype == BF16
+                    shown = {n: p.detach().clone() for n, p in named_parameters(pair.model).items()}
+                    assert_bit_equal(shown, {n: p.detach() for n, p in named_parameters(pair.master).items()}, what)
+                    by_copy(list(pair.model.parameters()))
+                    by_copy(list(pair.master.parameters()))
+                    output = pair.model(first[rank])
+                    same(output, pair.outputs(first, None)[rank], f"{what}, inside")
+                    expected = pair.gradients(first, None)
+                    by_new_data(list(pair.model.parameters()))
+                    by_new_data(list(pair.master.parameters()))
+                    with torch.inference_mode():
+                        same(pair.model(second[rank]), pair.outputs(second, None)[rank], f"{what}, inside, written")
+                assert pair.net.blocks[0].turn.dtype == BF16
+                assert pair.net.seen() >= {FP32}
+                if not writeback and strategy is not NONE and dist.get_world_size() > 1:  # live tensors else
+                    pair.master.load_state_dict(shown, strict=False)
+                del output, expected
+                pair.step(f"{what}, {writeback=}, afterwards")
+            with summoned(pair.model):
+                output = pair.model(first[rank])
+            loss_of(output).backward()
+            assert_local_gradients(pair.model, pair.gradients(first, None), 0, f"{what}, backward of a forward inside")
+            pair.model.zero_grad()
+            with summoned(pair.model):
+                loss_of(pair.model(first[rank])).backward()
+            assert_local_gradients(pair.model, pair.gradients(first, None), 0, f"{what}, backward inside")
+            pair.model.zero_grad()
+            output = pair.model(first[rank])
+            with summoned(pair.model), pytest.raises(RuntimeError, match="mixed and in full precision at once"):
+                loss_of(output).backward()
+            pair.step(f"{what}, after the error")
+
+
+def test_parameters_are_shown_and_used_in_full_precision() -> None:
+    """N8, N11, AA14: forwards inside compute with them; what is written stays or goes, as without mixed precision."""
+    run_ranks(2, forwards_inside_summon, STRATEGIES)
+
+
+def test_parameters_are_shown_in_full_precision_on_one_rank() -> None:
+    """N11."""
+    run_ranks(1, forwards_inside_summon, (FULL,))
+
+
+# -- gradients in low precision ------------------------------------------------------------------------------------
+
+
+def keep_low(reduce_dtypes: tuple[torch.dtype | None, ...]) -> None:
+    rank = dist.get_rank()
+    for reduce_dtype in reduce_dtypes:
+        for strategy, use_orig_params in MODES:
+            pair = Pair(
+                strategy, use_orig_params, MixedPrecision(BF16, reduce_dtype, BF16, keep_low_precision_grads=True)
+            )
+            what = f"{strategy.name}, {use_orig_params=}, {reduce_dtype}"
+            expected: dict[str, Tensor] = {}
+            # on one rank, where nothing is reduced or cast, each backward adds to what is there
+            alike = reduce_dtype is None and dist.get_world_size() == 1
+            for unsynced in (0, 0, 0) if alike else (0, 0, 1, 2, 0):
+                local: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+                for micro in range(unsynced + 1):
+                    inputs = pair.inputs()
+                    with pair.model.no_sync() if micro < unsynced else nullcontext():
+                        loss_of(pair.model(inputs[rank])).backward()
+                    for sums, x in zip(local, inputs):
+                        for name, grad in pair.local_gradients(x, BF16).items():
+                            sums[name] = sums[name] + grad if name in sums else grad
+                for name, mean in pair.mean(local).items():  # in float32, and rounded when it is there
+                    expected[name] = (expected[name].float() + mean if name in expected else mean).to(BF16)
+                assert {param.grad.dtype for param in pair.model.parameters() if param.grad is not None} == {BF16}
+                assert_bit_equal(full_gradients(pair.model), expected, what)
+            for param in pair.model.parameters():
+                assert param.dtype == FP32
+                if param.grad is not None:
+                    param.grad = param.grad.float()
+            SGD(pair.model.parameters(), 0.1).step()
+            for name, param in named_parameters(pair.master).items():
+                param.data.sub_(expected[name].float(), alpha=0.1)
+            assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, what)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_stay_in_the_compute_dtype(world_size: int) -> None:
+    """N4, M6, M10: reduced in `reduce_dtype`, added in the parameter's dtype, kept in bf16."""
+    run_ranks(world_size, keep_low, (None, FP32))
+
+
+# -- after the backward --------------------------------------------------------------------------------------------
+
+
+def step_at_once(offload: bool) -> None:
+    for strategy, use_orig_params in MODES:
+        for precision in (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(FP16, FP32, FP16)):
+            pair = Pair(strategy, use_orig_params, precision, cpu_offload=CPUOffload(offload))
+            with delay_collectives(seed=int(use_orig_params), max_ms=4.0):
+                for step in range(3):
+                    inputs = pair.inputs()
+                    loss_of(pair.model(inputs[dist.get_rank()])).backward()
+                    sums = [param.grad.sum().item() for param in pair.model.parameters() if param.grad is not None]
+                    SGD(pair.model.parameters(), 0.1).step()  # and nothing in between
+                    assert all(value == value for value in sums)
+                    grads = pair.gradients(inputs, precision.param_dtype)
+                    assert_local_gradients(pair.model, grads, 0, f"{strategy.name}, step {step}")
+                    pair.model.zero_grad()
+                    for param, grad in zip(pair.master.parameters(), grads.values(), strict=True):
+                        param.data.sub_(grad, alpha=0.1)
+                    assert_local_parameters(pair.model, dict(named_parameters(pair.master)), 0, strategy.name)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_are_reduced_when_backward_returns(offload: bool) -> None:
+    """R37, R38: reductions that start late and deliver only when waited for."""
+    run_ranks(2, step_at_once, offload)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def bytes_at_rest(use_orig_params: bool) -> list[tuple[str, float]]:
+    """Bytes held beyond the shards, in shards, at each stage."""
+    meter = Meter()
+    found = []
+    for attempt in range(2):  # the first run fills the caches of everything that is called
+        base = meter.at_rest()
+        model = wrap(
+            Wide(),
+            FULL,
+            use_orig_params,
+            wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            mixed_precision=MixedPrecision(BF16),
+        )
+        shards = sum(param.nbytes for param in model.parameters())
+        x = torch.ones(1, 512)
+        for name in ("step", "evaluated", "failed", "step again"):
+            if name == "failed":
+                hook = model.blocks.register_forward_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    model(x)
+                hook.remove()
+                assert_no_casts_kept(model, name)
+                continue  # the pool keeps its blocks until the next pass has looked at what is under way
+            if name == "evaluated":
+                with torch.no_grad():
+                    model(x)
+            else:
+                model(x).sum().backward()
+                note(found, attempt, f"{name}, gradients", (meter.at_rest() - base) / shards)
+                model.zero_grad()
+            note(found, attempt, name, (meter.at_rest() - base) / shards)
+        del model
+    return found
+
+
+def note(found: list[tuple[str, float]], attempt: int, name: str, value: float) -> None:
+    if attempt:
+        found.append((name, value))
+
+
+def fail(*args: Any) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_only_the_shards_are_held_at_rest(use_orig_params: bool) -> None:
+    """R28, T7: no low precision copy stays, neither of the whole (a half) nor of a shard (another half)."""
+    for held in run_ranks(2, bytes_at_rest, use_orig_params):
+        for name, value in held:
+            assert value == pytest.approx(2 if "gradients" in name else 1, abs=0.1), held
