@@ -42,9 +42,9 @@ class UnitPrecision:
         ignored = frozenset(memo.get(id(owner), owner) for owner in self._ignored)
         result = UnitPrecision(module, self.asked, ignored)
         result.full_in_eval = self.full_in_eval
-        for buffer, dtype in self._original_dtypes.items():
-            if id(buffer) in memo:
-                result._original_dtypes[memo[id(buffer)]] = dtype
+        result._original_dtypes = {
+            (memo[id(owner)], name): dtype for (owner, name), dtype in self._original_dtypes.items()
+        }
         return result
 
     @property
