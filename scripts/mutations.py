@@ -207,7 +207,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            if self._has_room(unit):\n                return\n            other.reshard(self)\n",
+        "            if self._has_room(unit, unit):\n                return\n            other.reshard(self)\n",
         "            return\n",
         "idle units are not resharded to make room",
         STAGES,
