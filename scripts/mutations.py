@@ -435,8 +435,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            other.forget_output(self)\n            other.refresh()\n",
-        "            other.refresh()\n",
+        "            other.forget_output(self)\n            other.refresh(self)\n",
+        "            other.refresh(self)\n",
         "a unit that returned a parameter once stays gathered for good",
         _tests("backward", "outputs_that_are_parameters"),
     ),
@@ -449,8 +449,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            queue.give_back(self._target)\n",
-        "            pass\n",
+        "            queue.give_back(target)\n\n    # -- inside",
+        "            pass\n\n    # -- inside",
         "a failed backward's slots keep their memory",
         _tests("backward", "faults_leave_no_memory_behind"),
     ),
@@ -470,8 +470,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "        self.reshard(context)\n        context.trim_at_rest()\n",
-        "        self.reshard(context)\n",
+        "        context.trim_at_rest()\n\n    def gather_now",
+        "\n    def gather_now",
         "memory stays in the pool after parameters were shown",
         _tests("full_params", "unit_by_unit_holds_one_unit[True]"),
     ),

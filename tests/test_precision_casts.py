@@ -358,6 +358,13 @@ def cast_buffers() -> None:
         assert model._fsdp_unit.precision.original_dtype(net.plain.f32) == FP32
         with FullyShardedDataParallel.summon_full_params(model):
             assert dtypes(net.plain) == cast_to(BF16)
+        copied = deepcopy(model)
+        plain = copied.module.plain
+        for _ in range(2):
+            precision = copied._fsdp_unit.precision
+            assert {name: precision.original_dtype(b) for name, b in own_buffers(plain).items()} == OWN
+            copied.check_is_root()
+        assert dtypes(plain) == cast_to(BF16)
 
 
 def cast_buffers_without_parameters() -> None:

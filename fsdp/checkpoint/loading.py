@@ -120,7 +120,7 @@ class UnitLoading:
         self.unit = wrapper._fsdp_unit
         self.sources: list[dict[int, torch.Tensor]] = []
         with torch.no_grad():
-            self.unit.refresh()
+            self.unit.follow_parameters()
         self.recorders = [self._show(bucket, views) for bucket, views in enumerate(self.unit.views)]
 
     def _show(self, bucket: int, views: BucketViews) -> list[Recorder]:

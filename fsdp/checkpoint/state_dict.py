@@ -77,7 +77,7 @@ class Saving:
         self._wrapper = wrapper
         check_at_rest(self.unit, "state_dict()")
         with torch.no_grad():
-            self.unit.refresh()
+            self.unit.follow_parameters()
             self.show()
 
     def show(self) -> None:

@@ -678,13 +678,18 @@ class Unit:
         return Phase.SUMMONED if self._shown else Phase.IDLE
 
     def refresh(self, context: RootContext) -> None:
-        """Follow what the user did to the visible parameters, and to the module's mode, since the last forward."""
+        """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
+        if not self._shown:  # now, so that what is gathered ahead is the right thing
+            self._compute_in(context, self.precision.wants_full)
+        self.follow_parameters()
+
+    def follow_parameters(self) -> None:
+        """Follow what the user did to the visible parameters."""
         if self._shown:
             with torch.no_grad():
                 for view in self.views:
                     view.collect_shown()
             return  # the rest is written back when it is hidden
-        self._compute_in(context, self.precision.wants_full)  # now, so that what is gathered ahead is the right thing
         changed = [view.refresh() for view in self.views]
         if any(changed):
             self._watch_leaves()
