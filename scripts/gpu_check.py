@@ -10,6 +10,8 @@ every sharding strategy, both values of ``use_orig_params``, with and without ac
   step: once as it is, once with every block's compute delayed on the device, once with every collective delayed, so
   that a missing wait between streams reads what is not there yet or overwrites what is still needed.
 * memory: the allocator's peak is the same at every step from the second.
+* features: parity with mixed precision, with shards and gradients offloaded to the host, with gradients clipped, with a
+  scaled loss that overflows now and then, and with a copy of the model that takes over half way.
 * host (NCCL only): a step neither trips the synchronisation debug mode nor waits for work that was queued before it.
 
 Prints one line per check. Exits with 1 if one failed, with 0 if none did or if there is no accelerator, which it says.
@@ -17,6 +19,7 @@ Prints one line per check. Exits with 1 if one failed, with 0 if none did or if 
 """
 
 import argparse
+import copy
 import gc
 import itertools
 import os
@@ -37,14 +40,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import ShardingStrategy
+from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
 
 WIDTH, HIDDEN, BLOCKS = 257, 515, 4  # a block is 3 MB; no size divides by two
 ROWS = 32  # per rank and pass
 MEMORY_STEPS = 8
 BOUND = 1e-9  # float64: only the order of additions may differ
+MIXED_BOUND = 1e-5  # parameters and gradients are float32, and what computes with them float64
+FEATURES = ("mixed precision", "offload", "clipping", "scaling", "copying")
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 COLLECTIVES = (
     "all_gather_into_tensor",
@@ -123,11 +129,19 @@ class Recorder:
 class Training:
     """One model and its optimizer on this rank's rows, or with ``plain`` on all ranks' rows without sharding."""
 
-    def __init__(self, device: torch.device, passes: tuple[bool, ...], *, plain: bool = False, **options: Any) -> None:
+    def __init__(
+        self, device: torch.device, passes: tuple[bool, ...], *, plain: bool = False, feature: str = "", **options: Any
+    ) -> None:
         torch.manual_seed(1)
-        self.device, self.passes, self.plain = device, passes, plain
-        self.model: nn.Module = Model().to(device, torch.float64)
+        self.device, self.passes, self.plain, self.feature = device, passes, plain, feature
+        self.mixed = feature == "mixed precision"
+        self.model: nn.Module = Model().to(device, torch.float32 if self.mixed else torch.float64)
         self.recorder = Recorder(self.model)
+        self.scaler = ShardedGradScaler(device=device.type, init_scale=4.0, enabled=feature == "scaling" and not plain)
+        if self.mixed:
+            options["mixed_precision"] = MixedPrecision(param_dtype=torch.float64)
+        if feature == "offload":
+            options["cpu_offload"] = CPUOffload(offload_params=True)
         if not plain:
             self.model = FSDP(self.model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device, **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
@@ -151,11 +165,32 @@ class Training:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for (x, y), synchronised in zip(batches, self.passes, strict=True):
             with nullcontext() if synchronised or self.plain else self.model.no_sync():
-                loss = F.mse_loss(self.model(x), y) / len(batches)
-                loss.backward()
+                loss = F.mse_loss(self.forward(x), y) / len(batches)
+                self.scaler.scale(loss).backward()
             total += loss.detach()
-        self.optimizer.step()
+        if self.feature == "clipping":
+            if self.plain:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            else:
+                self.model.clip_grad_norm_(0.1)
+        if self.feature == "scaling" and self.steps % 4 == 0:  # this step is skipped
+            for param in self.model.parameters():
+                if param.grad is not None and param.grad.numel():
+                    param.grad.fill_(torch.inf)
+        if not self.plain:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        elif self.feature != "scaling" or self.steps % 4:
+            self.optimizer.step()
+        if self.feature == "copying" and not self.plain and self.steps == 4:
+            self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))  # the recorder hears of both
         return total
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.plain and self.mixed):
+            return self.model(x)
+        wide = {name: param.double() for name, param in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, wide, (x,))
 
 
 def expect(condition: bool, message: str) -> None:
@@ -194,7 +229,9 @@ def delayed(what: str) -> Iterator[None]:
 def check_parity(device: torch.device, passes: tuple[bool, ...], steps: int, options: dict[str, Any]) -> str:
     largest = 0.0
     for what in ("nothing", "compute", "collectives") if device.type == "cuda" else ("nothing",):
-        sharded, plain = Training(device, passes, **options), Training(device, passes, plain=True)
+        feature = options.get("feature", "")
+        bound = MIXED_BOUND if feature == "mixed precision" else BOUND
+        sharded, plain = Training(device, passes, **options), Training(device, passes, plain=True, feature=feature)
         for step in range(steps + 1):
             batches, whole = sharded.batches(), plain.batches()
             before = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
@@ -204,18 +241,18 @@ def check_parity(device: torch.device, passes: tuple[bool, ...], steps: int, opt
                     loss = sharded.step(batches)
                 else:  # one forward more shows what the last step left
                     with torch.no_grad():
-                        loss = F.mse_loss(sharded.model(batches[0][0]), batches[0][1])
+                        loss = F.mse_loss(sharded.forward(batches[0][0]), batches[0][1])
             seen = sharded.recorder.seen
             expect(seen.keys() == before.keys(), f"forward used {sorted(seen)}, expected {sorted(before)}")
             differences = {name: (seen[name] - before[name]).abs().max().item() for name in before}
             worst = max(differences, key=lambda name: differences[name])
             where = f"at step {step} with {what} delayed"
-            expect(differences[worst] <= BOUND, f"{worst} differs by {differences[worst]:.1e} {where}")
+            expect(differences[worst] <= bound, f"{worst} differs by {differences[worst]:.1e} {where}")
             largest = max(largest, differences[worst])
             if step < steps:
                 dist.all_reduce(loss)
                 difference = (loss / dist.get_world_size() - plain.step(whole)).abs().item()
-                expect(difference <= BOUND, f"the loss differs by {difference:.1e} {where}")
+                expect(difference <= bound, f"the loss differs by {difference:.1e} {where}")
     return f"{steps} steps, parameters differ by at most {largest:.0e}"
 
 
@@ -329,6 +366,18 @@ def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -
             results.append(check(f"{case}, memory", check_memory, device, passes, options))
         if backend == "nccl":
             results.append(check(f"{case}, host", check_host, device, passes, options))
+    for feature, strategy, use_orig_params in itertools.product(FEATURES, STRATEGIES, (False, True)):
+        if use_orig_params is not (strategy is ShardingStrategy.FULL_SHARD):
+            continue  # one mode per strategy
+        if device.type == "cpu" and setting.world_size == 1:
+            continue  # two processes show it as well
+        options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "feature": feature}
+        case = f"{title}, {feature}, {strategy.name}, use_orig_params={use_orig_params}"
+        results.append(check(f"{case}, parity", check_parity, device, PASSES["no_sync"], steps, options))
+        if device.type != "cpu" and feature != "copying":
+            results.append(check(f"{case}, memory", check_memory, device, PASSES["no_sync"], options))
+        if backend == "nccl" and feature in ("mixed precision", "clipping"):
+            results.append(check(f"{case}, host", check_host, device, PASSES["no_sync"], options))
     if rank == 0:
         passed.put(all(results))
     dist.destroy_process_group()

@@ -126,7 +126,7 @@ def test_gpu_check_compares_with_a_plain_model() -> None:
     result = run(sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--steps", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert len(lines) == 25 and all(line.startswith("ok ") for line in lines[:-1])
+    assert len(lines) == 40 and all(line.startswith("ok ") for line in lines[:-1])
     assert lines[-1] == "gpu_check.py: all checks passed"
 
 
