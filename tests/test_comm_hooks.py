@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import warnings
@@ -374,6 +375,25 @@ def under_mixed_precision() -> None:
         assert {grad.dtype for grad in local_gradients(model).values() if grad is not None} == {half}
 
 
+def test_a_copied_model_has_the_hook_and_its_state() -> None:
+    run_ranks(2, copied_model)
+
+
+def copied_model() -> None:
+    model = wrap(CASE, FULL)
+    state = State()
+    model.register_comm_hook(state, native)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        backward(each)
+    assert len(state.seen) == 8
+    assert_bit_equal(local_gradients(copied), local_gradients(model))
+    copied.clip_grad_norm_(0.01)
+    compressing = wrap(CASE, FULL)
+    compressing.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), LOW_PRECISION_HOOKS[0])
+    assert copy.deepcopy(compressing)._low_precision_hook_enabled()
+
+
 # -- nonsense --------------------------------------------------------------------------------------------------------
 
 
@@ -504,6 +524,8 @@ def registration() -> None:
         model.register_comm_hook(None, native)
     backward(model)
     assert len(state.seen) == 4
+    for instance in fsdp.FullyShardedDataParallel.fsdp_modules(model):
+        assert instance._comm_hook is native and instance._comm_hook_state is state
 
 
 def test_a_hook_on_some_ranks_only() -> None:

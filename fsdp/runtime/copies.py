@@ -18,6 +18,8 @@ from fsdp.runtime.unit import Phase, Unit
 def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, Any]) -> Unit:
     """A copy of ``unit`` around ``copy_module()``, with the same values and no gradients. It belongs to no tree yet.
 
+    A communication hook, with its state, is shared.
+
     Raises:
         RuntimeError: ``unit`` runs, or is shown whole.
     """
