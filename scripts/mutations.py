@@ -480,7 +480,7 @@ MUTATIONS = [
         "            context.idle[self] = Idle.RECOMPUTED\n",
         "            context.idle[self] = Idle.AHEAD\n",
         "a unit that was recomputed stands twice in the order, and the next ones farther away than they are",
-        _tests("prefetch", "what_was_recomputed_stays_as_far_as_the_limit_goes"),
+        _tests("communication", "a_unit_that_is_recomputed_counts_once_in_the_distance"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",

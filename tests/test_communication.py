@@ -556,7 +556,7 @@ GATHERED = 2  # units at a time, with one gathered ahead
 class Checkpointed(nn.Module):
     """Units with activation checkpointing inside, outside, or over a segment of all of them."""
 
-    def __init__(self, where: str, reentrant: bool, strategy: ShardingStrategy) -> None:
+    def __init__(self, where: str, reentrant: bool, strategy: ShardingStrategy, **options: Any) -> None:
         super().__init__()
         self.stem = nn.Linear(5, 5)
         self.where, self.reentrant = where, reentrant
@@ -566,7 +566,7 @@ class Checkpointed(nn.Module):
             unit: nn.Module = Piece()
             if where == "inside":
                 unit = checkpoint_wrapper(unit, checkpoint_impl=impl)
-            unit = wrap(unit, strategy, True)
+            unit = wrap(unit, strategy, True, **options)
             self.units.append(checkpoint_wrapper(unit, checkpoint_impl=impl) if where == "outside" else unit)
 
     def run(self, x: Tensor) -> Tensor:
@@ -607,6 +607,32 @@ def test_gathers_under_checkpointing(where: str, reentrant: bool) -> None:
         for found in run_ranks(2, count_checkpointed, where, reentrant, strategy):
             for step, counted in enumerate(found):
                 assert counted == expected, f"{strategy}, step {step}"
+
+
+def trace_distance() -> list[list[str]]:
+    """For each of three steps its events, as `trace_passes` has them."""
+    options = {"backward_prefetch_distance": 2}
+    model = wrap(Checkpointed("outside", True, FULL_SHARD, **options), FULL_SHARD, True, **options)
+    logs: list[CollectiveLog] = []
+    mark_passes(model, lambda: logs[-1])
+    for _ in range(3):
+        with record_collectives() as log:
+            logs.append(log)
+            model(torch.ones(2, 5)).sum().backward()
+    return [
+        [str(what) if event == "mark" else f"{event} {log.records[int(what)].label}" for event, what in log.events]
+        for log in logs
+    ]
+
+
+def test_a_unit_that_is_recomputed_counts_once_in_the_distance() -> None:
+    """R19, R20: it is gathered for its recomputation and its backward at once, and so are those after it."""
+    for steps in run_ranks(2, trace_distance):
+        for events in steps[1:]:
+            last = {event: index for index, event in enumerate(events)}
+            for index in range(SEGMENT - 1, 1, -1):
+                ahead, before = f"issue gather unit 'units.{index - 2}'", f"forward unit 'units.{index - 1}'"
+                assert last[ahead] < last[before], f"{ahead} comes too late in {events}"
 
 
 # -- late collectives ----------------------------------------------------------------------------------------------
