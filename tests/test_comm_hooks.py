@@ -367,6 +367,11 @@ def under_mixed_precision() -> None:
             )
             backward(model)
             assert_bit_equal(local_gradients(model), expected, f"{strategy.name}, use_orig_params={orig}, keep={keep}")
+            model.zero_grad()
+            model.double().float()
+            assert {handle.layout.reduce_dtype for handle in model._all_handles} == {single}
+            backward(model)
+            assert_bit_equal(local_gradients(model), expected, f"{strategy.name}, use_orig_params={orig}, cast")
         model = wrap(CASE, strategy, orig, mixed_precision=MixedPrecision(half, keep_low_precision_grads=True))
         state = Dtypes()
         model.register_comm_hook(state, by_hand)

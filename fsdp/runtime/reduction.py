@@ -148,6 +148,8 @@ class BucketGradients:
 
     def forget_buffers(self) -> None:
         """The bucket has changed its dtype or device."""
+        if self._hook is not None:
+            self.use_hook(self._hook)  # the layout is a new one
         self._scratch = None
         self._exposed, self._parked = [], []
 
