@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch.distributed._composable_state import _State
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
@@ -34,7 +36,11 @@ from fsdp.api import (
     as_sharding_strategy,
     as_state_dict_settings,
 )
+from fsdp.checkpoint import optim_load, optim_params, optim_state
 from fsdp.checkpoint.loading import LoadingHooks, load
+from fsdp.checkpoint.optim_params import name_to_param as _get_fqn_to_param  # noqa: F401, the names that tools know
+from fsdp.checkpoint.optim_params import param_to_name as _get_param_to_fqn  # noqa: F401
+from fsdp.checkpoint.optim_state import Form, Kind
 from fsdp.checkpoint.state_dict import SavingHooks, collecting, strip_wrapper
 from fsdp.comm.collectives import Groups, default_group
 from fsdp.flat.metadata import BucketInfo, UnitInfo
@@ -819,6 +825,198 @@ class FullyShardedDataParallel(nn.Module, _State):
             for wrapper in FullyShardedDataParallel.fsdp_modules(module):
                 wrapper._set_state_dict_settings(before)
 
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by parameter name: ``{"state": {name: {...}}, "param_groups": [...]}``.
+
+        Names are those of the plain model. Tensors have the parameters' shapes, and are whole or sharded as
+        ``state_dict_type`` says; they are copies, on CPU unless its config says otherwise. With ``rank0_only``, ranks
+        other than rank 0 of ``group`` (None: the default group) get ``{}``. All ranks have to call.
+
+        Args:
+            optim_state_dict: what to transform; None means ``optim.state_dict()``. Keys that are names are taken for
+                those of a named optimizer.
+
+        Raises:
+            ValueError: ``model`` has no instances in it.
+            KeyError: the optimizer holds parameters that are not in the model.
+            RuntimeError: the optimizers of some ranks lack states that others have.
+            AssertionError: the ranks have different values of a state that has one value.
+            NotImplementedError: a state is neither a scalar nor has one element per element of its parameter.
+        """
+        form = Form.of(FullyShardedDataParallel.get_state_dict_type(model), _mesh_of(model))
+        raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        return optim_state.optim_state_dict(model, optim, raw, form, group=group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """A dict by parameter names, full or sharded, as one for ``optim.load_state_dict`` on this rank.
+
+        The dict may come from any number of ranks, any wrapping, or a plain model (after ``rekey_optim_state_dict``).
+        If ``state_dict_type`` says ``rank0_only``, only rank 0 of ``group`` (None: the default group) need have it.
+
+        Args:
+            is_named_optimizer: ``optim`` goes by names.
+            load_directly: load it as well.
+
+        Raises:
+            ValueError: there is no "state", its keys are not names, or a state does not fit its parameter.
+            KeyError: a parameter group names parameters that the optimizer does not hold.
+            AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
+        """
+        form = Form.of(FullyShardedDataParallel.get_state_dict_type(model), _mesh_of(model))
+        loadable = optim_load.optim_state_dict_to_load(
+            model, optim_state_dict, optim=optim, is_named=is_named_optimizer, from_rank0=form.rank0_only, group=group
+        )
+        if load_directly:
+            optim.load_state_dict(loadable)
+        return loadable
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict`` with whole tensors on CPU, whatever ``state_dict_type`` says."""
+        return FullyShardedDataParallel._optim_state_dict_impl(
+            model, optim, optim.state_dict(), optim_input, rank0_only, group=group
+        )
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
+        """``optim_state_dict`` with sharded tensors on CPU, whatever ``state_dict_type`` says."""
+        return FullyShardedDataParallel._optim_state_dict_impl(
+            model, optim, optim.state_dict(), rank0_only=False, full_state_dict=False, group=group
+        )
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict_to_load`` of a full dict that every rank has. Without ``optim``, for one that was built
+        from ``optim_input``, or from ``model.parameters()``."""
+        return FullyShardedDataParallel._optim_state_dict_to_load_impl(full_optim_state_dict, model, optim_input, optim)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """``optim_state_dict_to_load`` of a sharded dict."""
+        return FullyShardedDataParallel._optim_state_dict_to_load_impl(
+            sharded_optim_state_dict, model, optim=optim, full_state_dict=False
+        )
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """``shard_full_optim_state_dict`` of a full dict that rank 0 of ``group`` (None: the default group) has; the
+        others pass None."""
+        return FullyShardedDataParallel._optim_state_dict_to_load_impl(
+            full_optim_state_dict, model, optim_input, optim, rank0_only=True, group=group
+        )
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """A full dict with names as one with ids, or the other way round; the same object if its keys are right.
+
+        Ids are positions in ``optim``, else in ``optim_input``, else in ``model.parameters()``. To load a full dict
+        into a plain model's optimizer: ``PARAM_ID``, the plain model, its optimizer. The other way: ``PARAM_NAME``
+        with the same two, and then ``optim_state_dict_to_load``. The names in each group come sorted.
+
+        Raises:
+            ValueError: names and ids are mixed.
+            RuntimeError: parameters of ``model`` stand for several (``use_orig_params=False``).
+            KeyError: a key is not one of this model and optimizer.
+        """
+        FullyShardedDataParallel._warn_optim_input(optim_input)
+        return optim_params.rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
+
+    @staticmethod
+    def _optim_state_dict_impl(
+        model: nn.Module,
+        optim: Optimizer | None,
+        optim_state_dict: dict[str, Any],
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        full_state_dict: bool = True,
+        group: Any = None,
+        cpu_offload: bool = True,
+        *,
+        _stacklevel: int = 1,
+    ) -> dict[str, Any]:
+        """What the methods that make a dict of a given form share."""
+        FullyShardedDataParallel._warn_optim_input(optim_input, stacklevel=_stacklevel + 1)
+        mesh = None if full_state_dict else _mesh_of(model)
+        kind = Kind.FULL if full_state_dict else Kind.CHUNKS
+        form = Form(kind, rank0_only and full_state_dict, cpu_offload, mesh)
+        return optim_state.optim_state_dict(model, optim, optim_state_dict, form, optim_input=optim_input, group=group)
+
+    @staticmethod
+    def _optim_state_dict_to_load_impl(
+        optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        full_state_dict: bool = True,
+        rank0_only: bool = False,
+        is_named_optimizer: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """What the methods that take a dict share; full and sharded ones are told apart by what is in them."""
+        FullyShardedDataParallel._warn_optim_input(optim_input, stacklevel=2)
+        return optim_load.optim_state_dict_to_load(
+            model,
+            optim_state_dict,
+            optim=optim,
+            optim_input=optim_input,
+            is_named=is_named_optimizer,
+            from_rank0=rank0_only,
+            group=group,
+        )
+
+    @staticmethod
+    def _warn_optim_input(optim_input: Any, *, stacklevel: int = 1) -> None:
+        if optim_input is not None:
+            warnings.warn(
+                "The `optim_input` argument is deprecated: pass `optim` instead, or neither",
+                FutureWarning,
+                stacklevel=stacklevel + 2,
+            )
+
+    @staticmethod
+    def _is_using_optim_input(optim_input: Any, optim: Optimizer | None) -> bool:
+        """Whether ids are positions in ``optim_input`` (or ``model.parameters()``) rather than in ``optim``."""
+        return optim_input is not None or optim is None
+
     # -- copies --------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
@@ -853,26 +1051,9 @@ class FullyShardedDataParallel(nn.Module, _State):
         raise NotImplementedError(f"FullyShardedDataParallel does not support this yet: {what}")
 
 
-def _not_yet(name: str) -> staticmethod[..., NoReturn]:
-    def method(*args: Any, **kwargs: Any) -> NoReturn:
-        FullyShardedDataParallel._refuse(f"{name}()")
-
-    method.__name__ = name
-    method.__doc__ = "Not supported yet; raises NotImplementedError."
-    return staticmethod(method)
-
-
-for _name in (
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "full_optim_state_dict",
-    "sharded_optim_state_dict",
-    "shard_full_optim_state_dict",
-    "scatter_full_optim_state_dict",
-    "flatten_sharded_optim_state_dict",
-    "rekey_optim_state_dict",
-):
-    setattr(FullyShardedDataParallel, _name, _not_yet(_name))
+def _mesh_of(module: nn.Module) -> DeviceMesh | None:
+    """The mesh that the instances in ``module`` were given."""
+    return next((wrapper._device_mesh for wrapper in FullyShardedDataParallel.fsdp_modules(module)), None)
 
 
 def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

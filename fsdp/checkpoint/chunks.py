@@ -75,16 +75,30 @@ def chunk_of(whole: torch.Tensor, group: Any, *, mesh: DeviceMesh | None, offloa
     ranges = chunk_rows(whole.shape[0], group.size())
     start, end = ranges[group.rank()]
     rows = whole[start:end].to(target, copy=True, memory_format=torch.contiguous_format)
+    return as_chunk(rows, whole.shape, group, mesh)
+
+
+def as_chunk(rows: torch.Tensor, shape: Sequence[int], group: Any, mesh: DeviceMesh | None) -> torch.Tensor:
+    """``rows``, those of this rank of a tensor of ``shape``, as a ``DTensor`` over ``mesh`` if there is one, else as a
+    ``ShardedTensor`` over ``group``."""
     if mesh is None:
-        return one_chunk_each(rows, ranges, whole.shape, group)
-    return DTensor.from_local(
-        rows,
-        mesh,
-        placements(mesh),
-        run_check=False,
-        shape=whole.shape,
-        stride=contiguous_stride(tuple(whole.shape)),
+        return one_chunk_each(rows, chunk_rows(shape[0], group.size()), shape, group)
+    size, stride = torch.Size(shape), contiguous_stride(tuple(shape))
+    return DTensor.from_local(rows, mesh, placements(mesh), run_check=False, shape=size, stride=stride)
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether ``value`` is one of torch's sharded tensors."""
+    return isinstance(value, ShardedTensor) or (
+        isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
     )
+
+
+def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of a tensor, or of what a sharded one is a part of."""
+    if isinstance(value, ShardedTensor):  # its own methods warn that it is deprecated
+        return value.metadata().tensor_properties.dtype, tuple(value.metadata().size)
+    return value.dtype, tuple(value.shape)
 
 
 def placements(mesh: DeviceMesh) -> list[Placement]:

@@ -467,6 +467,59 @@ def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
                 tensor.copy_(part.view(tensor.shape))
 
 
+def exchange(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_nbytes: list[int],
+    sent_nbytes: list[int],
+    group: Any,
+    streams: Streams,
+    tag: Tag,
+) -> Pending:
+    """Start sending each rank of ``group`` its piece of ``sent`` and receiving a piece of ``received`` from each.
+
+    Both are 1-D and uint8; the pieces, of so many bytes, lie in them in rank order. Neither may be touched before
+    ``wait()``.
+    """
+    global current_label
+    current_label = tag.label
+    asynchronous = streams.asynchronous_work
+    try:
+        work = dist.all_to_all_single(received, sent, received_nbytes, sent_nbytes, group=group, async_op=asynchronous)
+    finally:
+        current_label = None
+    return Pending((work,) if asynchronous else (), None, streams, tag, None, group)
+
+
+def all_gather_object(value: Any, group: Any, label: str) -> list[Any]:
+    """Every rank's ``value`` (anything that pickles), in rank order. The host waits."""
+    global current_label
+    values: list[Any] = [None] * group.size()
+    current_label = label
+    try:
+        dist.all_gather_object(values, value, group=group)
+    finally:
+        current_label = None
+    return values
+
+
+def broadcast_object(value: Any, group: Any, label: str) -> Any:
+    """What rank 0 of ``group`` has as ``value`` (anything that pickles). The host waits."""
+    global current_label
+    values = [value]
+    current_label = label
+    try:
+        dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+    finally:
+        current_label = None
+    return values[0]
+
+
+def group_ranks(group: Any) -> list[int]:
+    """The global ranks of ``group``'s ranks."""
+    return list(dist.get_process_group_ranks(group))
+
+
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as the backends know it: complex numbers travel as pairs."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

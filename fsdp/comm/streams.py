@@ -36,6 +36,9 @@ class HostStreams:
     def on_reduce_stream(self) -> AbstractContextManager[None]:
         return _NOWHERE_ELSE
 
+    def on_device(self) -> AbstractContextManager[None]:
+        return _NOWHERE_ELSE
+
     def record(self) -> Event:
         return None
 
@@ -67,6 +70,10 @@ class AcceleratorStreams:
 
     def on_reduce_stream(self) -> AbstractContextManager[None]:
         return self._on(self._reduce)
+
+    def on_device(self) -> AbstractContextManager[None]:
+        """The device is the current one inside: for what torch.distributed puts on whatever device that is."""
+        return self._on(torch.accelerator.current_stream(self._device))
 
     def record(self) -> Event:
         """An event on the stream that is current *now*; hooks may run on another stream than the forward did."""

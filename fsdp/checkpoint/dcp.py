@@ -1,0 +1,428 @@
+"""Model and optimizer state with the signatures of ``torch.distributed.checkpoint.state_dict``.
+
+The same calls serve wrapped, partly wrapped and plain models; keys are the plain model's, without what
+``DistributedDataParallel`` and ``torch.compile`` add. What comes out of ``get_state_dict`` can be saved, and loaded
+into, by ``torch.distributed.checkpoint``, and goes back by ``set_state_dict``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    RaggedOptimStateDictConfig,
+    RaggedStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp.checkpoint.optim_load import optim_state_dict_to_load
+from fsdp.checkpoint.optim_params import ModelParams, param_to_name, rekey
+from fsdp.checkpoint.optim_state import Form, optim_state_dict
+from fsdp.checkpoint.state_dict import clean_path, wrappers_in
+from fsdp.comm.collectives import broadcast_object, default_group
+from fsdp.comm.streams import streams_for
+
+_COMPILED = "_orig_mod"
+
+
+@dataclass
+class StateDictOptions:
+    """As torch's, whose instances are taken as well.
+
+    Attributes:
+        full_state_dict: whole tensors instead of sharded ones.
+        cpu_offload: tensors in CPU memory; with ``full_state_dict`` only on rank 0, and ``{}`` elsewhere.
+        ignore_frozen_params: leave out parameters that do not require grad.
+        keep_submodule_prefixes: whether the names of what ``submodules`` selects stay as they are in the model.
+        strict: missing and unexpected keys are errors, and so is a trained parameter that the dict does not know.
+        broadcast_from_rank0: only rank 0 has the dicts to load; with ``full_state_dict``.
+        flatten_optimizer_state_dict: one flat dict, ``"state.<name>.<state>"`` and ``"param_groups.<name>.<key>"``.
+        dsd_fqn_modifiers: accepted, and not looked at.
+        ragged: sharded values are :class:`fsdp.checkpoint.ragged.RaggedTensor`, which takes no communication, and which
+            can be saved and loaded into at any number of ranks. (``ShardedTensor`` values of which a rank has no rows
+            are loaded by ``torch.distributed.checkpoint.load`` only with
+            ``planner=DefaultLoadPlanner(flatten_sharded_tensors=False)``.) Not among torch's options.
+    """
+
+    full_state_dict: bool = False
+    cpu_offload: bool = False
+    ignore_frozen_params: bool = False
+    keep_submodule_prefixes: bool = True
+    strict: bool = True
+    broadcast_from_rank0: bool = False
+    flatten_optimizer_state_dict: bool = False
+    dsd_fqn_modifiers: str = "_fqn_modifiers"
+    ragged: bool = False
+
+    @staticmethod
+    def of(value: Any) -> StateDictOptions:
+        """
+        Raises:
+            TypeError: ``value`` is no ``StateDictOptions``.
+            ValueError: ``broadcast_from_rank0`` without ``full_state_dict``, or ``ragged`` with it.
+        """
+        if value is None:
+            return StateDictOptions()
+        if type(value).__name__ != StateDictOptions.__name__:
+            raise TypeError(f"options must be StateDictOptions or None, but got {type(value).__name__}")
+        names = [field.name for field in fields(StateDictOptions)]
+        options = StateDictOptions(**{name: getattr(value, name) for name in names if hasattr(value, name)})
+        if options.broadcast_from_rank0 and not options.full_state_dict:
+            raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True.")
+        if options.ragged and options.full_state_dict:
+            raise ValueError("a full state dict cannot be ragged: pass one of full_state_dict and ragged")
+        return options
+
+    def settings(self, *, loading: bool) -> StateDictSettings:
+        """The kind of state dict that these ask for."""
+        cpu = self.cpu_offload
+        if self.ragged:
+            ragged = RaggedStateDictConfig(cpu), RaggedOptimStateDictConfig(cpu)
+            return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *ragged)
+        if not self.full_state_dict:
+            configs: tuple[Any, Any] = ShardedStateDictConfig(cpu), ShardedOptimStateDictConfig(cpu)
+            return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *configs)
+        one_rank = self.broadcast_from_rank0 if loading else cpu
+        configs = FullStateDictConfig(cpu, one_rank), FullOptimStateDictConfig(cpu, one_rank)
+        return StateDictSettings(StateDictType.FULL_STATE_DICT, *configs)
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: Any = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(:func:`get_model_state_dict`, :func:`get_optimizer_state_dict`)."""
+    return (
+        get_model_state_dict(model, submodules=submodules, options=options),
+        get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
+    )
+
+
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
+) -> dict[str, Any]:
+    """The model's state by the plain model's names; all ranks have to call.
+
+    Args:
+        submodules: only what is in these.
+        options: :class:`StateDictOptions`, ours or torch's.
+    """
+    options, model = StateDictOptions.of(options), _inside(model)
+    with _kind(model, options.settings(loading=False)):
+        state = {_plain_name(key): value for key, value in model.state_dict().items()}
+    if submodules:
+        prefixes = [
+            f"{_plain_name(clean_path(path))}." for path, module in model.named_modules() if module in submodules
+        ]
+        found = [(key, prefix) for key in state for prefix in prefixes if key.startswith(prefix)]
+        keep = options.keep_submodule_prefixes
+        state = {key if keep else key.removeprefix(prefix): state[key] for key, prefix in found}
+    if options.ignore_frozen_params:
+        for name in _frozen(model):
+            state.pop(name, None)
+    if not options.cpu_offload:
+        return state
+    if options.full_state_dict and _rank() != 0:
+        return {}
+    return {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: Any = None,
+) -> dict[str, Any]:
+    """The optimizers' state by the plain model's names, as one dict; all ranks have to call.
+
+    For an optimizer that has not stepped yet, the state that a step without gradients would make, so that there is
+    something to load into; the optimizer itself stays as it is.
+
+    Args:
+        submodules: not looked at; the optimizers say which parameters.
+        options: :class:`StateDictOptions`, ours or torch's.
+
+    Raises: as ``FullyShardedDataParallel.optim_state_dict``.
+    """
+    options, model = StateDictOptions.of(options), _inside(model)
+    joined: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in _several(optimizers):
+        with _initialised(optimizer):
+            saved = _saved(model, optimizer, options)
+        joined["state"].update((_plain_name(name), state) for name, state in saved.get("state", {}).items())
+        for group in saved.get("param_groups", ()):
+            joined["param_groups"].append({**group, "params": [_plain_name(name) for name in group["params"]]})
+    if options.full_state_dict and options.cpu_offload and _rank() != 0:
+        return {}
+    return _flattened(joined) if options.flatten_optimizer_state_dict else joined
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: Any = None,
+) -> Any:
+    """:func:`set_model_state_dict` and :func:`set_optimizer_state_dict`; returns what the former does."""
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return set_model_state_dict(model, model_state_dict, options=options)
+
+
+def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
+    """Load what :func:`get_model_state_dict` gives, or a plain model's. All ranks have to call.
+
+    Returns:
+        the missing and unexpected keys.
+
+    Raises: as ``load_state_dict()`` of a wrapped module.
+    """
+    options, model = StateDictOptions.of(options), _inside(model)
+    rename = _names_now(model)
+    state = {rename(key): value for key, value in model_state_dict.items()}
+    with _kind(model, options.settings(loading=True)):
+        return model.load_state_dict(state, strict=options.strict)
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    optim_state_dict: dict[str, Any],
+    *,
+    options: Any = None,
+) -> None:
+    """Load what :func:`get_optimizer_state_dict` gives. All ranks have to call.
+
+    Each optimizer keeps its own groups, with the hyperparameters that the dict has for their parameters.
+
+    Raises:
+        ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
+        RuntimeError: the dict does not know a parameter that an optimizer trains (``strict``).
+    """
+    options, model = StateDictOptions.of(options), _inside(model)
+    wrapped = bool(wrappers_in(model))
+    params = ModelParams(model) if wrapped else None
+    group = default_group() if options.broadcast_from_rank0 else None
+    for optimizer in _several(optimizers):
+        given: dict[str, Any] | None = None
+        error: Exception | None = None
+        try:
+            if group is None or group.rank() == 0:
+                given = _part_of(optimizer, model, params, optim_state_dict, options)
+        except (RuntimeError, ValueError) as caught:
+            error = caught
+        if group is not None:
+            device = torch.device("cpu") if params is None else next(iter(params.units)).device
+            with streams_for(device).on_device():
+                error = broadcast_object(error, group, "tell whether rank 0's optimizer state fits")
+                given = given if wrapped else broadcast_object(given, group, "share the state of a plain optimizer")
+        if error is not None:
+            raise error
+        if wrapped:
+            loadable = optim_state_dict_to_load(model, given, optim=optimizer, from_rank0=group is not None)
+        else:
+            assert given is not None
+            loadable = rekey(given, OptimStateKeyType.PARAM_ID, model, optimizer, None)
+        optimizer.load_state_dict(loadable)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def _saved(model: nn.Module, optimizer: Optimizer, options: StateDictOptions) -> dict[str, Any]:
+    wrappers = wrappers_in(model)
+    if wrappers:
+        mesh = wrappers[0]._device_mesh
+        settings = options.settings(loading=False)
+        if mesh is not None and not options.full_state_dict and not options.ragged:
+            settings.optim_state_dict_config = ShardedOptimStateDictConfig(options.cpu_offload, _use_dtensor=True)
+        form = Form.of(settings, mesh)
+        return optim_state_dict(model, optimizer, optimizer.state_dict(), form)
+    named = rekey(optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optimizer, None)
+    if options.cpu_offload:
+        for name, state in named["state"].items():
+            moved = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+            named["state"][name] = moved
+    return named
+
+
+@contextlib.contextmanager
+def _initialised(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, a fresh optimizer has the state that a step without gradients and with a rate of zero makes."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if optimizer.state or any(param.grad is not None for param in params):
+        yield
+        return
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    # some move parameters without a rate
+    values = [] if all(rate is not None for rate in rates) else [param.detach().clone() for param in params]
+    try:
+        for group, rate in zip(optimizer.param_groups, rates):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        for param in params:
+            if param.requires_grad and param.numel() > 0:
+                param.grad = torch.zeros_like(param)
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates):
+            if rate is not None:
+                group["lr"] = rate
+        for param in params:
+            param.grad = None
+        for param, value in zip(params, values):
+            param.detach().copy_(value)
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+
+
+def _part_of(
+    optimizer: Optimizer,
+    model: nn.Module,
+    params: ModelParams | None,
+    given: Mapping[str, Any],
+    options: StateDictOptions,
+) -> dict[str, Any]:
+    """What of ``given`` belongs to ``optimizer``, in its groups, by the names that the model has now."""
+    names = {} if params is not None else param_to_name(model)
+    own = [
+        [name for param in group["params"] for name in (params.names(param) if params is not None else [names[param]])]
+        for group in optimizer.param_groups
+    ]
+    rename = _names_now(model)
+    dict_of = dict(given) if "state" in given or not given else _unflattened(given, [n for group in own for n in group])
+    states = {rename(name): state for name, state in dict_of.get("state", {}).items()}
+    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in dict_of["param_groups"]]
+    unknown = [n for group in own for n in group if not any(n in other["params"] for other in groups)]
+    if unknown and options.strict:
+        raise RuntimeError(
+            f"the optimizer trains {', '.join(map(repr, unknown))}, which no parameter group of the state dict has; "
+            "pass StateDictOptions(strict=False) to load the others"
+        )
+    result: dict[str, Any] = {"state": {}, "param_groups": []}
+    for number, (mine, group) in enumerate(zip(own, optimizer.param_groups)):
+        matching = [other for other in groups if any(name in other["params"] for name in mine)]
+        if not mine and len(groups) == len(own):
+            matching = [groups[number]]
+        kept = {key: value for key, value in group.items() if key != "params"}
+        result["param_groups"].append({**copy.deepcopy(matching[0] if matching else kept), "params": mine})
+        result["state"].update({name: states[name] for name in mine if name in states})
+    return result
+
+
+def _flattened(joined: dict[str, Any]) -> dict[str, Any]:
+    flat = {f"state.{name}.{key}": value for name, state in joined["state"].items() for key, value in state.items()}
+    for group in joined["param_groups"]:
+        for name in group["params"]:
+            flat.update((f"param_groups.{name}.{key}", value) for key, value in group.items() if key != "params")
+    return flat
+
+
+def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """With a group for each of ``names`` that is there."""
+    result: dict[str, Any] = {"state": {}, "param_groups": []}
+    for name in map(_plain_name, names):
+        for section, target in (("state", result["state"]), ("param_groups", None)):
+            prefix = f"{section}.{name}."
+            found = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
+            if found and target is not None:
+                target[name] = found
+            elif found:
+                result["param_groups"].append({**found, "params": [name]})
+    return result
+
+
+# -- names and kinds ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _kind(model: nn.Module, settings: StateDictSettings) -> Iterator[None]:
+    """Inside, all wrapped modules have these settings."""
+    wrappers = wrappers_in(model)
+    before = [wrapper._state_dict_settings for wrapper in wrappers]
+    try:
+        for wrapper in wrappers:
+            wrapper._set_state_dict_settings(_as_it_can(wrapper, settings))
+        yield
+    finally:
+        for wrapper, its in zip(wrappers, before):
+            wrapper._set_state_dict_settings(its)
+
+
+def _as_it_can(wrapper: Any, settings: StateDictSettings) -> StateDictSettings:
+    """``settings``; what is not sharded has full state only, and what has a device mesh uses it."""
+    cpu = settings.state_dict_config.offload_to_cpu
+    ragged = isinstance(settings.state_dict_config, RaggedStateDictConfig)
+    if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT or ragged:
+        return settings
+    if not wrapper._fsdp_unit.groups.sharded:
+        full = FullStateDictConfig(cpu), FullOptimStateDictConfig(cpu)
+        return StateDictSettings(StateDictType.FULL_STATE_DICT, *full)
+    uses_mesh = wrapper._device_mesh is not None
+    sharded = ShardedStateDictConfig(cpu, uses_mesh), ShardedOptimStateDictConfig(cpu, uses_mesh)
+    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *sharded)
+
+
+def _several(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Past ``DistributedDataParallel`` and ``torch.compile``'s outermost module."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif _COMPILED in model._modules:
+            model = model._modules[_COMPILED]  # type: ignore[assignment]
+        else:
+            return model
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+def _names_now(model: nn.Module) -> Any:
+    """What makes a plain name one of a model in which some modules are compiled."""
+    paths = {_plain_name(clean_path(path)): clean_path(path) for path, _ in model.named_modules()}
+    if all(plain == now for plain, now in paths.items()):
+        return lambda name: name
+
+    def now(name: str) -> str:
+        path, dot, leaf = name.rpartition(".")
+        return f"{paths.get(path, path)}{dot}{leaf}"
+
+    return now
+
+
+def _frozen(model: nn.Module) -> list[str]:
+    """The names, all of a shared one, of the parameters that do not require grad."""
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
+    if wrappers_in(model):
+        holders = ModelParams(model).holders.values()
+        names += [n for holder in holders if not holder.param.requires_grad for m in holder.members for n in m.names]
+    return [_plain_name(clean_path(name)) for name in names]
+
+
+def _rank() -> int:
+    return int(default_group().rank()) if torch.distributed.is_initialized() else 0

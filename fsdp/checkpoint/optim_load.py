@@ -1,0 +1,524 @@
+"""Optimizer state on its way in: from parameter names to what this rank's optimizer holds.
+
+A full dict gives each rank the elements that its shard holds, without communication. What rank 0 alone has, or what
+lies in chunks of rows on all ranks, is sent to whom it belongs: one collective per unit, large units in several parts
+as on the way out. Everything is checked before anything moves, on every rank by the same description of the dict, so
+that all of them raise or none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp.checkpoint.chunks import Rows, is_sharded, kind_of
+from fsdp.checkpoint.moves import Item, Mover, Movers, Span, batches
+from fsdp.checkpoint.optim_params import (
+    Holder,
+    Key,
+    Member,
+    ModelParams,
+    OptimInput,
+    bare,
+    params_by_id,
+    row_elements,
+    rows_lie_together,
+)
+from fsdp.checkpoint.optim_state import batch_limit
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.comm.collectives import broadcast, broadcast_object, default_group, group_ranks
+from fsdp.comm.streams import streams_for
+from fsdp.runtime.unit import Unit
+
+
+class Whole(NamedTuple):
+    """A tensor with dimensions, whoever has its elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Told:
+    """What a dict to load holds. Equal on all ranks.
+
+    Attributes:
+        states: by name of parameter and state; ``Whole`` for tensors with dimensions, other values as they are.
+        others: what belongs to no parameter, as it is.
+        groups: the parameter groups; None if the dict has none.
+    """
+
+    states: dict[str, dict[str, Any]]
+    others: dict[str, Any]
+    groups: list[dict[str, Any]] | None
+
+
+def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> Told:
+    """
+    Raises:
+        ValueError: there is no "state", or its keys are no names of this model's parameters but look like some.
+    """
+    if optim_state_dict is None or "state" not in optim_state_dict:
+        raise ValueError('expected an optimizer state dict with the key "state", but it has none')
+    known = dict.fromkeys([*params.by_name, *params.others.values()])
+    bare_names = {bare(name): name for name in known}
+    told = Told({}, {}, copy.deepcopy(optim_state_dict.get("param_groups")))
+    renamed = {}
+    for name, state in optim_state_dict["state"].items():
+        if not isinstance(name, str):
+            raise ValueError(
+                f"expected names of parameters as keys of the state, but got {name!r}: this looks like the state of a "
+                "plain optimizer; turn it into names first, with rekey_optim_state_dict(..., "
+                "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)"
+            )
+        if name in known:
+            told.states[name] = {
+                key: Whole(*kind_of(value)) if isinstance(value, torch.Tensor) and kind_of(value)[1] else value
+                for key, value in state.items()
+            }
+            continue
+        told.others[name] = state
+        if bare(name) in bare_names:
+            renamed[name] = bare_names[bare(name)]
+    if renamed:
+        listed = ", ".join(f"{name!r} (is it {candidate!r}?)" for name, candidate in renamed.items())
+        raise ValueError(f"expected the names of this model's parameters, but got {listed}")
+    return told
+
+
+def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, group: Any) -> Told:
+    """What rank 0 has. Its error is raised on every rank."""
+    told: Told | None = None
+    error: Exception | None = None
+    if group.rank() == 0:
+        try:
+            told = _tell(optim_state_dict, params)
+            sharded = sorted(
+                name
+                for name in told.states
+                if any(is_sharded(value) for value in (optim_state_dict or {})["state"][name].values())
+            )
+            if sharded:
+                raise ValueError(
+                    "expected a full optimizer state dict on rank 0, but the states of "
+                    f"{', '.join(sharded)} are sharded"
+                )
+        except Exception as caught:
+            error = caught
+    with streams_for(next(iter(params.units)).device).on_device():
+        told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has")
+    if error is not None:
+        raise error
+    assert told is not None
+    return told
+
+
+# -- what this rank will hold ------------------------------------------------------------------------------------------
+
+
+class _Arrival:
+    """One state of one original parameter, and where this rank's part of it goes."""
+
+    def __init__(self, holder: Holder, member: Member, state: str, told: Whole, goal: torch.Tensor | None) -> None:
+        """``goal``: 1-D, this rank's elements in memory order; None if it takes none."""
+        self.holder, self.member, self.state, self.told = holder, member, state, told
+        self._goal = goal
+        self.start = holder.start(member)
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """``values`` are the elements from ``start`` on, in memory order; takes those that belong here."""
+        if self._goal is None:
+            return
+        first, last = max(start, self.start), min(start + values.numel(), self.start + self._goal.numel())
+        if first < last:
+            self._goal[first - self.start : last - self.start].copy_(values[first - start : last - start])
+
+    def write_whole(self, value: torch.Tensor) -> None:
+        """``value`` has the parameter's shape."""
+        if self._goal is not None:
+            self.write(0, self.member.in_memory_order(value))
+
+
+class _Plan:
+    """What each parameter's state will be on this rank, with memory for it, and what has to arrive there."""
+
+    def __init__(self, params: ModelParams, told: Told) -> None:
+        """
+        Raises:
+            ValueError: a state does not fit the parameter, or, for a flat one, the states of its members differ.
+        """
+        self.local: dict[nn.Parameter, dict[str, Any]] = {}
+        self.arrivals: dict[Unit, list[_Arrival]] = {}
+        self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, its name, state)
+        self._problems: list[str] = []
+        for holder in params.holders.values():
+            (self._plan_flat if holder.is_flat else self._plan_original)(holder, told)
+        for param, name in params.others.items():
+            if told.states.get(name):
+                self.local[param] = dict(told.states[name])
+                self._leave_as_it_is(param, name, told)
+        if self._problems:
+            raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
+
+    def _leave_as_it_is(self, param: nn.Parameter, name: str, told: Told, only: Iterable[str] | None = None) -> None:
+        for state, value in told.states[name].items():
+            if isinstance(value, Whole) and (only is None or state in only):
+                self.as_they_are.append((param, name, state, value))
+
+    def _expect(self, holder: Holder, member: Member, state: str, told: Whole, goal: torch.Tensor | None) -> None:
+        if told.shape != member.record.shape:
+            self._problems.append(
+                f"state {state!r} of {member.name!r} has shape {told.shape}, and the parameter has "
+                f"{member.record.shape}"
+            )
+        self.arrivals.setdefault(holder.unit, []).append(_Arrival(holder, member, state, told, goal))
+
+    def _plan_original(self, holder: Holder, told: Told) -> None:
+        (member,) = holder.members
+        states = told.states.get(member.name)
+        if not states:
+            return
+        mine = holder.rank in holder.owners
+        local: dict[str, Any] = {}
+        for state in sorted(states):
+            value = _elementwise(states[state], state, holder, member)
+            if not isinstance(value, Whole):
+                local[state] = copy.deepcopy(value)
+            elif not holder.sharded and _is_whole_by_nature(value.shape, member.record.shape):
+                local[state] = value
+                self._leave_as_it_is(holder.param, member.name, told, (state,))
+            else:
+                goal = None
+                if mine:
+                    local[state] = _memory(holder, member, value.dtype)
+                    goal = holder.part(member, local[state])
+                self._expect(holder, member, state, value, goal)
+        if mine:
+            self.local[holder.param] = {state: local[state] for state in states}
+
+    def _plan_flat(self, holder: Holder, told: Told) -> None:
+        present = [member for member in holder.members if told.states.get(member.name)]
+        if not present:
+            return
+        states = {
+            member: {key: _elementwise(value, key, holder, member) for key, value in told.states[member.name].items()}
+            for member in present
+        }
+        names = list(states[present[0]])
+        different = [member.name for member in present if set(states[member]) != set(names)]
+        if different:
+            self._problems.append(
+                f"the parameters of a flat parameter need the same states, but {present[0].name!r} has "
+                f"{sorted(names)}, and {', '.join(different)} others"
+            )
+            return
+        local: dict[str, Any] = {}
+        for state in sorted(names):  # the same order on all ranks, whatever that of their dicts is
+            values = [states[member][state] for member in present]
+            if all(isinstance(value, Whole) for value in values):
+                local[state] = self._flat_goal(holder, present, state, values)
+            else:
+                local[state] = self._common(holder, present, state, values)
+        self.local[holder.param] = {state: local[state] for state in names}
+
+    def _flat_goal(self, holder: Holder, present: list[Member], state: str, values: list[Whole]) -> torch.Tensor:
+        dtypes = {value.dtype for value in values}
+        if len(dtypes) > 1:
+            self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
+        # zero where a member has no state, and in the padding, which then never moves
+        goal = torch.zeros(holder.handle.layout.shard_numel, dtype=values[0].dtype, device=holder.param.device)
+        for member, value in zip(present, values):
+            self._expect(holder, member, state, value, holder.part(member, goal))
+        return goal
+
+    def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
+        """The value that all members share."""
+        lacking = [member.name for member in holder.members if member not in present]
+        if lacking and any(value is not None for value in values):
+            self._problems.append(
+                f"the parameters of a flat parameter share {state!r}, which {', '.join(lacking)} lack: no value would "
+                "be right for them"
+            )
+        if not all(_same(value, values[0]) for value in values):
+            shown = {member.name: value for member, value in zip(present, values)}
+            self._problems.append(f"the parameters of a flat parameter share {state!r}, but it is {shown}")
+        return copy.deepcopy(values[0])
+
+
+def _elementwise(value: Any, state: str, holder: Holder, member: Member) -> Any:
+    """``value``; as ``Whole`` if the parameter itself has no dimensions, and so do its element-wise states."""
+    scalar = isinstance(value, torch.Tensor) and member.record.shape == ()
+    if scalar and state != "step" and (holder.sharded or holder.is_flat):
+        return Whole(value.dtype, ())
+    return value
+
+
+def _memory(holder: Holder, member: Member, dtype: torch.dtype) -> torch.Tensor:
+    if not holder.sharded:
+        return member.empty(dtype, holder.param.device)
+    return torch.empty(holder.local_shape, dtype=dtype, device=holder.param.device)
+
+
+def _is_whole_by_nature(shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
+    """Whether a state of this shape may be another thing than one element per element, as rows and columns are."""
+    if shape == param_shape:
+        return False
+    broadcasts = len(shape) == len(param_shape) and all(a in (1, b) for a, b in zip(shape, param_shape))
+    return broadcasts or len(shape) != len(param_shape)
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
+    return type(value) is type(other) and bool(value == other)
+
+
+# -- moving ------------------------------------------------------------------------------------------------------------
+
+
+class _FromEveryRank:
+    """Each rank was given the dict: with whole tensors, or its chunks of sharded ones."""
+
+    def __init__(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        self._states = states
+        self._movers = Movers()
+
+    def flush(self) -> None:
+        """Everything is where it belongs when this returns."""
+        self._movers.flush()
+
+    def as_it_is(self, name: str, state: str, told: Whole) -> torch.Tensor:
+        value = self._states[name][state]
+        return value if is_sharded(value) else value.detach().clone()
+
+    def deliver(self, unit: Unit, arrivals: list[_Arrival], label: str) -> None:
+        """
+        Raises:
+            AssertionError: a sharded value is not cut into one chunk of rows per rank of the unit's group.
+            ValueError: an interval without what this rank needs.
+        """
+        in_chunks: list[tuple[_Arrival, Rows]] = []
+        group = unit.groups.shard or unit.groups.replica or default_group()
+        for arrival in arrivals:
+            value = self._states[arrival.member.name][arrival.state]
+            if isinstance(value, RaggedTensor):
+                self._take_ragged(arrival, value)
+            elif is_sharded(value):
+                in_chunks.append((arrival, Rows(value, group)))
+            else:
+                arrival.write_whole(value.to_local() if isinstance(value, DTensor) else value.detach())
+        if in_chunks:
+            _from_chunks(unit, self._movers.over(group, group.rank(), group.size(), unit.device), in_chunks, label)
+
+    @staticmethod
+    def _take_ragged(arrival: _Arrival, value: RaggedTensor) -> None:
+        start, end = arrival.start, arrival.start + arrival.holder.piece(arrival.member).numel
+        if value.stride() != arrival.member.record.stride or start < value.start or end > value.end:
+            raise ValueError(
+                f"state {arrival.state!r} of {arrival.member.name!r}: expected its elements {start} to {end} on this "
+                f"rank, but got {value}"
+            )
+        arrival.write(value.start, value.local)
+
+
+def _from_chunks(unit: Unit, mover: Mover, chunked: list[tuple[_Arrival, Rows]], label: str) -> None:
+    items = []
+    for arrival, rows in chunked:
+        member = arrival.member
+        together = rows_lie_together(member)
+        holds = [Span(rank, *row_elements(member, some)) for rank, some in enumerate(rows.ranges) if some[0] < some[1]]
+        needs = arrival.holder.spans(member) if unit.groups.shard_size > 1 else None  # every replica needs all
+        if needs is not None and not together:
+            needs = tuple(Span(rank, 0, member.record.numel) for rank, _, _ in needs)
+        items.append(Item(arrival.told.dtype, holds, needs))
+    for run in batches(items, batch_limit(unit, items)):
+        _move_chunks(mover, [items[number] for number in run], [chunked[number] for number in run], label)
+
+
+def _move_chunks(mover: Mover, items: list[Item], chunked: list[tuple[_Arrival, Rows]], label: str) -> None:
+    """Elements are counted in memory order where rows lie together, else row by row."""
+    whole = [
+        None
+        if rows_lie_together(arrival.member)
+        else torch.empty(arrival.member.record.shape, dtype=arrival.told.dtype, device=mover.device)
+        for arrival, _ in chunked
+    ]
+
+    def read(number: int, start: int, end: int) -> torch.Tensor:
+        arrival, rows = chunked[number]
+        member, local = arrival.member, rows.local
+        if whole[number] is None:
+            local = torch.empty_strided(local.shape, member.record.stride, dtype=local.dtype, device=local.device)
+            local.copy_(rows.local)
+            elements = local.as_strided((local.numel(),), (1,))
+        else:
+            elements = local.reshape(-1)
+        first, _ = row_elements(member, rows.ranges[mover.rank])
+        return elements[start - first : end - first]
+
+    def write(number: int, start: int, values: torch.Tensor) -> None:
+        buffer = whole[number]
+        if buffer is None:
+            chunked[number][0].write(start, values)
+        else:
+            buffer.view(-1)[start : start + values.numel()].copy_(values)
+
+    def done() -> None:
+        for (arrival, _), buffer in zip(chunked, whole):
+            if buffer is not None:
+                arrival.write_whole(buffer)
+
+    mover.move(items, read, write, label, done)
+
+
+class _FromRank0:
+    """Rank 0 of ``group`` alone has the dict."""
+
+    def __init__(self, states: Mapping[str, Mapping[str, Any]] | None, group: Any, device: torch.device) -> None:
+        """``states`` is None on the other ranks; ``device`` is where ``group`` can communicate."""
+        self._states, self._group, self._device = states, group, device
+        self._mover = Mover(group, group.rank(), group.size(), device)
+
+    def flush(self) -> None:
+        """Everything is where it belongs when this returns."""
+        self._mover.flush()
+
+    def as_it_is(self, name: str, state: str, told: Whole) -> torch.Tensor:
+        tensor = torch.empty(told.shape, dtype=told.dtype, device=self._device)
+        if self._states is not None:
+            tensor.copy_(self._states[name][state])
+        broadcast([tensor], self._group)
+        return tensor
+
+    def deliver(self, unit: Unit, arrivals: list[_Arrival], label: str) -> None:
+        groups = unit.groups
+        if groups.shard_size > 1 and group_ranks(groups.shard) == group_ranks(self._group):
+            self._scatter(unit, arrivals, label)
+        else:  # several ranks need the same elements
+            self._broadcast(unit, arrivals)
+
+    def _elements(self, arrival: _Arrival) -> torch.Tensor:
+        assert self._states is not None
+        return arrival.member.in_memory_order(self._states[arrival.member.name][arrival.state].detach())
+
+    def _scatter(self, unit: Unit, arrivals: list[_Arrival], label: str) -> None:
+        items = [Item(a.told.dtype, [Span(0, 0, a.member.record.numel)], a.holder.spans(a.member)) for a in arrivals]
+        for run in batches(items, batch_limit(unit, items)):
+            some = [arrivals[number] for number in run]
+            ready: dict[int, torch.Tensor] = {}
+
+            def read(number: int, start: int, end: int, some: Any = some, ready: Any = ready) -> torch.Tensor:
+                if number not in ready:
+                    ready[number] = self._elements(some[number])
+                elements: torch.Tensor = ready[number][start:end]
+                return elements
+
+            def write(number: int, start: int, values: torch.Tensor, some: list[_Arrival] = some) -> None:
+                some[number].write(start, values)
+
+            self._mover.move([items[number] for number in run], read, write, label)
+
+    def _broadcast(self, unit: Unit, arrivals: list[_Arrival]) -> None:
+        items = [Item(a.told.dtype, [Span(0, 0, a.member.record.numel)], None) for a in arrivals]
+        for run in batches(items, batch_limit(unit, items)):
+            some = [arrivals[number] for number in run]
+            tensors = [torch.empty(a.member.record.numel, dtype=a.told.dtype, device=self._device) for a in some]
+            if self._states is not None:
+                for arrival, tensor in zip(some, tensors):
+                    tensor.copy_(self._elements(arrival))
+            broadcast(tensors, self._group)
+            for arrival, tensor in zip(some, tensors):
+                arrival.write(0, tensor)
+
+
+# -- the whole of it ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim_state_dict: Mapping[str, Any] | None,
+    *,
+    optim: Optimizer | None = None,
+    optim_input: OptimInput | None = None,
+    is_named: bool = False,
+    from_rank0: bool = False,
+    group: Any = None,
+) -> dict[str, Any]:
+    """A state dict by names as one that this rank's optimizer can load. The dict given stays as it is.
+
+    The result has this rank's parts, in memory of their own on the parameters' devices, under the optimizer's keys.
+    Parameters that are not in the dict get no entry, nor do those that the optimizer does not hold. What belongs to no
+    parameter is copied under its name.
+
+    Args:
+        optim: the optimizer that will load it; None for one built from ``optim_input``, or from ``model.parameters()``.
+        is_named: its keys are names, as those of torch's ``_NamedOptimizer``; these want state for parameters, too, of
+            which this rank holds nothing, and get what they have.
+        from_rank0: only rank 0 of ``group`` (None: the default one) has the dict; all ranks have to call.
+
+    Raises, on every rank:
+        ValueError: there is no "state", its keys are not names, or a state does not fit its parameter.
+        KeyError: a parameter group names parameters that the optimizer does not hold.
+        AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
+    """
+    params = ModelParams(model)
+    device = next(iter(params.units)).device
+    group = group if group is not None else default_group() if from_rank0 else None
+    told = _told_by_rank0(optim_state_dict, params, group) if from_rank0 else _tell(optim_state_dict, params)
+    keys = _keys(params, model, optim, optim_input, is_named)
+    groups = _keyed_groups(told.groups, params, keys)
+    plan = _Plan(params, told)
+    states = None if optim_state_dict is None else optim_state_dict.get("state")
+    if from_rank0:
+        source: Any = _FromRank0(states if group.rank() == 0 else None, group, device)
+    else:
+        source = _FromEveryRank(states or {})
+    for unit, arrivals in plan.arrivals.items():
+        source.deliver(unit, arrivals, f"optimizer state of {params.units[unit]}")
+    source.flush()
+    for param, name, state, whole in plan.as_they_are:
+        value = source.as_it_is(name, state, whole)
+        plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
+    if is_named and optim is not None:
+        for param, holder in params.holders.items():
+            if param not in plan.local and holder.rank not in holder.owners and param in optim.state:
+                plan.local[param] = copy.deepcopy(optim.state[param])
+    loadable: dict[str, Any] = {
+        "state": {keys[param]: plan.local[param] for param in params.in_order if param in plan.local and param in keys}
+    }
+    loadable["state"].update((name, copy.deepcopy(value)) for name, value in told.others.items())
+    if groups is not None:
+        loadable["param_groups"] = groups
+    return loadable
+
+
+def _keys(
+    params: ModelParams, model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None, is_named: bool
+) -> dict[nn.Parameter, Key]:
+    by_id = params_by_id(model, optim, optim_input)
+    return {param: params.key_of_named(param) if is_named else key for key, param in by_id.items()}
+
+
+def _keyed_groups(
+    groups: list[dict[str, Any]] | None, params: ModelParams, keys: Mapping[nn.Parameter, Key]
+) -> list[dict[str, Any]] | None:
+    if groups is None:
+        return None
+    key_of = {name: keys[param] for param in params.in_order if param in keys for name in params.names(param)}
+    unknown = [name for group in groups for name in group["params"] if name not in key_of]
+    if unknown:
+        raise KeyError(
+            f"the optimizer holds no parameter {', '.join(map(repr, unknown))}, which the parameter groups name"
+        )
+    return [
+        {key: sorted({key_of[name] for name in value}) if key == "params" else value for key, value in group.items()}
+        for group in groups
+    ]

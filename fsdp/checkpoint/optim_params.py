@@ -1,0 +1,327 @@
+"""Whose state is whose: the parameters that an optimizer holds, their keys in its state dict, and their names.
+
+An optimizer knows flat parameters, or originals that are cut to a rank's part, and numbers them. Outside, state belongs
+to the names that the parameters have in the plain model. This room maps one to the other; it moves no tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp.api import OptimStateKeyType
+from fsdp.checkpoint.moves import Span
+from fsdp.checkpoint.state_dict import clean_path
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.layout import ParamRecord, Piece
+from fsdp.flat.views import FlatViews
+from fsdp.runtime.unit import WRAPPER_PARTS, Unit
+
+Key = int | str
+OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """An original parameter: its names in the model, the first of which is its own, its place in the bucket's
+    layout."""
+
+    names: tuple[str, ...]
+    index: int
+    record: ParamRecord
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
+        """The elements of ``value``, which has the parameter's shape, as they lie in the flat vector: 1-D."""
+        if tuple(value.stride()) != self.record.stride and value.numel() > 0:
+            value = self.empty(value.dtype, value.device).copy_(value)
+        return value.as_strided((self.record.numel,), (1,))
+
+    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialised memory with the parameter's shape and strides."""
+        return torch.empty_strided(self.record.shape, self.record.stride, dtype=dtype, device=device)
+
+
+def rows_lie_together(member: Member) -> bool:
+    """Whether the parameter's rows (along dimension 0) come one after the other in memory."""
+    record = member.record
+    return record.numel == 0 or record.shape[0] == 1 or record.stride[0] * record.shape[0] == record.numel
+
+
+def row_elements(member: Member, rows: tuple[int, int]) -> tuple[int, int]:
+    """The (start, end) of the elements of rows that lie together."""
+    per_row = member.record.numel // max(member.record.shape[0], 1)
+    return rows[0] * per_row, rows[1] * per_row
+
+
+@dataclass(frozen=True, eq=False)
+class Holder:
+    """A parameter that optimizers hold, and the original parameters that its state belongs to: itself, or, if it is a
+    flat parameter, all of its bucket."""
+
+    param: nn.Parameter
+    members: tuple[Member, ...]
+    unit: Unit
+    handle: FlatParamHandle
+    is_flat: bool
+
+    @property
+    def sharded(self) -> bool:
+        return self.unit.groups.sharded
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among those that the parameter is sharded over."""
+        return self.unit.groups.shard_rank if self.sharded else 0
+
+    def spans(self, member: Member) -> tuple[Span, ...]:
+        """Which rank's shard holds which elements of ``member``, without empty ones."""
+        layout, record = self.handle.layout, member.record
+        if record.numel == 0:
+            return ()
+        first, last = record.offset // layout.shard_numel, (record.end - 1) // layout.shard_numel
+        pieces = ((rank, layout.piece(member.index, rank)) for rank in range(first, last + 1))
+        return tuple(Span(rank, piece.start, piece.end) for rank, piece in pieces)
+
+    @cached_property
+    def owners(self) -> tuple[int, ...]:
+        """The ranks whose optimizer has state for it, if any has: those that hold elements of it."""
+        ranks = tuple(range(self.handle.layout.world_size))
+        if self.is_flat:
+            return ranks
+        return tuple(rank for rank, _, _ in self.spans(self.members[0])) or ranks
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of an element-wise state on this rank, whatever stage the parameter itself is in."""
+        layout = self.handle.layout
+        if self.is_flat:
+            return (layout.shard_numel,)
+        if not self.sharded:
+            return self.members[0].record.shape
+        return (self.piece(self.members[0]).numel,)
+
+    def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of ``member`` in an element-wise state: 1-D, in memory order, a view where it can be."""
+        if not self.is_flat:
+            return state if self.sharded else member.in_memory_order(state)
+        piece = self.piece(member)
+        return state[piece.shard_offset : piece.shard_offset + piece.numel]
+
+    def piece(self, member: Member) -> Piece:
+        """Which elements of ``member`` this rank's shard holds, and where."""
+        return self.handle.layout.piece(member.index, self.rank)
+
+    def start(self, member: Member) -> int:
+        """Which element of ``member`` is the first of ``part``."""
+        return self.piece(member).start
+
+    def __str__(self) -> str:
+        return ", ".join(repr(member.name) for member in self.members)
+
+
+class ModelParams:
+    """The parameters of a model as optimizers see them.
+
+    Attributes:
+        units: all units, depth first, and what to call them.
+        holders: what stands for managed parameters, by parameter, in the order of units and layouts.
+        others: the names of the parameters that no unit owns.
+        use_orig_params: of all units.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """
+        Raises:
+            ValueError: the model has no wrapped module.
+            AssertionError: its units differ in ``use_orig_params``.
+        """
+        self.units: dict[Unit, str] = {}
+        self.holders: dict[nn.Parameter, Holder] = {}
+        modes = set()
+        for path, module in model.named_modules():
+            unit = module.__dict__.get("_fsdp_unit")
+            if unit is None or unit in self.units:
+                continue
+            prefix = clean_path(path)
+            self.units[unit] = f"unit {prefix!r}" if prefix else "the outermost unit"
+            for handle, views in zip(unit.handles, unit.views):
+                is_flat = isinstance(views, FlatViews)
+                modes.add(is_flat)
+                for visible in views.visible:
+                    members = tuple(
+                        Member(tuple(_joined(prefix, n) for n in (record.name, *record.aliases)), index, record)
+                        for index, record in enumerate(handle.layout.params)
+                        if index in visible.members
+                    )
+                    self.holders[visible.param] = Holder(visible.param, members, unit, handle, is_flat)
+        if not self.units:
+            raise ValueError(
+                f"expected a model with FullyShardedDataParallel modules in it, but {type(model).__name__} has none; "
+                "the optimizer state of a plain model is optimizer.state_dict()"
+            )
+        if len(modes) > 1:
+            raise AssertionError("expected one use_orig_params for all FullyShardedDataParallel modules of the model")
+        self.use_orig_params = modes != {True}
+        self._current_names: dict[nn.Parameter, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self._current_names.setdefault(param, []).append(name)
+        self.others = {
+            param: clean_path(names[0]) for param, names in self._current_names.items() if param not in self.holders
+        }
+
+    @cached_property
+    def by_name(self) -> dict[str, tuple[Holder, Member]]:
+        return {member.name: (holder, member) for holder in self.holders.values() for member in holder.members}
+
+    @property
+    def in_order(self) -> list[nn.Parameter]:
+        """All parameters, in the order of the model's, and last those that it does not show now."""
+        return list(
+            dict.fromkeys([*(p for p in self._current_names if p in self.holders or p in self.others), *self.holders])
+        )
+
+    def names(self, param: nn.Parameter) -> list[str]:
+        """The names in the plain model of the parameters that ``param`` stands for; KeyError if it is not in the
+        model."""
+        if param in self.holders:
+            return [member.name for member in self.holders[param].members]
+        if param in self.others:
+            return [self.others[param]]
+        raise KeyError(
+            f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model; build the "
+            "optimizer from the wrapped model's parameters()"
+        )
+
+    def key_of_named(self, param: nn.Parameter) -> str:
+        """The key of ``param`` in the state of an optimizer that goes by names: its name now, wrapper parts and all."""
+        return self._current_names[param][0]
+
+    def by_current_name(self) -> dict[Key, nn.Parameter]:
+        """Names now, wrapper parts and all, and where these lead nowhere else names in the plain model."""
+        found: dict[Key, nn.Parameter] = {}
+        for param, names in self._current_names.items():
+            found.update(dict.fromkeys(names, param))
+        for param, names in self._current_names.items():
+            for name in names:
+                found.setdefault(clean_path(name), param)
+        return found
+
+
+def bare(name: str) -> str:
+    """``name`` without anything that wrappers of any kind add: what renamed keys have in common."""
+    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in WRAPPER_PARTS)
+
+
+def _joined(prefix: str, name: str) -> str:
+    return clean_path(f"{prefix}.{name}" if prefix else name)
+
+
+# -- the keys of an optimizer's state dict -----------------------------------------------------------------------------
+
+
+def params_by_id(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> dict[Key, nn.Parameter]:
+    """Each parameter's number in the optimizer's state dict: of ``optim``, else of one built from ``optim_input``, else
+    of one built from ``model.parameters()``.
+
+    Raises:
+        TypeError: ``optim_input`` is not iterable, or mixes parameters and groups.
+        ValueError: it is empty, or a group has no "params".
+    """
+    if optim_input is None:
+        if optim is None:
+            return dict(enumerate(model.parameters()))
+        return dict(enumerate(param for group in optim.param_groups for param in group["params"]))
+    expected = (
+        "optim_input should be an iterable of parameters or of parameter groups (dicts), as given to the optimizer"
+    )
+    try:
+        given: list[Any] = list(optim_input)
+    except TypeError as error:
+        raise TypeError(f"{expected}, but got {type(optim_input)}") from error
+    if not given:
+        raise ValueError(f"{expected}, but it is empty")
+    if all(isinstance(item, torch.Tensor) for item in given):
+        return dict(enumerate(given))
+    if not all(isinstance(item, dict) for item in given):
+        raise TypeError(f"{expected}, but got {sorted({type(item).__name__ for item in given})}")
+    if not all("params" in group for group in given):
+        raise ValueError('expected every parameter group of optim_input to have "params"')
+    return dict(enumerate(param for group in given for param in group["params"]))
+
+
+def is_named(optim_state_dict: Mapping[str, Any]) -> bool:
+    """Whether the keys of the state are names, as those of torch's ``_NamedOptimizer``."""
+    return any(isinstance(key, str) for key in list(optim_state_dict.get("state") or ())[:1])
+
+
+def param_to_name(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Each parameter's clean name; the first one of a shared parameter.
+
+    Raises:
+        RuntimeError: one stands for several: it is a flat parameter.
+    """
+    names: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=True):
+        members = getattr(param, "_fqns", None)
+        if members is None:
+            names[param] = clean_path(name)
+        elif len(members) == 1:
+            names[param] = _joined(clean_path(name).rpartition(".")[0], members[0])
+        else:
+            raise RuntimeError(
+                f"expected a model whose parameters have one name each, but {name!r} stands for {members}. Rekey with "
+                "the plain model and its optimizer, or wrap with use_orig_params=True"
+            )
+    return names
+
+
+def name_to_param(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The inverse of :func:`param_to_name`."""
+    return {name: param for param, name in param_to_name(model).items()}
+
+
+def rekey(
+    optim_state_dict: dict[str, Any],
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim: Optimizer | None,
+    optim_input: OptimInput | None,
+) -> dict[str, Any]:
+    """See ``FullyShardedDataParallel.rekey_optim_state_dict``."""
+    kinds = {type(key) for key in optim_state_dict["state"]}
+    wanted, other = (str, int) if key_type is OptimStateKeyType.PARAM_NAME else (int, str)
+    if not kinds <= {str} and not kinds <= {int}:
+        raise ValueError(
+            f"Invalid parameter keys: expected all names or all ids, got {list(optim_state_dict['state'])}"
+        )
+    if kinds <= {wanted}:
+        return optim_state_dict
+    ids = params_by_id(model, optim, optim_input)
+    if other is int:
+        names = param_to_name(model)
+        new_keys: dict[Any, Any] = {key: names[param] for key, param in ids.items()}
+    else:
+        numbers = {param: key for key, param in ids.items()}
+        new_keys = {name: numbers[param] for name, param in name_to_param(model).items() if param in numbers}
+    named = [
+        *optim_state_dict["state"],
+        *(key for group in optim_state_dict["param_groups"] for key in group["params"]),
+    ]
+    unknown = list(dict.fromkeys(key for key in named if key not in new_keys))
+    if unknown:
+        raise KeyError(f"rekey_optim_state_dict: the optimizer or model given has no {', '.join(map(repr, unknown))}")
+    groups = copy.deepcopy(optim_state_dict["param_groups"])
+    for group in groups:
+        group["params"] = sorted(new_keys[key] for key in group["params"])
+    return {"state": {new_keys[key]: value for key, value in optim_state_dict["state"].items()}, "param_groups": groups}

@@ -1,0 +1,515 @@
+"""Optimizer state between flat shards and parameter names.
+
+On the way out, the ranks first tell each other what states there are (names, dtypes, scalars: one exchange of objects).
+From then on all of them know every message, and the elements of a unit travel in one collective, to the ranks that
+asked for them. Large units travel in several parts, of one state of the unit at most or of ``_BATCH_NBYTES``. Two parts
+are there beside the result: one travels while the other is put where it belongs.
+
+The way in is :mod:`fsdp.checkpoint.optim_load`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from fsdp.api import RaggedOptimStateDictConfig, StateDictSettings, StateDictType
+from fsdp.checkpoint.chunks import as_chunk, chunk_rows
+from fsdp.checkpoint.moves import Item, Movers, Span, batches
+from fsdp.checkpoint.optim_params import (
+    Holder,
+    Key,
+    Member,
+    ModelParams,
+    OptimInput,
+    is_named,
+    params_by_id,
+    row_elements,
+    rows_lie_together,
+)
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.comm.collectives import all_gather_object, default_group, group_ranks
+from fsdp.comm.streams import streams_for
+from fsdp.runtime.unit import Unit
+
+_BATCH_NBYTES = 32 << 20
+_CPU = torch.device("cpu")
+
+
+# -- what states there are ---------------------------------------------------------------------------------------------
+
+
+class Elementwise(NamedTuple):
+    """A state with one element per element of the parameter."""
+
+    dtype: torch.dtype
+
+
+class Scalar(NamedTuple):
+    """A tensor without dimensions, by its bits."""
+
+    dtype: torch.dtype
+    bits: bytes
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Scalar:
+        return Scalar(tensor.dtype, bytes(tensor.detach().cpu().reshape(1).view(torch.uint8).tolist()))
+
+    def tensor(self) -> torch.Tensor:
+        """A new one, on CPU."""
+        return torch.frombuffer(bytearray(self.bits), dtype=self.dtype).reshape(())
+
+
+States = dict[str, Any]  # of one parameter, by name: Elementwise, Scalar, or any other value as it is
+
+
+def _described(holder: Holder, state: Mapping[str, Any], problems: list[str]) -> States:
+    """What ``state``, this rank's of ``holder``, consists of. What cannot be handled is added to ``problems``."""
+    found: States = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            found[name] = value
+            if holder.sharded and any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(value)):
+                problems.append(f"state {name!r} of {holder} is a {type(value).__name__} of tensors")
+        elif tuple(value.shape) == holder.local_shape and (value.dim() > 0 or not holder.sharded):
+            found[name] = Elementwise(value.dtype)
+        elif value.dim() == 0:
+            found[name] = Scalar.of(value)
+        elif not holder.sharded and not holder.is_flat:
+            found[name] = value  # every rank has all of it, whatever it is
+        else:
+            problems.append(
+                f"state {name!r} of {holder} has shape {tuple(value.shape)}, and this rank's part of the parameter has "
+                f"{holder.local_shape}"
+            )
+    return found
+
+
+class _Disagreements:
+    """What the ranks' states do not agree on, collected so that one error tells all of it."""
+
+    def __init__(self) -> None:
+        self.missing: dict[int, list[str]] = {}
+        self.different: list[str] = []
+
+    def check(self) -> None:
+        """
+        Raises:
+            RuntimeError: ranks lack states that others have.
+            AssertionError: states differ between ranks.
+        """
+        if self.missing:
+            ranks = "".join(
+                f"\n  rank {rank} is missing {', '.join(dict.fromkeys(names))}"
+                for rank, names in sorted(self.missing.items())
+            )
+            raise RuntimeError(
+                "expected the optimizers of all ranks to hold the same parameters, so that each rank has the states of "
+                f"its part, but{ranks}"
+            )
+        if self.different:
+            raise AssertionError("expected states without elements to agree, but " + "; ".join(self.different))
+
+
+def _merged(holder: Holder, by_rank: Sequence[States | None], wrong: _Disagreements) -> States | None:
+    """What the ranks that own elements of ``holder`` agree on; None if none of them has state for it.
+
+    The others may have state as well (some optimizers make it for empty parameters), which was never stepped.
+    """
+    owners = {rank: by_rank[rank] for rank in holder.owners}
+    if all(states is None for states in owners.values()):
+        return None
+    merged: States = {}
+    for states in owners.values():
+        for name, value in (states or {}).items():
+            merged.setdefault(name, value)
+    for rank, states in owners.items():
+        if states is None:
+            wrong.missing.setdefault(rank, []).append(f"all states of {holder}")
+            continue
+        for name, value in merged.items():
+            if name not in states:
+                wrong.missing.setdefault(rank, []).append(f"state {name!r} of {holder}")
+            elif states[name] is not value and (type(states[name]) is not type(value) or states[name] != value):
+                wrong.different.append(
+                    f"state {name!r} of {holder} is {_shown(states[name])} on rank {rank} and {_shown(value)} on others"
+                )
+    return merged
+
+
+def _shown(value: Any) -> str:
+    return repr(value.tensor() if isinstance(value, Scalar) else value)
+
+
+def _agree(params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[Holder, States]:
+    """The states of every parameter that has any, the same on all ranks: one exchange of objects per shard group.
+
+    Raises, on every rank of the group:
+        NotImplementedError: a state is neither a scalar nor element-wise.
+        RuntimeError, AssertionError: see ``_Disagreements``.
+    """
+    problems: list[str] = []
+    local = {
+        holder: _described(holder, state_of[param], problems) if param in state_of else None
+        for param, holder in params.holders.items()
+    }
+    groups: dict[Any, list[Holder]] = {}
+    for holder in local:
+        groups.setdefault(holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None, []).append(holder)
+    agreed: dict[Holder, States | None] = {}
+    problems_of: dict[int, list[str]] = {}
+    for group, holders in groups.items():
+        told = [local[holder] for holder in holders]
+        ranks = [0] if group is None else group_ranks(group)
+        everyone: list[Any] = [(told, problems)]
+        if group is not None:
+            with streams_for(holders[0].unit.device).on_device():
+                everyone = all_gather_object((_shared_alike(told), problems), group, "agree on the optimizer's states")
+        problems_of.update({rank: theirs for rank, (_, theirs) in zip(ranks, everyone) if theirs})
+        if problems_of:
+            continue
+        wrong = _Disagreements()
+        for number, holder in enumerate(holders):
+            agreed[holder] = _merged(holder, [states[number] for states, _ in everyone], wrong)
+        wrong.check()
+    if problems_of:
+        listed = "".join(f"\n  rank {rank}: {problem}" for rank, several in problems_of.items() for problem in several)
+        raise NotImplementedError(
+            "only states that are scalars, or that have one element per element of the parameter, can leave a sharded "
+            f"optimizer (factored and block-quantized ones cannot), but{listed}"
+        )
+    return {holder: states for holder in local if (states := agreed[holder]) is not None}
+
+
+def _shared_alike(told: list[States | None]) -> list[States | None]:
+    """Equal descriptions as one object: most parameters have the same, and pickle writes an object once."""
+    seen: dict[Any, States] = {}
+    result: list[States | None] = []
+    for states in told:
+        try:
+            result.append(states if states is None else seen.setdefault(tuple(states.items()), states))
+        except TypeError:  # a value that cannot be hashed
+            result.append(states)
+    return result
+
+
+# -- out ---------------------------------------------------------------------------------------------------------------
+
+
+class Kind(Enum):
+    """What tensors with one element per element of the parameter become."""
+
+    FULL = auto()  # whole tensors
+    CHUNKS = auto()  # this rank's chunk of rows, as ShardedTensor or DTensor
+    RAGGED = auto()  # what lies in this rank's shard, as RaggedTensor: nothing moves
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a state dict is to be.
+
+    Attributes:
+        kind: of its tensors.
+        rank0_only: only rank 0 of the group gets it; the others get ``{}``. For FULL.
+        offload_to_cpu: tensors in CPU memory; else where the unit computes.
+        mesh: for CHUNKS; ``DTensor`` values on it instead of ``ShardedTensor``.
+    """
+
+    kind: Kind = Kind.FULL
+    rank0_only: bool = False
+    offload_to_cpu: bool = True
+    mesh: DeviceMesh | None = None
+
+    @staticmethod
+    def of(settings: StateDictSettings | None, mesh: DeviceMesh | None) -> Form:
+        """The form that the kind of state dict in force asks for. ``mesh`` is that of the wrapped module, if any.
+
+        Raises:
+            RuntimeError: a local state dict with a device mesh.
+        """
+        if settings is None:
+            return Form()
+        config = settings.optim_state_dict_config
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and mesh is not None:
+            raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT instead")
+        kind = Kind.FULL if settings.state_dict_type is StateDictType.FULL_STATE_DICT else Kind.CHUNKS
+        return Form(
+            Kind.RAGGED if isinstance(config, RaggedOptimStateDictConfig) else kind,
+            rank0_only=getattr(config, "rank0_only", False),
+            offload_to_cpu=config.offload_to_cpu,
+            mesh=mesh if getattr(config, "_use_dtensor", False) else None,
+        )
+
+
+class _Target:
+    """Memory for what this rank gets of one state: elements ``start`` to ``end`` of the parameter, in memory order."""
+
+    def __init__(self, member: Member, dtype: torch.dtype, device: torch.device, rows: tuple[int, int] | None) -> None:
+        """Of all of it, or of these rows."""
+        record = member.record
+        shape, self.start, self.end = record.shape, 0, record.numel
+        self._rows = rows
+        if rows is not None and rows_lie_together(member):
+            self._rows = (0, rows[1] - rows[0])
+            shape = (self._rows[1], *record.shape[1:])
+            self.start, self.end = row_elements(member, rows)
+        self._tensor = torch.empty_strided(shape, record.stride, dtype=dtype, device=device)
+        self._elements = self._tensor.as_strided((self.end - self.start,), (1,))
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        first, last = max(start, self.start), min(start + values.numel(), self.end)
+        if first < last:
+            self._elements[first - self.start : last - self.start].copy_(values[first - start : last - start])
+
+    def value(self) -> torch.Tensor:
+        """What was written. Rows are row-major, as torch's sharded tensors have to be."""
+        return self._tensor if self._rows is None else self._tensor[slice(*self._rows)].contiguous()
+
+
+class _Entry(NamedTuple):
+    """One state of one original parameter."""
+
+    holder: Holder
+    member: Member
+    state: str
+    dtype: torch.dtype
+
+
+@torch.no_grad()
+def optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer | None,
+    raw: Mapping[str, Any],
+    form: Form,
+    *,
+    optim_input: OptimInput | None = None,
+    group: Any = None,
+) -> dict[str, Any]:
+    """``raw``, the optimizer's own state dict on this rank, by the names of the plain model. All ranks have to call.
+
+    The tensors are copies, each in memory of its own; scalars are on CPU.
+
+    Args:
+        optim: what ``raw`` is of; None for one built from ``optim_input``, or from ``model.parameters()``.
+        group: rank 0 of which gets the result of ``form.rank0_only``; None for the default one.
+
+    Raises: as ``ModelParams`` and ``_agree``, and KeyError if the optimizer holds parameters that are not in the model.
+    """
+    params = ModelParams(model)
+    by_key = params.by_current_name() if is_named(raw) else params_by_id(model, optim, optim_input)
+    state_of = {by_key[key]: state for key, state in raw["state"].items() if key in by_key}
+    for param in state_of:
+        params.names(param)
+    group = group if group is not None else default_group()
+    agreed = _agree(params, state_of)
+    movers, outgoing = Movers(), []
+    for unit, called in params.units.items():
+        of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
+        if of_unit:
+            outgoing.append(_Outgoing(unit, of_unit, state_of, form, group))
+            outgoing[-1].send(movers, f"optimizer state of {called}")
+    movers.flush()
+    if form.rank0_only and group.rank() != 0:
+        return {}
+    result = {name: states for unit in outgoing for name, states in unit.arrived()}
+    for param, name in params.others.items():
+        if param in state_of:
+            result[name] = {key: _copied(value, form.offload_to_cpu) for key, value in state_of[param].items()}
+    state: dict[Any, Any] = {name: result[name] for name in _order(params, state_of) if name in result}
+    for key, value in raw["state"].items():
+        if key not in by_key and key not in state:
+            warnings.warn(
+                f"the optimizer's state has an entry {key!r} that belongs to no parameter; it is copied as it is",
+                stacklevel=3,
+            )
+            state[key] = copy.deepcopy(value)
+    full: dict[str, Any] = {"state": state}
+    if "param_groups" in raw:
+        full["param_groups"] = [_named_group(params, group_, by_key) for group_ in raw["param_groups"]]
+    return full
+
+
+def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:
+    """The names in the order in which torch's FSDP1 lists them: with flat parameters that of the optimizer, else what
+    no unit owns and then unit by unit, alphabetically."""
+    if not params.use_orig_params:
+        return [name for param in state_of for name in params.names(param)]
+    units: dict[Unit, list[str]] = {}
+    for name, (holder, _) in sorted(params.by_name.items()):
+        units.setdefault(holder.unit, []).append(name)
+    return [*sorted(params.others.values()), *(name for names in units.values() for name in names)]
+
+
+def _named_group(params: ModelParams, group: Mapping[str, Any], by_key: Mapping[Key, nn.Parameter]) -> dict[str, Any]:
+    names = [name for key in group["params"] for name in params.names(by_key[key])]
+    return {key: names if key == "params" else copy.deepcopy(value) for key, value in group.items()}
+
+
+def _copied(value: Any, offload_to_cpu: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to(_CPU, copy=True) if offload_to_cpu else value.detach().clone()
+
+
+class _Outgoing:
+    """One unit's states on their way to the ranks that get them."""
+
+    def __init__(
+        self,
+        unit: Unit,
+        states: Mapping[Holder, States],
+        state_of: Mapping[nn.Parameter, Mapping[str, Any]],
+        form: Form,
+        group: Any,
+    ) -> None:
+        self._unit, self._states, self._state_of, self._form = unit, states, state_of, form
+        groups = unit.groups
+        # Those who share the chunks; an unsharded flat parameter is cut for the ranks that it is replicated over.
+        self._sharers: Any = groups.shard or groups.replica
+        self._chunked = (
+            form.kind is Kind.CHUNKS and self._sharers is not None and (groups.sharded or next(iter(states)).is_flat)
+        )
+        self._saves = not form.rank0_only or group.rank() == 0
+        self._target_rank: int | None = 0  # of the shard group, if one rank saves; None if that is in another one
+        if form.rank0_only and groups.shard_size > 1:
+            saving, ranks = group_ranks(group)[0], group_ranks(groups.shard)
+            self._target_rank = ranks.index(saving) if saving in ranks else None
+        self._device = _CPU if form.offload_to_cpu else unit.device
+        self._entries = [
+            _Entry(holder, member, name, value.dtype)
+            for holder, of_holder in states.items()
+            for member in holder.members
+            for name, value in of_holder.items()
+            if isinstance(value, Elementwise)
+        ]
+        self._entries.sort(key=lambda entry: entry.state)  # so that a part of them is about one state
+        self._tensors: dict[tuple[Member, str], Any] = {}
+
+    def send(self, movers: Movers, label: str) -> None:
+        """Start sending the tensors to whoever gets them."""
+        if self._form.kind is Kind.RAGGED:
+            self._tensors = self._ragged()
+        elif self._target_rank is not None:  # else the rank that saves has this unit in another replica
+            self._move(movers, label)
+
+    def arrived(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Each member's name and states. All tensors have arrived."""
+        for holder, of_holder in self._states.items():
+            for member in holder.members:
+                yield (
+                    member.name,
+                    {
+                        name: self._tensors[member, name] if isinstance(value, Elementwise) else self._plain(value)
+                        for name, value in _ordered(holder, of_holder)
+                    },
+                )
+
+    def _plain(self, value: Any) -> Any:
+        return value.tensor() if isinstance(value, Scalar) else _copied(value, self._form.offload_to_cpu)
+
+    def _part(self, entry: _Entry) -> torch.Tensor:
+        """This rank's elements; of those that it holds nothing of, it may have no state."""
+        if entry.holder.piece(entry.member).numel == 0:
+            return torch.empty(0, dtype=entry.dtype, device=self._device)
+        return entry.holder.part(entry.member, self._state_of[entry.holder.param][entry.state])
+
+    def _ragged(self) -> dict[tuple[Member, str], torch.Tensor]:
+        return {
+            (entry.member, entry.state): RaggedTensor(
+                self._part(entry).to(self._device, copy=True),
+                entry.member.record.shape,
+                entry.holder.start(entry.member),
+                entry.member.record.stride,
+            )
+            for entry in self._entries
+        }
+
+    def _move(self, movers: Movers, label: str) -> None:
+        groups = self._unit.groups
+        mover = movers.over(groups.shard, groups.shard_rank, groups.shard_size, self._unit.device)
+        items = [Item(entry.dtype, entry.holder.spans(entry.member), self._needs(entry)) for entry in self._entries]
+        for run in batches(items, batch_limit(self._unit, items)):
+            entries = [self._entries[number] for number in run]
+            targets = [self._target(entry) for entry in entries]
+
+            def read(number: int, start: int, end: int, entries: list[_Entry] = entries) -> torch.Tensor:
+                first = entries[number].holder.start(entries[number].member)
+                return self._part(entries[number])[start - first : end - first]
+
+            def write(number: int, start: int, values: torch.Tensor, targets: list[_Target | None] = targets) -> None:
+                target = targets[number]
+                if target is not None:
+                    target.write(start, values)
+
+            def done(entries: list[_Entry] = entries, targets: list[_Target | None] = targets) -> None:
+                for entry, target in zip(entries, targets):
+                    self._tensors[entry.member, entry.state] = self._value(entry, target)
+
+            mover.move([items[number] for number in run], read, write, label, done)
+
+    # -- who gets what -------------------------------------------------------------------------------------------------
+
+    def _rows(self, entry: _Entry) -> list[tuple[int, int]]:
+        """The rows that each of the sharers gets."""
+        return chunk_rows(entry.member.record.shape[0], self._sharers.size())
+
+    def _cut(self, entry: _Entry) -> bool:
+        return self._chunked and entry.member.record.shape != () and entry.member.record.numel > 0
+
+    def _needs(self, entry: _Entry) -> list[Span] | None:
+        """Which rank of the shard group gets which elements."""
+        numel = entry.member.record.numel
+        if not self._cut(entry):
+            if self._form.rank0_only or self._unit.groups.shard_size == 1:
+                return [Span(self._target_rank or 0, 0, numel)]
+            if not self._chunked:
+                return None
+            return [Span(rank, 0, numel) for rank in range(self._unit.groups.shard_size)]
+        if self._unit.groups.shard_size == 1:
+            return [Span(0, 0, numel)]
+        rows = [(rank, some) for rank, some in enumerate(self._rows(entry)) if some[0] < some[1]]
+        if rows_lie_together(entry.member):
+            return [Span(rank, *row_elements(entry.member, some)) for rank, some in rows]
+        return [Span(rank, 0, numel) for rank, _ in rows]
+
+    def _target(self, entry: _Entry) -> _Target | None:
+        """Memory for what this rank gets."""
+        if not self._saves:
+            return None
+        rows = self._rows(entry)[self._sharers.rank()] if self._cut(entry) else None
+        return _Target(entry.member, entry.dtype, self._device, rows)
+
+    def _value(self, entry: _Entry, target: _Target | None) -> Any:
+        """What stands in the state dict."""
+        if target is None or not self._cut(entry):
+            return None if target is None else target.value()
+        return as_chunk(target.value(), entry.member.record.shape, self._sharers, self._form.mesh)
+
+
+def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:
+    """In the order in which torch's FSDP1 lists them."""
+    if not holder.sharded and not holder.is_flat:
+        return list(states.items())
+    kinds = [Elementwise, Scalar, None] if holder.is_flat else [None, Scalar, Elementwise]
+
+    def place(item: tuple[str, Any]) -> tuple[int, str]:
+        return kinds.index(type(item[1]) if type(item[1]) in kinds else None), item[0]
+
+    return sorted(states.items(), key=place)
+
+
+def batch_limit(unit: Unit, items: Sequence[Item]) -> int:
+    """How many bytes of the unit's states may travel at once: one state of all its parameters, or a bit for tiny
+    ones."""
+    numel = sum(handle.layout.padded_numel for handle in unit.handles)
+    return max(_BATCH_NBYTES, numel * max((item.dtype.itemsize for item in items), default=1))

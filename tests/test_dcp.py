@@ -1,0 +1,223 @@
+"""`get_state_dict`, `set_state_dict` and friends: what torch's do for torch's FSDP1, through torch's own storage."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp.checkpoint import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from tests.harness.pool import run_ranks
+from tests.test_optim_state import (
+    adamw,
+    assert_same,
+    assert_same_states,
+    build,
+    ours,
+    quiet,
+    row_major,
+    settle_all,
+    torchs,
+    train,
+)
+
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def trained(uop: bool, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    model = ours(uop, module=row_major(seed), **options)
+    return model, train(adamw(model.parameters()))
+
+
+def same_state(model: nn.Module, optimizer: Any, other: nn.Module, other_optimizer: Any, what: str) -> None:
+    assert_same_states(optimizer.state_dict(), other_optimizer.state_dict(), what)
+    for param, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(param, expected), what
+
+
+def check_like_torch() -> None:
+    rank = dist.get_rank()
+    for uop in (False, True):
+        model, optimizer = trained(uop)
+        theirs = torchs(uop, module=row_major())
+        their_optimizer = train(adamw(theirs.parameters()))
+        for chosen in (
+            {},
+            {"cpu_offload": True},
+            {"full_state_dict": True},
+            {"full_state_dict": True, "cpu_offload": True},
+        ):
+            what = f"use_orig_params={uop}, {chosen}"
+            options = torch_state_dict.StateDictOptions(**chosen)
+            mine = get_state_dict(model, optimizer, options=options)
+            if len(chosen) == 2:  # torch's fails on CPU, where everything is offloaded already
+                whole = get_state_dict(model, optimizer, options=FULL)
+                assert_same(settle_all(mine), ({}, {}) if rank > 0 else settle_all(whole), what)
+                continue
+            expected = quiet(torch_state_dict.get_state_dict, theirs, their_optimizer, options=options)
+            assert_same(settle_all(mine[0]), settle_all(expected[0]), f"{what}, model")
+            assert_same(settle_all(mine[1]["state"]), settle_all(expected[1]["state"]), f"{what}, optimizer")
+            assert_same(mine[1]["param_groups"], expected[1]["param_groups"], f"{what}, groups")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_gives_what_torchs_gives(world_size: int) -> None:
+    """T28, T29, U1: both modes, full and sharded, with and without offload; torch's options are taken."""
+    run_ranks(world_size, check_like_torch)
+
+
+def check_round_trips() -> None:
+    rank = dist.get_rank()
+    for uop in (False, True):
+        model, optimizer = trained(uop)
+        for options, given in (
+            (None, None),
+            (FULL, None),
+            (StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True), {}),
+            (StateDictOptions(flatten_optimizer_state_dict=True), None),
+            (StateDictOptions(ragged=True), None),
+        ):
+            saved = get_state_dict(model, optimizer, options=options)
+            if given is not None and rank > 0:
+                assert saved == ({}, {})
+            other = ours(uop, module=row_major(1))
+            other_optimizer = adamw(other.parameters())
+            found = set_state_dict(
+                other, other_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=options
+            )
+            assert (found.missing_keys, found.unexpected_keys) == ([], [])
+            same_state(other, other_optimizer, model, optimizer, f"use_orig_params={uop}, {options}")
+
+
+def check_options() -> None:
+    model, _ = trained(True)
+    fresh = ours(True, module=row_major())
+    fresh_optimizer = adamw(fresh.parameters())
+    before = copy.deepcopy(fresh_optimizer.state_dict())
+    initial = get_optimizer_state_dict(fresh, fresh_optimizer, options=FULL)
+    assert initial["param_groups"][0]["lr"] == 0.01
+    assert initial["state"]["bias"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert_same(fresh_optimizer.state_dict(), before, "a fresh optimizer stays as it is")
+    assert all(param.grad is None for param in fresh.parameters())
+
+    blocks = get_model_state_dict(model, submodules={dict(model.named_modules())["_fsdp_wrapped_module.blocks"]})
+    assert sorted({name.split(".")[0] for name in blocks}) == ["blocks"]
+    options = StateDictOptions(keep_submodule_prefixes=False)
+    short = get_model_state_dict(
+        model, submodules={dict(model.named_modules())["_fsdp_wrapped_module.blocks"]}, options=options
+    )
+    assert [f"blocks.{name}" for name in short] == list(blocks)
+    for module in (model, ours(False, module=row_major())):
+        for name, param in module.named_parameters():
+            if name.endswith(("tokens.weight", "blocks.0._fsdp_wrapped_module._flat_param")):
+                param.requires_grad_(False)
+        left = get_model_state_dict(module, options=StateDictOptions(ignore_frozen_params=True))
+        gone = set(get_model_state_dict(module)) - set(left)
+        frozen = {"tokens.weight", "head.weight"}  # one parameter
+        assert gone == (frozen if module is model else {n for n in get_model_state_dict(module) if "blocks.0" in n})
+
+    several = [adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])]
+    for one in several:
+        train(one)
+    joined = get_optimizer_state_dict(model, several, options=FULL)
+    assert [sorted(group["params"]) for group in joined["param_groups"]][1] == ["bias", "conv.weight"]
+    others = [adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])]
+    set_optimizer_state_dict(model, others, joined, options=FULL)
+    for one, other in zip(several, others):
+        assert_same_states(other.state_dict(), one.state_dict(), "several optimizers")
+    for broadcast in (False, True):
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        with pytest.raises(RuntimeError, match=r"the optimizer trains 'tokens.weight', 'conv.bias', which no"):
+            set_optimizer_state_dict(model, adamw(model.parameters()), joined, options=options)
+    partly = adamw(model.parameters())
+    set_optimizer_state_dict(model, partly, joined, options=StateDictOptions(full_state_dict=True, strict=False))
+    with pytest.raises(ValueError, match="full_state_dict must be True"):
+        get_model_state_dict(model, options=StateDictOptions(broadcast_from_rank0=True))
+    with pytest.raises(TypeError, match="options must be StateDictOptions"):
+        get_model_state_dict(model, options={"full_state_dict": True})  # type: ignore[arg-type]
+
+
+def check_plain() -> None:
+    """The same calls for a plain model, DDP and a compiled one, and from there into a wrapped one."""
+    plain = row_major()
+    plain_optimizer = train(adamw(plain.parameters()))
+    compiled = row_major()
+    compiled.blocks[0] = quiet(torch.compile, compiled.blocks[0])
+    for model in (row_major(), DistributedDataParallel(row_major()), compiled, quiet(torch.compile, row_major())):
+        optimizer = train(adamw(model.parameters()))
+        saved = get_state_dict(model, optimizer)
+        assert sorted(saved[0]) == sorted(build().state_dict())
+        assert sorted(saved[1]["state"]) == sorted(dict(build().named_parameters()))
+        other = copy.deepcopy(row_major(1)) if model is not compiled else compiled
+        other_optimizer = adamw(other.parameters())
+        set_state_dict(other, other_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+        assert_same_states(other_optimizer.state_dict(), plain_optimizer.state_dict(), "plain")
+        for uop in (False, True):
+            wrapped = ours(uop, module=row_major(1))
+            wrapped_optimizer = adamw(wrapped.parameters())
+            found = set_model_state_dict(wrapped, saved[0], options=FULL)
+            assert (found.missing_keys, found.unexpected_keys) == ([], [])
+            set_optimizer_state_dict(wrapped, wrapped_optimizer, saved[1], options=FULL)
+            same_state(wrapped, wrapped_optimizer, *trained(uop), "from a plain model")
+
+
+def test_it_goes_back_in_every_form() -> None:
+    """R40, T29: sharded, full, from rank 0, flattened."""
+    run_ranks(2, check_round_trips)
+
+
+def test_options_and_several_optimizers() -> None:
+    """User-pain 25: frozen parameters, submodules, fresh optimizers, what a dict does not know."""
+    run_ranks(2, check_options)
+
+
+def test_plain_and_wrapped_models_exchange_state() -> None:
+    """R44, user-pain 14: plain, DDP, compiled."""
+    run_ranks(2, check_plain)
+
+
+def parts(model: nn.Module, optimizer: Any, ragged: bool) -> dict[str, Any]:
+    options = StateDictOptions(ragged=ragged)
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer, options=options)))
+
+
+def save_here(path: str, uop: bool, ragged: bool) -> None:
+    quiet(torch_dcp.save, parts(*trained(uop), ragged), checkpoint_id=path)
+
+
+def load_here(path: str, ragged: bool) -> None:
+    planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)  # it drops those without rows here
+    for uop in (False, True):
+        model = ours(uop, blocks=uop, module=row_major(1))
+        optimizer = adamw(model.parameters())
+        state = parts(model, optimizer, ragged)
+        quiet(torch_dcp.load, state, checkpoint_id=path, planner=None if ragged else planner)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        expected = ours(uop, blocks=uop, module=row_major())
+        expected_optimizer = train(adamw(expected.parameters()))
+        same_state(model, optimizer, expected, expected_optimizer, f"use_orig_params={uop}")
+
+
+@pytest.mark.parametrize(("there", "here", "uop"), [(2, 3, False), (3, 1, True), (1, 2, True)])
+def test_through_torchs_storage_to_another_number_of_ranks(tmp_path: Path, there: int, here: int, uop: bool) -> None:
+    """R40, T28, user-pain 14: in torch's sharded tensors and in intervals, written and read in either form."""
+    for number, (writes, reads) in enumerate(((False, True), (True, False))):
+        path = str(tmp_path / str(number))
+        run_ranks(there, save_here, path, uop, writes)
+        run_ranks(here, load_here, path, reads)

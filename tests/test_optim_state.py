@@ -1,0 +1,701 @@
+"""Optimizer state by parameter name: what torch's FSDP1 gives, from any wrapping to any other and to plain optimizers.
+
+Gradients here are functions of the parameter's own elements, so the states of every wrapping, of torch's FSDP1 and of
+the plain model are equal bit for bit, without a forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
+from torch.distributed.fsdp import StateDictType as TorchKind
+from torch.distributed.fsdp.api import FullOptimStateDictConfig as TorchFullOptim
+from torch.distributed.fsdp.api import ShardedOptimStateDictConfig as TorchShardedOptim
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    RaggedOptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+
+FSDP = FullyShardedDataParallel
+
+
+class Block(nn.Module):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(a, b)
+        self.scale = nn.Parameter(torch.ones(1))  # fewer elements than ranks
+
+
+class Model(nn.Module):
+    """Sizes that do not divide, a tie, a parameter in another memory order, units in a unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 5)
+        self.blocks = nn.Sequential(Block(5, 3), Block(3, 5))
+        self.conv = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.tokens.weight
+        self.bias = nn.Parameter(torch.randn(2))
+
+
+def build(seed: int = 0) -> Model:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return Model()
+
+
+def ours(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options: Any) -> FSDP:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FSDP(
+            options.pop("module", None) or build(),
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=ModuleWrapPolicy({Block}) if blocks else None,
+            use_orig_params=uop,
+            **options,
+        )
+
+
+def torchs(uop: bool, strategy: str = "FULL_SHARD", blocks: bool = True, **options: Any) -> TorchFSDP:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return TorchFSDP(
+            options.pop("module", None) or build(),
+            sharding_strategy=TorchStrategy[strategy],
+            auto_wrap_policy=TorchPolicy({Block}) if blocks else None,
+            use_orig_params=uop,
+            device_id=torch.device("cpu"),
+            **options,
+        )
+
+
+def adamw(params: Iterable[Any]) -> Optimizer:
+    return AdamW(params, lr=0.01, weight_decay=0.1)
+
+
+def train(optimizer: Optimizer, steps: int = 2) -> Optimizer:
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and param.numel() > 0:
+                    param.grad = torch.sin(3 * param.detach())  # zero in the padding
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def settle(value: Any) -> Any:
+    """Sharded values as (global shape, this rank's rows)."""
+    if isinstance(value, ShardedTensor):
+        metadata = value.metadata()
+        local = value.local_shards()
+        return (
+            "sharded",
+            tuple(metadata.size),
+            [(s.shard_offsets, s.shard_sizes, str(s.placement)) for s in metadata.shards_metadata],
+            [(shard.tensor.clone(), shard.metadata.shard_offsets) for shard in local],
+            str(metadata.tensor_properties),
+        )
+    return value
+
+
+def differences(actual: Any, expected: Any, path: str = "") -> list[str]:
+    """Where two nested values differ, the order of keys and the type and dtype of values included."""
+    actual, expected = settle(actual), settle(expected)
+    if type(actual) is not type(expected):
+        return [f"{path}: {type(actual).__name__}, expected {type(expected).__name__}"]
+    if isinstance(actual, dict):
+        if list(actual) != list(expected):
+            return [f"{path}: keys {list(actual)}, expected {list(expected)}"]
+        return [line for key in actual for line in differences(actual[key], expected[key], f"{path}/{key}")]
+    if isinstance(actual, (list, tuple)):
+        if len(actual) != len(expected):
+            return [f"{path}: {actual}, expected {expected}"]
+        return [line for i, pair in enumerate(zip(actual, expected)) for line in differences(*pair, f"{path}/{i}")]
+    if isinstance(actual, Tensor):
+        alike = (actual.dtype, actual.shape, actual.device) == (expected.dtype, expected.shape, expected.device)
+        return [] if alike and torch.equal(actual, expected) else [f"{path}: {actual}, expected {expected}"]
+    return [] if actual == expected else [f"{path}: {actual!r}, expected {expected!r}"]
+
+
+def assert_same(actual: Any, expected: Any, what: str) -> None:
+    found = differences(actual, expected)
+    assert not found, f"{what}: " + "\n".join(found[:8])
+
+
+def sort_states(raw: dict[str, Any]) -> dict[str, Any]:
+    """With each parameter's states by name: in the optimizer's own dict they lie as it made them."""
+    return {**raw, "state": {key: dict(sorted(state.items())) for key, state in sorted(raw["state"].items())}}
+
+
+def assert_same_states(actual: Any, expected: Any, what: str) -> None:
+    assert_same(sort_states(actual), sort_states(expected), what)
+
+
+def quiet(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch warns of much."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return function(*args, **kwargs)
+
+
+def save(library: Any, model: nn.Module, optimizer: Optimizer, kind: str = "FULL_STATE_DICT", **config: Any) -> Any:
+    """The library's `optim_state_dict` under this kind of state dict."""
+    is_ours = library is FSDP
+    kinds = StateDictType if is_ours else TorchKind
+    full, sharded = (
+        (FullOptimStateDictConfig, ShardedOptimStateDictConfig) if is_ours else (TorchFullOptim, TorchShardedOptim)
+    )
+    config = (full if kind == "FULL_STATE_DICT" else sharded)(**config)
+
+    def work() -> Any:
+        with library.state_dict_type(model, kinds[kind], None, config):
+            return library.optim_state_dict(model, optimizer)
+
+    return work() if is_ours else quiet(work)
+
+
+# -- like torch --------------------------------------------------------------------------------------------------------
+
+
+def row_major(seed: int = 0) -> Model:
+    """torch's sharded state cannot hold another memory order."""
+    model = build(seed)
+    model.conv.to(memory_format=torch.contiguous_format)
+    return model
+
+
+def check_like_torch() -> None:
+    for uop in (False, True):
+        for strategy in ("FULL_SHARD", "NO_SHARD"):
+            what = f"use_orig_params={uop}, {strategy}"
+            mine, theirs = ours(uop, strategy, module=row_major()), torchs(uop, strategy, module=row_major())
+            my_optimizer, their_optimizer = train(adamw(mine.parameters())), train(adamw(theirs.parameters()))
+            # torch's states share memory with each other on CPU if they are "offloaded" with use_orig_params=True
+            actual = save(FSDP, mine, my_optimizer, offload_to_cpu=uop)
+            expected = save(TorchFSDP, theirs, their_optimizer, offload_to_cpu=False)
+            assert_same(actual, expected, f"{what}, full")
+            actual = save(FSDP, mine, my_optimizer, rank0_only=True)
+            assert_same(actual, expected if dist.get_rank() == 0 else {}, f"{what}, rank 0 only")
+            assert_same(FSDP.full_optim_state_dict(mine, my_optimizer), actual, f"{what}, full_optim_state_dict")
+            if dist.get_world_size() > 1 or strategy == "FULL_SHARD":
+                sharded = save(TorchFSDP, theirs, their_optimizer, "SHARDED_STATE_DICT", offload_to_cpu=False)
+                assert_same(save(FSDP, mine, my_optimizer, "SHARDED_STATE_DICT"), sharded, f"{what}, sharded")
+                assert_same(FSDP.sharded_optim_state_dict(mine, my_optimizer), sharded, f"{what}, sharded")
+                cross_load(mine, my_optimizer, theirs, their_optimizer, sharded, what)
+            cross_load(mine, my_optimizer, theirs, their_optimizer, expected, what)
+            empty = adamw(mine.parameters())
+            assert_same(save(FSDP, mine, empty)["state"], {}, "U2")
+
+
+def cross_load(
+    mine: Any, my_optimizer: Optimizer, theirs: Any, their_optimizer: Optimizer, saved: Any, what: str
+) -> None:
+    """What torch saved, which is what we save, loads here and there and gives back each one's own state."""
+    loadable = FSDP.optim_state_dict_to_load(mine, my_optimizer, saved)
+    assert_same_states(loadable, my_optimizer.state_dict(), f"{what}, to load")
+    fresh = adamw(mine.parameters())
+    fresh.load_state_dict(loadable)
+    assert_same_states(fresh.state_dict(), my_optimizer.state_dict(), f"{what}, loaded")
+    taken = quiet(TorchFSDP.optim_state_dict_to_load, theirs, their_optimizer, saved)
+    assert_same_states(taken, their_optimizer.state_dict(), f"{what}, to load by torch")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_keys_values_order_and_types_are_torchs(world_size: int) -> None:
+    """R40, R44, U1-U8, U13, U20-U24: full, on rank 0 alone and sharded; both ways."""
+    run_ranks(world_size, check_like_torch)
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+def saved_here(uop: bool, strategy: str, blocks: bool) -> dict[str, Any]:
+    model = ours(uop, strategy, blocks)
+    return FSDP.full_optim_state_dict(model, train(adamw(model.parameters())), rank0_only=True)
+
+
+def loaded_here(saved: dict[str, Any], scattered: bool) -> None:
+    """Everything that can be loaded into holds afterwards what it would have come to by itself, and goes on alike."""
+    rank = dist.get_rank()
+    before = copy.deepcopy(saved)
+    for uop in (False, True):
+        for strategy, blocks in (("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("NO_SHARD", True)):
+            never_saved, model = ours(uop, strategy, blocks), ours(uop, strategy, blocks)
+            expected, optimizer = train(adamw(never_saved.parameters())), adamw(model.parameters())
+            with torch.no_grad():
+                for param, trained in zip(model.parameters(), never_saved.parameters()):
+                    param.copy_(trained)
+            if scattered:
+                loadable = FSDP.scatter_full_optim_state_dict(saved if rank == 0 else None, model, optim=optimizer)
+            else:
+                loadable = FSDP.shard_full_optim_state_dict(saved, model, optim=optimizer)
+                by_position = FSDP.shard_full_optim_state_dict(saved, model)
+                assert_same(by_position, loadable, "without an optimizer: positions in model.parameters()")
+            assert_same_states(loadable, expected.state_dict(), f"{uop} {strategy}")
+            optimizer.load_state_dict(loadable)
+            train(expected, steps=5)
+            train(optimizer, steps=5)
+            assert_same_states(optimizer.state_dict(), expected.state_dict(), f"{uop} {strategy}, five steps later")
+            for param, other in zip(model.parameters(), never_saved.parameters()):
+                assert torch.equal(param, other)
+    assert_same(saved, before, "the dict that was given")  # U19
+
+
+@pytest.mark.parametrize(("there", "here"), [(1, 3), (2, 4), (3, 2), (4, 1)])
+def test_what_was_saved_anywhere_loads_anywhere(there: int, here: int) -> None:
+    """R40, U16-U20, U23, U25: other numbers of ranks, wrappings, strategies and modes; from all ranks and rank 0."""
+    uop = there % 2 == 0
+    saved, *others = run_ranks(there, saved_here, uop, "FULL_SHARD", blocks=there != 3)
+    assert others == [{}] * (there - 1)
+    run_ranks(here, loaded_here, saved, scattered=there != 3)
+
+
+def check_plain() -> None:
+    for uop in (False, True):
+        model, plain = ours(uop), build()
+        optimizer, plain_optimizer = train(adamw(model.parameters())), train(adamw(plain.parameters()))
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        ids = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=plain_optimizer)
+        assert_same_states(ids, plain_optimizer.state_dict(), "to a plain optimizer")
+        assert_same(
+            FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain), ids, "positions in model.parameters()"
+        )
+        names = FSDP.rekey_optim_state_dict(
+            plain_optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer
+        )
+        assert names["param_groups"][0]["params"] == sorted(full["param_groups"][0]["params"])
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, names)
+        assert_same_states(loadable, optimizer.state_dict(), "from a plain optimizer")
+        assert FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_NAME, plain) is full
+        with pytest.raises(ValueError, match="Invalid parameter keys"):
+            FSDP.rekey_optim_state_dict({"state": {0: {}, "a": {}}}, OptimStateKeyType.PARAM_ID, plain)
+        if uop:
+            again = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, model)
+            names_now = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+            assert list(again["state"]) == [names_now.index(name) for name in full["state"]]
+        else:
+            with pytest.raises(RuntimeError, match="whose parameters have one name each"):
+                FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, model)
+
+
+def test_plain_optimizers_take_it_and_give_it() -> None:
+    """R44, U26, U29, M11, Z15."""
+    run_ranks(2, check_plain)
+
+
+# -- which parameters --------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Frozen and trained parameters of two dtypes in one unit, an ignored module, and something never optimised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(5, 5).requires_grad_(False)
+        self.up, self.down = nn.Linear(5, 3), nn.Linear(3, 5, dtype=torch.float64)
+        self.ignored = nn.Linear(3, 2)
+        self.idle = nn.Parameter(torch.randn(9))
+
+
+def mixed_plain() -> Mixed:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(1)
+        return Mixed()
+
+
+def groups_of(named: Iterable[tuple[str, nn.Parameter]], plain: bool) -> list[dict[str, Any]]:
+    """Two groups, interleaved over the unit; with flat parameters, whatever the names say of them."""
+    named = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in named]
+    trained = [(n, p) for n, p in named if p.requires_grad and n != "idle"]
+    weights = [p for n, p in trained if n.endswith("weight")]
+    rest = [p for n, p in trained if not n.endswith("weight")]
+    return [{"params": weights, "lr": 0.1, "momentum": 0.9}, {"params": rest, "lr": 0.01, "weight_decay": 0.2}]
+
+
+def check_mixed() -> None:
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        model = mixed_plain()
+        model = ours(True, strategy, False, module=model, ignored_modules=[model.ignored])
+        plain = mixed_plain()
+        optimizer = train(SGD(groups_of(model.named_parameters(), False)))
+        plain_optimizer = train(SGD(groups_of(plain.named_parameters(), True)))
+        full = save(FSDP, model, optimizer)
+        ids = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=plain_optimizer)
+        assert_same_states(ids, plain_optimizer.state_dict(), "as the plain optimizer has it")
+        assert sorted(full["state"]) == ["down.weight", "ignored.weight", "up.weight"]  # no momentum, no state
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, full)
+        assert_same_states(loadable, optimizer.state_dict(), "several groups")
+        scattered = FSDP.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, optim=optimizer)
+        assert_same_states(scattered, optimizer.state_dict(), "several groups, from rank 0")
+        sharded = save(FSDP, model, optimizer, "SHARDED_STATE_DICT")
+        loadable = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
+        assert_same_states(loadable, optimizer.state_dict(), "several groups, sharded")
+        dict(model.named_parameters())["_fsdp_wrapped_module.up.weight"].requires_grad_(False)  # it keeps its state
+        assert_same(save(FSDP, model, optimizer), full, "frozen later")
+        without = {"state": full["state"]}
+        assert list(FSDP.optim_state_dict_to_load(model, optimizer, without)) == ["state"]
+        optimizer.state["anything"] = {"of": "the user's"}
+        with pytest.warns(UserWarning, match="'anything' that belongs to no parameter"):
+            more = save(FSDP, model, optimizer)
+        assert more["state"].pop("anything") == {"of": "the user's"}
+        assert_same(more, full, "with something of the user's")
+        more["state"]["anything"] = {"of": "the user's"}
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, more)
+        assert loadable["state"].pop("anything") == {"of": "the user's"}
+
+
+def test_groups_frozen_stateless_ignored_and_partial() -> None:
+    """U5, U11, AA24, user-pain 25: what exists is saved, over buckets, groups and what no unit owns."""
+    for world_size in (1, 2, 3):
+        run_ranks(world_size, check_mixed)
+
+
+def check_named_and_inputs() -> None:
+    for uop in (False, True):
+        model = ours(uop)
+        optimizer = train(adamw(model.parameters()))
+        full = save(FSDP, model, optimizer)
+        names = [name for name, _ in model.named_parameters()]
+        raw = optimizer.state_dict()
+        named = {
+            "state": {names[key]: value for key, value in raw["state"].items()},
+            "param_groups": [
+                {**group, "params": sorted(names[key] for key in group["params"])} for group in raw["param_groups"]
+            ],
+        }
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            again = FSDP.optim_state_dict(model, optimizer, named)
+        assert again["state"].keys() == full["state"].keys()
+        assert_same_states({**again, "param_groups": None}, {**full, "param_groups": None}, "a named optimizer's")
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, full, is_named_optimizer=True)
+        assert_same_states(loadable, named, "to a named optimizer")
+        for given in (list(model.parameters()), [{"params": list(model.parameters())}]):
+            with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+                assert_same(FSDP.full_optim_state_dict(model, optimizer, given, rank0_only=False), full, "optim_input")
+            with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+                loadable = FSDP.shard_full_optim_state_dict(full, model, given)
+            assert_same_states(loadable, raw, "optim_input")
+        for wrong, error in ((3, TypeError), ([], ValueError), ([next(model.parameters()), {}], TypeError)):
+            with pytest.warns(FutureWarning), pytest.raises(error, match="optim_input should be an iterable"):
+                FSDP.full_optim_state_dict(model, optimizer, wrong)
+        directly = adamw(model.parameters())
+        FSDP.optim_state_dict_to_load(model, directly, full, load_directly=True)
+        assert_same_states(directly.state_dict(), raw, "loaded directly")
+
+
+def test_named_optimizers_and_optim_input() -> None:
+    """U7, U13, U27, U30."""
+    run_ranks(2, check_named_and_inputs)
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+
+
+def big(uop: bool) -> tuple[FSDP, Optimizer, int]:
+    """A model, its trained optimizer, and the bytes of one state of its largest unit."""
+    plain = nn.Sequential(*(nn.Linear(700, 700) for _ in range(6)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=uop)
+    return model, train(adamw(model.parameters()), steps=1), (700 * 700 + 700) * 4
+
+
+def check_counts(uop: bool) -> None:
+    model, optimizer, state = big(uop)
+    world_size, group = dist.get_world_size(), tuple(range(dist.get_world_size()))
+    for what, op in (
+        (lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only=True), "all_to_all"),
+        (lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), "all_gather"),
+        (lambda: FSDP.sharded_optim_state_dict(model, optimizer), "all_to_all"),
+    ):
+        with record_collectives() as log:
+            saved = what()
+        moved = [record for record in log.records if record.op != "object"]
+        if op == "all_gather" and {record.op for record in moved} == {"exchange"}:
+            op = "exchange"  # the direct form of it
+        assert [(record.op, record.group) for record in moved] == [(op, group)] * 6
+        assert [record.op for record in log.records].count("object") == 1
+        assert moved[0].label == "optimizer state of unit '0'"
+    received = moved[0].output_nbytes
+    assert received <= 2 * state / world_size + 64, "of sharded states each rank gets its chunk only"
+
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    with record_collectives() as log:
+        FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer)
+    assert [record.op for record in log.records] == ["object"] + ["all_to_all"] * 6
+    assert all(record.output_nbytes <= 2 * state / world_size + 64 for record in log.records[1:])
+    with record_collectives() as log:
+        if dist.get_rank() == 0:
+            FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
+    assert log.records == []
+    with record_collectives() as log:
+        FSDP.flatten_sharded_optim_state_dict(saved, model, optimizer)
+    assert [record.op for record in log.records] == ["all_to_all"] * 6
+
+
+def check_memory(uop: bool) -> None:
+    model, optimizer, state = big(uop)
+    units, rank = 6, dist.get_rank()
+    for rank0_only in (True, False):
+        FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
+        dist.barrier()
+        gc.collect()
+        meter = Meter()
+        before = meter.at_rest()
+        with Peak(meter) as peak:
+            saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
+        result = 2 * units * state if saved else 0
+        # two parts are on their way at a time, and a part holds both states of such a small unit
+        assert peak.live - before <= result + 4 * state + NOISE, f"rank0_only={rank0_only}, rank {rank}"
+        if not saved:
+            assert peak.live - before <= 4 * state / dist.get_world_size() + NOISE, "a rank that only sends"
+        del saved
+
+
+class Peak:
+    """The most bytes that were live whenever a tensor operation returned inside."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter, self.live = meter, 0
+
+    def __enter__(self) -> Peak:
+        peak = self
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                peak.live = max(peak.live, peak.meter.live())
+                return result
+
+        self.mode = Watch()
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.mode.__exit__(*raised)
+
+
+@pytest.mark.parametrize("uop", [False, True])
+def test_one_collective_per_unit(uop: bool) -> None:
+    """U9, U10, Y72: descriptions once, then one collective per unit for all its states; each gets what it asked."""
+    run_ranks(2, check_counts, uop)
+
+
+@pytest.mark.skipif(not meter_available(), reason="needs a byte meter")
+@pytest.mark.parametrize("uop", [False, True])
+def test_memory_is_the_result_and_two_parts_of_a_unit(uop: bool) -> None:
+    """U12, user-pain 6: and on ranks that get nothing, only what they send."""
+    run_ranks(2, check_memory, uop)
+
+
+def check_ownership() -> None:
+    for uop in (False, True):
+        for strategy in ("FULL_SHARD", "NO_SHARD"):
+            model = ours(uop, strategy)
+            optimizer = train(adamw(model.parameters()))
+            for offload in (True, False):
+                full = save(FSDP, model, optimizer, offload_to_cpu=offload)
+                tensors = [value for state in full["state"].values() for value in state.values()]
+                pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+                assert len(pointers) == len(tensors)
+                assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+                sharded, before = save(FSDP, model, optimizer, "SHARDED_STATE_DICT"), copy.deepcopy(full)
+                rows = {name: settle(values) for name, values in sharded["state"].items()}
+                rows = settle_all(rows)
+                full["param_groups"][0]["lr"] = 7.0
+                assert optimizer.param_groups[0]["lr"] == 0.01
+                train(optimizer, steps=1)
+                full["param_groups"][0]["lr"] = 0.01
+                assert_same(full, before, "training went on")
+                assert_same(settle_all(sharded["state"]), rows, "training went on, sharded")
+                loadable = FSDP.optim_state_dict_to_load(model, optimizer, full)
+                for state in loadable["state"].values():
+                    for value in state.values():
+                        assert value.untyped_storage().data_ptr() not in pointers
+                        assert value.untyped_storage().nbytes() == value.nbytes
+
+
+def settle_all(value: Any) -> Any:
+    return {key: settle_all(inner) for key, inner in value.items()} if isinstance(value, dict) else settle(value)
+
+
+def test_tensors_are_owned_and_compact() -> None:
+    """R41, U6: nothing aliases the optimizer, the gathered memory or another state, and no scalar is shared."""
+    run_ranks(2, check_ownership)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def check_refusals_on_saving() -> None:
+    rank = dist.get_rank()
+    for uop in (False, True):
+        model = ours(uop)
+        fresh = lambda model=model: train(adamw(model.parameters()))  # noqa: E731
+
+        optimizer = fresh()
+        if rank == 1:  # torch lists what rank 0 has and others lack
+            optimizer.state.pop(next(param for param in model.parameters() if param.numel() > 0))
+        with pytest.raises(RuntimeError, match=r"rank 1 is missing all states of '\w+"):
+            save(FSDP, model, optimizer)
+
+        optimizer = fresh()
+        if rank == 1:
+            for state in optimizer.state.values():
+                state["step"] += 1
+        with pytest.raises(AssertionError, match=r"state 'step' of .* is tensor\(3\.\) on rank 1 and tensor\(2\.\)"):
+            save(FSDP, model, optimizer)
+
+        optimizer = fresh()
+        holder = next(param for param in model.parameters() if param.numel() > 0)
+        if rank == 1:
+            optimizer.state[holder]["row"] = torch.zeros(holder.numel() + 1)
+        with pytest.raises(NotImplementedError, match=r"(?s)one element per element.*rank 1: state 'row' of '\w+"):
+            save(FSDP, model, optimizer, rank0_only=True)
+        if rank == 1:
+            optimizer.state[holder]["row"] = [torch.zeros(3)]
+        with pytest.raises(NotImplementedError, match="is a list of tensors"):
+            save(FSDP, model, optimizer)
+
+        stranger = adamw([nn.Parameter(torch.ones(3)), *model.parameters()])
+        with pytest.raises(KeyError, match="that is not in the model"):
+            save(FSDP, model, train(stranger))
+    with pytest.raises(ValueError, match="Linear has none"):
+        FSDP.optim_state_dict(nn.Linear(1, 1), adamw(nn.Linear(1, 1).parameters()))
+    both = nn.Sequential(ours(False), ours(True))
+    with pytest.raises(AssertionError, match="one use_orig_params"):
+        FSDP.full_optim_state_dict(both, adamw(both.parameters()))
+
+
+def test_what_cannot_be_saved_is_refused_on_every_rank() -> None:
+    """U3, U9, Y49, Y51, user-pain 24: with the rank, the state and the parameter."""
+    run_ranks(2, check_refusals_on_saving)
+
+
+def altered(saved: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """With some states of `blocks.0.linear.bias` replaced; None drops the parameter's states."""
+    result = {**saved, "state": {name: dict(state) for name, state in saved["state"].items()}}
+    if changes == {"all": None}:
+        del result["state"]["blocks.0.linear.bias"]
+    else:
+        result["state"]["blocks.0.linear.bias"].update(changes)
+    return result
+
+
+def check_refusals_on_loading() -> None:
+    for uop in (False, True):
+        model = ours(uop)
+        optimizer = train(adamw(model.parameters()))
+        saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        name, state = "blocks.0.linear.bias", saved["state"]["blocks.0.linear.bias"]
+        prefixed = {f"module.{key}" if "head" in key or "bias" in key else key: s for key, s in saved["state"].items()}
+        cases: list[tuple[Any, type[Exception], str]] = [
+            ({"param_groups": []}, ValueError, '"state"'),
+            ({"state": {0: state}}, ValueError, "plain optimizer; turn it into names"),
+            ({"state": prefixed}, ValueError, r"'module.bias' \(is it 'bias'\?\), .*'module.conv.bias'"),
+            ({"state": {"_fsdp_wrapped_module.bias": {}}}, ValueError, r"is it 'bias'"),
+            (altered(saved, exp_avg=torch.zeros(4)), ValueError, rf"'exp_avg' of '{name}' has shape \(4,\)"),
+            (
+                {"state": saved["state"], "param_groups": [{"params": ["bias", "nobody", "noone"]}]},
+                KeyError,
+                "no parameter 'nobody', 'noone'",
+            ),
+        ]
+        if not uop:
+            cases += [
+                (altered(saved, all=None), ValueError, f"share 'step', which {name} lack"),
+                (altered(saved, step=torch.tensor(5.0)), ValueError, "share 'step', but it is"),
+                (altered(saved, more=1), ValueError, "need the same states"),
+                (altered(saved, exp_avg=state["exp_avg"].double()), ValueError, "needs one dtype"),
+            ]
+        before = copy.deepcopy(optimizer.state_dict())
+        for given, error, words in cases:
+            with pytest.raises(error, match=words):
+                FSDP.shard_full_optim_state_dict(given, model, optim=optimizer)
+            with pytest.raises(error, match=words):
+                FSDP.scatter_full_optim_state_dict(given if dist.get_rank() == 0 else None, model, optim=optimizer)
+        assert_same(optimizer.state_dict(), before, "nothing was loaded")
+        if uop:  # members are independent
+            loadable = FSDP.optim_state_dict_to_load(model, optimizer, altered(saved, all=None))
+            here = {n.replace("_fsdp_wrapped_module.", ""): i for i, (n, _) in enumerate(model.named_parameters())}
+            assert here[name] not in loadable["state"]
+        else:  # tensors of a member without state are zero
+            momentum = {"state": {"tokens.weight": {"momentum_buffer": torch.ones(7, 5)}}}
+            (only,) = FSDP.optim_state_dict_to_load(model, optimizer, momentum)["state"].values()
+            (part,) = only.values()
+            assert part.shape == next(model.parameters()).shape
+            assert set(part.tolist()) <= {0.0, 1.0}
+        extra = {"state": {**saved["state"], "of.another.model": {"x": 1}}}
+        assert FSDP.optim_state_dict_to_load(model, optimizer, extra)["state"]["of.another.model"] == {"x": 1}
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded() -> None:
+    """R43, U14, U16-U18, Y48, Y51: all of it named, from every rank or from rank 0."""
+    run_ranks(2, check_refusals_on_loading)
+
+
+# -- without communication ---------------------------------------------------------------------------------------------
+
+
+def check_ragged() -> None:
+    for uop in (False, True):
+        for strategy in ("FULL_SHARD", "NO_SHARD"):
+            model = ours(uop, strategy)
+            optimizer = train(adamw(model.parameters()))
+            full = save(FSDP, model, optimizer)
+            ragged_kind = RaggedOptimStateDictConfig(offload_to_cpu=True)
+            with (
+                FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, ragged_kind),
+                record_collectives() as log,
+            ):
+                saved = FSDP.optim_state_dict(model, optimizer)
+            assert {record.op for record in log.records} <= {"object"}
+            assert saved["param_groups"] == full["param_groups"]
+            assert list(saved["state"]) == list(full["state"])
+            for name, states in saved["state"].items():
+                for state, value in states.items():
+                    whole = full["state"][name][state]
+                    if not isinstance(value, RaggedTensor):
+                        assert_same(value, whole, f"{name} {state}")
+                        continue
+                    assert value.shape == whole.shape
+                    for box, view in zip(value.boxes, value.box_views(), strict=True):
+                        rows = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
+                        assert torch.equal(view, whole[rows])
+            with record_collectives() as log:
+                loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+            assert log.records == []
+            assert_same_states(loadable, optimizer.state_dict(), "from intervals")
+
+
+def test_intervals_of_the_shards_leave_and_come_back_without_tensor_traffic() -> None:
+    """T24: what a rank holds of each parameter as rectangles of the whole; only descriptions are exchanged."""
+    for world_size in (1, 3):
+        run_ranks(world_size, check_ragged)
