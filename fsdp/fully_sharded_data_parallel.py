@@ -1039,16 +1039,10 @@ class FullyShardedDataParallel(nn.Module, _State):
         copied._fsdp_unit = copy_unit(self._fsdp_unit, copy_module, memo)
         return copied
 
-    # -- not yet -------------------------------------------------------------------------------------------------------
-
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "a FullyShardedDataParallel module cannot be pickled: its process group and buffers belong to this process"
         )
-
-    @staticmethod
-    def _refuse(what: str) -> NoReturn:
-        raise NotImplementedError(f"FullyShardedDataParallel does not support this yet: {what}")
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import StateDictType as TorchKind
 from torch.distributed.fsdp.api import FullOptimStateDictConfig as TorchFullOptim
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig as TorchShardedOptim
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import (
@@ -38,8 +38,10 @@ from fsdp import (
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.models import ZOO
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import wrap
 
 FSDP = FullyShardedDataParallel
 
@@ -699,3 +701,97 @@ def test_intervals_of_the_shards_leave_and_come_back_without_tensor_traffic() ->
     """T24: what a rank holds of each parameter as rectangles of the whole; only descriptions are exchanged."""
     for world_size in (1, 3):
         run_ranks(world_size, check_ragged)
+
+
+# -- at any time -------------------------------------------------------------------------------------------------------
+
+
+def check_stages() -> None:
+    case = ZOO["mlp"]
+    for uop in (False, True):
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            model = wrap(case, strategy, uop)
+            optimizer = adamw(model.parameters())
+            batch = case.make_batch(dist.get_rank(), 4)
+            case.loss(model, batch).backward()
+            optimizer.step()
+            full = save(FSDP, model, optimizer)
+            raw = copy.deepcopy(optimizer.state_dict())
+
+            def check(
+                what: str, model: Any = model, optimizer: Any = optimizer, full: Any = full, raw: Any = raw
+            ) -> None:
+                assert_same(save(FSDP, model, optimizer), full, what)
+                assert_same_states(FSDP.optim_state_dict_to_load(model, optimizer, full), raw, what)
+
+            with model.no_sync():
+                loss = case.loss(model, batch)
+                check("between forward and backward")
+                loss.backward()
+                check("in no_sync")
+            check("with gradients of no_sync")
+            with FSDP.summon_full_params(model):
+                check("in summon_full_params")
+            hook = model.head.register_forward_hook(lambda *_: check("in forward"))
+            loss = case.loss(model, batch)
+            hook.remove()
+            model.head.register_full_backward_hook(lambda *_: check("in backward"))
+            loss.backward()
+            check("with gradients")
+
+
+def test_optimizer_state_does_not_depend_on_what_the_model_does() -> None:
+    """R42: in forward, in backward, between them, in no_sync, in the middle of an accumulation, summoned."""
+    run_ranks(2, check_stages)
+
+
+# -- other optimizers --------------------------------------------------------------------------------------------------
+
+
+class WithScalar(nn.Module):
+    """A parameter without dimensions, one without elements, and a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+        self.block = Block(5, 3)
+
+
+def check_optimizers() -> None:
+    for make in (
+        lambda params: Adagrad(params, lr=0.1),  # makes state for parameters without elements, and never steps it
+        lambda params: AdamW(params, lr=0.1, amsgrad=True),
+        lambda params: NAdam(params, lr=0.1),  # a second scalar
+        lambda params: SGD(params, lr=0.1),  # no state
+    ):
+        plain = with_scalar()
+        plain_optimizer = train(make(plain.parameters()))
+        for uop in (False, True):
+            model = ours(uop, module=with_scalar())
+            optimizer = train(make(model.parameters()))
+            full = save(FSDP, model, optimizer)
+            ids = FSDP.rekey_optim_state_dict(full, OptimStateKeyType.PARAM_ID, plain, optim=plain_optimizer)
+            expected = plain_optimizer.state_dict()
+            for raw in (ids, expected):  # a parameter without elements has no gradient here
+                raw["state"].pop(list(dict(plain.named_parameters())).index("nothing"), None)
+            assert_same_states(ids, expected, f"{type(optimizer).__name__}, use_orig_params={uop}")
+            sharded = save(FSDP, model, optimizer, "SHARDED_STATE_DICT")
+            for saved in (full, sharded):
+                fresh = make(model.parameters())
+                fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
+                again = save(FSDP, model, fresh)
+                for states in (again["state"], full["state"]):
+                    states.pop("nothing", None)
+                assert_same(again, full, f"{type(optimizer).__name__}, use_orig_params={uop}, loaded")
+
+
+def with_scalar() -> WithScalar:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(2)
+        return WithScalar()
+
+
+def test_eager_states_scalars_and_parameters_without_dimensions_or_elements() -> None:
+    """R40, U2, U3: what ranks that hold nothing of a parameter have of it is no state."""
+    run_ranks(3, check_optimizers)

@@ -308,20 +308,7 @@ def test_there_must_be_a_process_group() -> None:
         FullyShardedDataParallel(net())
 
 
-# -- features that come later ---------------------------------------------------------------------------------------
-
-STATIC = ["optim_state_dict", "optim_state_dict_to_load"]
-STATIC += ["full_optim_state_dict", "sharded_optim_state_dict", "shard_full_optim_state_dict", "rekey_optim_state_dict"]
-STATIC += ["scatter_full_optim_state_dict", "flatten_sharded_optim_state_dict"]
-
-
-@both_modes
-def test_methods_that_come_later_name_themselves(use_orig_params: bool) -> None:
-    model = build(net(), process_group=StandIn(), use_orig_params=use_orig_params)
-    for name in STATIC:
-        for owner in (FullyShardedDataParallel, model):
-            with pytest.raises(NotImplementedError, match=rf"{name}\(\)"):
-                getattr(owner, name)(model, None)
+# -- optimizers ------------------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_in_backward_wants_the_original_parameters() -> None:

@@ -158,6 +158,13 @@ class _Plan:
         self.arrivals: dict[Unit, list[_Arrival]] = {}
         self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, its name, state)
         self._problems: list[str] = []
+        # states that have no dimensions although their parameter has
+        self._scalars = {"step"} | {
+            key
+            for name, states in told.states.items()
+            for key, value in states.items()
+            if name in params.by_name and params.by_name[name][1].record.shape and not isinstance(value, Whole)
+        }
         for holder in params.holders.values():
             (self._plan_flat if holder.is_flat else self._plan_original)(holder, told)
         for param, name in params.others.items():
@@ -180,6 +187,13 @@ class _Plan:
             )
         self.arrivals.setdefault(holder.unit, []).append(_Arrival(holder, member, state, told, goal))
 
+    def _elementwise(self, value: Any, state: str, holder: Holder, member: Member) -> Any:
+        """``value``; as ``Whole`` if it is an element-wise state of a parameter without dimensions."""
+        scalar = isinstance(value, torch.Tensor) and member.record.shape == ()
+        if scalar and state not in self._scalars and (holder.sharded or holder.is_flat):
+            return Whole(value.dtype, ())
+        return value
+
     def _plan_original(self, holder: Holder, told: Told) -> None:
         (member,) = holder.members
         states = told.states.get(member.name)
@@ -188,7 +202,7 @@ class _Plan:
         mine = holder.rank in holder.owners
         local: dict[str, Any] = {}
         for state in sorted(states):
-            value = _elementwise(states[state], state, holder, member)
+            value = self._elementwise(states[state], state, holder, member)
             if not isinstance(value, Whole):
                 local[state] = copy.deepcopy(value)
             elif not holder.sharded and _is_whole_by_nature(value.shape, member.record.shape):
@@ -208,7 +222,9 @@ class _Plan:
         if not present:
             return
         states = {
-            member: {key: _elementwise(value, key, holder, member) for key, value in told.states[member.name].items()}
+            member: {
+                key: self._elementwise(value, key, holder, member) for key, value in told.states[member.name].items()
+            }
             for member in present
         }
         names = list(states[present[0]])
@@ -250,14 +266,6 @@ class _Plan:
             shown = {member.name: value for member, value in zip(present, values)}
             self._problems.append(f"the parameters of a flat parameter share {state!r}, but it is {shown}")
         return copy.deepcopy(values[0])
-
-
-def _elementwise(value: Any, state: str, holder: Holder, member: Member) -> Any:
-    """``value``; as ``Whole`` if the parameter itself has no dimensions, and so do its element-wise states."""
-    scalar = isinstance(value, torch.Tensor) and member.record.shape == ()
-    if scalar and state != "step" and (holder.sharded or holder.is_flat):
-        return Whole(value.dtype, ())
-    return value
 
 
 def _memory(holder: Holder, member: Member, dtype: torch.dtype) -> torch.Tensor:

@@ -176,8 +176,11 @@ class ModelParams:
         self._current_names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             self._current_names.setdefault(param, []).append(name)
+        # a unit that is gathered shows other objects under the names of its own
         self.others = {
-            param: clean_path(names[0]) for param, names in self._current_names.items() if param not in self.holders
+            param: clean_path(names[0])
+            for param, names in self._current_names.items()
+            if param not in self.holders and clean_path(names[0]) not in self.by_name
         }
 
     @cached_property
@@ -299,12 +302,12 @@ def rekey(
     optim_input: OptimInput | None,
 ) -> dict[str, Any]:
     """See ``FullyShardedDataParallel.rekey_optim_state_dict``."""
-    kinds = {type(key) for key in optim_state_dict["state"]}
+    groups = copy.deepcopy(optim_state_dict.get("param_groups"))
+    named = [*optim_state_dict["state"], *(key for group in groups or () for key in group["params"])]
+    kinds = {type(key) for key in named}
     wanted, other = (str, int) if key_type is OptimStateKeyType.PARAM_NAME else (int, str)
     if not kinds <= {str} and not kinds <= {int}:
-        raise ValueError(
-            f"Invalid parameter keys: expected all names or all ids, got {list(optim_state_dict['state'])}"
-        )
+        raise ValueError(f"Invalid parameter keys: expected all names or all ids, got {list(dict.fromkeys(named))}")
     if kinds <= {wanted}:
         return optim_state_dict
     ids = params_by_id(model, optim, optim_input)
@@ -314,14 +317,12 @@ def rekey(
     else:
         numbers = {param: key for key, param in ids.items()}
         new_keys = {name: numbers[param] for name, param in name_to_param(model).items() if param in numbers}
-    named = [
-        *optim_state_dict["state"],
-        *(key for group in optim_state_dict["param_groups"] for key in group["params"]),
-    ]
     unknown = list(dict.fromkeys(key for key in named if key not in new_keys))
     if unknown:
         raise KeyError(f"rekey_optim_state_dict: the optimizer or model given has no {', '.join(map(repr, unknown))}")
-    groups = copy.deepcopy(optim_state_dict["param_groups"])
-    for group in groups:
-        group["params"] = sorted(new_keys[key] for key in group["params"])
-    return {"state": {new_keys[key]: value for key, value in optim_state_dict["state"].items()}, "param_groups": groups}
+    result: dict[str, Any] = {"state": {new_keys[key]: value for key, value in optim_state_dict["state"].items()}}
+    if groups is not None:
+        for group in groups:
+            group["params"] = sorted(new_keys[key] for key in group["params"])
+        result["param_groups"] = groups
+    return result

@@ -197,7 +197,8 @@ def _shared_alike(told: list[States | None]) -> list[States | None]:
     result: list[States | None] = []
     for states in told:
         try:
-            result.append(states if states is None else seen.setdefault(tuple(states.items()), states))
+            key = None if states is None else tuple((name, type(value), value) for name, value in states.items())
+            result.append(None if states is None else seen.setdefault(key, states))
         except TypeError:  # a value that cannot be hashed
             result.append(states)
     return result
