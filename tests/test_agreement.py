@@ -724,6 +724,21 @@ def test_late_rank() -> None:
         assert error is None and step == 5, error
 
 
+@impatient
+def show_late() -> None:
+    chain = build(Chain(UNEQUAL), dist.group.WORLD)
+    for late in (False, True):
+        if late and dist.get_rank() == 0:
+            time.sleep(0.5)
+        with FullyShardedDataParallel.summon_full_params(chain):
+            pass
+
+
+def test_late_rank_before_the_first_pass() -> None:
+    """Nor then."""
+    run_ranks(RANKS, show_late)
+
+
 # -- what is no disagreement ---------------------------------------------------------------------------------------
 
 

@@ -17,15 +17,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import (
+    CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
+    MixedPrecision,
     RaggedStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -235,7 +239,7 @@ def _as_torchs() -> None:
                 assert_same_entries(our_state, their_state, what)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_state_is_torchs_in_every_form(world_size: int) -> None:
     """T6-T12, T15, AA22: the same names in the same order, types, chunks and values, also with `rank0_only`."""
     run_ranks(world_size, _as_torchs)
@@ -490,6 +494,8 @@ def _misfits(mode: bool) -> None:
     with pytest.raises(RuntimeError, match=r"size mismatch for 1\.blocks\.0\.inner\.bias"):
         holder.load_state_dict(state | {"1.blocks.0.inner.bias": torch.ones(3)})
     assert_bit_equal(full_state(model), Rich(2).state_dict())
+    with pytest.raises(RuntimeError, match=r'Missing key.* "1\.blocks\.1\.0\.inner\.bias"'):
+        holder.load_state_dict({key: value for key, value in state.items() if "1.0.inner.bias" not in key})
     assert holder.load_state_dict(state) == ([], [])
     assert_bit_equal(full_state(model), good)
     # inside
@@ -632,6 +638,10 @@ class Curious(nn.Module):
             raise ZeroDivisionError
         state_dict.pop(prefix + "double", None)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if prefix + "weight" in state_dict and (state_dict[prefix + "weight"] < -90).any():
+            self.weight.data[0] = 0.0
+        elif prefix + "weight" in state_dict:
+            self.weight.data.copy_(state_dict[prefix + "weight"] * 10)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"seen": 7}
@@ -663,7 +673,15 @@ def _hooks(mode: bool) -> None:
     state["0.weight"] = state["0.weight"] + 1
     assert model.load_state_dict(state) == ([], [])
     assert inner.seen[-1] == {"seen": 7}
-    assert torch.equal(model.state_dict()["0.weight"], plain["0.weight"] + 1)
+    assert torch.equal(model.state_dict()["0.weight"], 10 * (plain["0.weight"] + 1))
+    with pytest.raises(RuntimeError, match=r"only copy_\(\) of the whole"):
+        model.load_state_dict(state | {"0.weight": plain["0.weight"] - 100})
+    assert torch.equal(model.state_dict()["0.weight"], 10 * (plain["0.weight"] + 1))
+    # what raises on one rank alone is heard of
+    inner.refuses = dist.get_rank() == 1
+    words = None if inner.refuses else "Nothing was loaded, because on another rank: ZeroDivisionError"
+    with pytest.raises(ZeroDivisionError if inner.refuses else RuntimeError, match=words):
+        model.load_state_dict(state)
     # what raises in between leaves no trace
     before = [(name, param.shape, id(param)) for name, param in model.named_parameters()]
     inner.refuses = True
@@ -775,6 +793,128 @@ def _inside(mode: bool) -> None:
 def test_modules_inside_have_the_same_state(mode: bool) -> None:
     """T17, M3: not bare shards."""
     run_ranks(2, _inside, mode)
+
+
+# -- options under every strategy --------------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    """Units only: the root has no parameter of its own, but a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Tied(), Tied())
+        self.register_buffer("mean", torch.arange(3.0) / 3)
+        self.ignored = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def _options(strategy: ShardingStrategy, mode: bool) -> None:
+    module = Buffered()
+    plain = copy.deepcopy(module).state_dict()
+    model = wrap(
+        module,
+        strategy,
+        mode,
+        wrap_policy=ModuleWrapPolicy({Tied}),
+        ignored_modules=[module.ignored],
+        mixed_precision=MixedPrecision(torch.bfloat16, torch.float32, torch.float16),
+        cpu_offload=CPUOffload(offload_params=True),
+    )
+    holder = nn.Sequential(nn.BatchNorm1d(5), model)
+    holder(torch.ones(2, 5)).sum().backward()
+    assert model.module.mean.dtype == torch.float16
+    unmanaged = {f"0.{key}" for key in nn.BatchNorm1d(5).state_dict()} | {"1.ignored.weight", "1.ignored.bias"}
+    for options in (
+        FullStateDictConfig(True, False),
+        FullStateDictConfig(True, True),
+        FullStateDictConfig(False, True),
+    ):
+        with FullyShardedDataParallel.state_dict_type(holder, FULL, options):
+            state = holder.state_dict()
+        if options.rank0_only and dist.get_rank() > 0:
+            assert set(state) == unmanaged
+            continue
+        ours = {key.removeprefix("1."): value for key, value in state.items() if key.startswith("1.")}
+        assert list(ours) == list(plain)
+        assert {key: value.dtype for key, value in ours.items()} == {key: value.dtype for key, value in plain.items()}
+        for key in plain:
+            if key != "mean":
+                assert torch.equal(ours[key], plain[key]), key
+        assert torch.equal(ours["mean"], plain["mean"].half().float())
+
+
+@pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, False), (SHARD_GRAD_OP, True)])
+def test_options_count_under_every_strategy_and_for_roots_without_parameters(
+    strategy: ShardingStrategy, mode: bool
+) -> None:
+    """T7, T11, Y68, Y69, Y75: in the parameters' own dtype, and buffers in that which they had."""
+    run_ranks(2, _options, strategy, mode)
+
+
+def _meshed(folder: str) -> None:
+    model = rich(True)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
+        wrapper._device_mesh = mesh
+    with (
+        kind_of(model, "local"),
+        pytest.raises(RuntimeError, match="DeviceMesh is not compatible with LOCAL_STATE_DICT"),
+    ):
+        model.state_dict()
+    with kind_of(model, "sharded"):
+        state = model.state_dict()
+        weight = state["left.weight"]
+        assert isinstance(weight, DTensor)
+        assert (weight.placements, weight.device_mesh, weight.shape) == ((Shard(0),), mesh, (3, 5))
+        assert torch.equal(weight.full_tensor(), Rich().state_dict()["left.weight"])
+        path = f"{folder}/{dist.get_rank()}"
+        torch.save(state, path)
+        loaded = torch.load(path, weights_only=True)
+        model.load_state_dict(Rich(1).state_dict())
+        assert model.load_state_dict(loaded) == ([], [])
+        assert_bit_equal(full_state(model), Rich().state_dict())
+        other = Rich(1).state_dict()
+        replicated = {name: DTensor.from_local(other[name], mesh, [Replicate()]) for name in ("image", "left.bias")}
+        model.load_state_dict(other | replicated)
+        assert_bit_equal(full_state(model), Rich(1).state_dict())
+        model.load_state_dict(loaded)
+        dcp.save(state, checkpoint_id=f"{folder}/dcp")
+        model.load_state_dict(Rich(1).state_dict())
+        into = model.state_dict()
+        dcp.load(into, checkpoint_id=f"{folder}/dcp")
+        model.load_state_dict(into)
+    assert_bit_equal(full_state(model), Rich().state_dict())
+
+
+def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
+    """T4, T9, AA22: they survive a weights-only load."""
+    run_ranks(2, _meshed, str(tmp_path))
+
+
+def _undisturbed(mode: bool) -> None:
+    case = ZOO["conv-batchnorm"]
+    results = []
+    for kinds in ((), KINDS):
+        model = wrap(case, use_orig_params=mode)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            for kind in kinds:
+                with kind_of(model, kind):
+                    model.load_state_dict(model.state_dict())
+            case.loss(model, case.make_batch(10 * step + dist.get_rank(), 3)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(full_state(model))
+    assert_bit_equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_r40_saving_and_loading_does_not_disturb_training(mode: bool) -> None:
+    """R40: further steps are bit-equal to those of a run that was never saved."""
+    run_ranks(2, _undisturbed, mode)
 
 
 # -- the kind of state dict --------------------------------------------------------------------------------------------

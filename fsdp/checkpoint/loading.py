@@ -10,10 +10,8 @@ that takes no communication and no unit's memory; rows of torch's sharded tensor
 
 from __future__ import annotations
 
-import contextlib
-import pickle
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,14 +20,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from fsdp.api import FullStateDictConfig, StateDictType
+from fsdp.api import StateDictType
 from fsdp.checkpoint.chunks import Rows
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.recorders import Opaque, Recorder
 from fsdp.checkpoint.state_dict import (
     CHECKPOINTED,
     Wrapper,
     check_at_rest,
-    clean_path,
     flat_home,
     flat_name,
     flat_ranges,
@@ -37,77 +35,12 @@ from fsdp.checkpoint.state_dict import (
     unpadded,
     wrappers_in,
 )
-from fsdp.comm.collectives import broadcast
-from fsdp.flat.flat_param import FlatParamHandle, parameter_views
+from fsdp.checkpoint.talk import problem_of_others
+from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import WRAPPED_MODULE, own_modules
 from fsdp.flat.views import BucketViews, register_instead, registered_params
 from fsdp.runtime.context import Idle
 from fsdp.runtime.unit import Phase, Unit
-
-
-class Recorder(torch.Tensor):
-    """Stands for a parameter while a state dict is loaded: ``copy_`` notes its argument as ``source``."""
-
-    source: torch.Tensor | None
-    _is_param: bool
-
-    @staticmethod
-    def __new__(
-        cls, dtype: torch.dtype, shape: Sequence[int], device: torch.device, *, requires_grad: bool
-    ) -> Recorder:
-        recorder: Recorder = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=requires_grad
-        )
-        recorder.source = None
-        recorder._is_param = True  # an nn.Parameter, as far as nn.Module is concerned
-        return recorder
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.copy_ and isinstance(args[0], Recorder):
-            into, source = args[0], args[1]
-            if into.shape != source.shape:
-                raise RuntimeError(f"a tensor of shape {tuple(source.shape)} for one of shape {tuple(into.shape)}")
-            if source is not into:
-                into.source = source.detach()
-            return into
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(
-            f"{func} on a parameter while a state dict is loaded into a sharded module: only copy_() of the whole "
-            "parameter is possible. For more, load inside FullyShardedDataParallel.summon_full_params"
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Recorder(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class Opaque(torch.Tensor):
-    """A ``ShardedTensor`` as ``nn.Module`` may look at it: that type warns when it is asked for its shape."""
-
-    sharded: ShardedTensor
-
-    @staticmethod
-    def __new__(cls, sharded: ShardedTensor) -> Opaque:
-        metadata = sharded.metadata()
-        opaque: Opaque = torch.Tensor._make_wrapper_subclass(
-            cls, metadata.size, dtype=metadata.tensor_properties.dtype, device=torch.device("cpu")
-        )
-        opaque.sharded = sharded
-        return opaque
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return Opaque(args[0].sharded)
-        raise RuntimeError(f"{func} on a ShardedTensor that is being loaded")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Opaque(ShardedTensor of shape {tuple(self.shape)})"
-
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
 
@@ -153,7 +86,7 @@ class UnitLoading:
             for index, (recorder, current) in enumerate(zip(recorders, self.registered(bucket))):
                 source = current.detach() if current is not None and current is not recorder else recorder.source
                 if source is not None:
-                    sources[index] = source.sharded if isinstance(source, Opaque) else source
+                    sources[index] = _as_given(source)
             self.sources.append(sources)
         self.hide()
 
@@ -231,6 +164,17 @@ class UnitLoading:
                 chunks.append(messages[rank, offset : offset + lengths[rank][position]])
                 offsets[rank] += lengths[rank][position]
             parts[index].fill_from(torch.cat(chunks).view(item.shape))
+
+
+def _as_given(source: torch.Tensor) -> torch.Tensor:
+    """What stood in the state dict; of what is whole on this rank, the values."""
+    if isinstance(source, Opaque):
+        return source.sharded
+    if isinstance(source, DTensor) and all(
+        placement.is_replicate() or source.device_mesh.size(dim) == 1 for dim, placement in enumerate(source.placements)
+    ):
+        return source.to_local().detach()
+    return source
 
 
 class LocalUnitLoading(UnitLoading):
@@ -346,10 +290,6 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-class Mismatch(RuntimeError, AssertionError):
-    """A sharded or local state dict does not fit: an error of the one kind in FSDP1, of the other in ``nn.Module``."""
-
-
 # -- a whole load ------------------------------------------------------------------------------------------------------
 
 
@@ -364,6 +304,8 @@ class Loading:
     def __init__(self, opener: nn.Module, strict: bool | None = None, *, assign: bool = False, alone: bool = False):
         self.opener, self.strict, self.assign, self.alone = opener, strict, assign, alone
         self.error_messages: list[str] | None = None
+        self.prefix = ""  # of the opener, in the names that nn.Module goes by
+        self._asked = False  # the other ranks, whether they can load
         self.units: list[UnitLoading] = []
         self._hooks: list[LoadingHooks] = []
         self._rest: RestLoading | None = None
@@ -380,16 +322,19 @@ class Loading:
             check_at_rest(wrapper._fsdp_unit, "load_state_dict()")
             wrapper._fsdp_loading.abandon()
         self._shown = True
-        for wrapper in wrappers:
-            hooks = wrapper._fsdp_loading
-            hooks.active = self
-            self._hooks.append(hooks)
-            if wrapper._fsdp_unit.phase is Phase.SUMMONED:
-                continue  # the whole parameters are there, and nn.Module copies into them
-            local = wrapper._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-            kind = LocalUnitLoading if local and wrapper._fsdp_unit.groups.sharded else UnitLoading
-            self.units.append(kind(wrapper, self.opener))
-        self._rest = RestLoading(self.opener)
+        try:
+            for wrapper in wrappers:
+                wrapper._fsdp_loading.active = self
+                self._hooks.append(wrapper._fsdp_loading)
+                if wrapper._fsdp_unit.phase is Phase.SUMMONED:
+                    continue  # the whole parameters are there, and nn.Module copies into them
+                local = wrapper._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+                kind = LocalUnitLoading if local and wrapper._fsdp_unit.groups.sharded else UnitLoading
+                self.units.append(kind(wrapper, self.opener))
+            self._rest = RestLoading(self.opener)
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Register the parameters again; idempotent."""
@@ -420,7 +365,7 @@ class Loading:
         if self.strict:
             words += [f'Missing key(s) in state_dict: "{key}"' for key in missing]
             words += [f'Unexpected key(s) in state_dict: "{key}"' for key in unexpected]
-        elsewhere = None if self.alone else problem_of_others([u.unit for u in self.units], "; ".join(words))
+        elsewhere = None if self.alone else self._problem_elsewhere("; ".join(words))
         with torch.inference_mode(False), torch.no_grad():
             if words or elsewhere is not None:
                 self._rest.undo()
@@ -430,64 +375,41 @@ class Loading:
                 self.write()
         self.close()
 
+    def _problem_elsewhere(self, problem: str) -> str | None:
+        self._asked = True
+        return problem_of_others([hooks.unit for hooks in self._hooks], problem)
+
+    def failed(self, error: Exception) -> None:
+        """Something raised: let the ranks that wait for this one know, if it has not said so."""
+        if not self._asked and not self.alone:
+            self._problem_elsewhere(f"{type(error).__name__}: {error}")
+
     def write(self) -> None:
         assert self._rest is not None
         for unit in self.units:
             unit.commit()
-            _forget_gathered(unit.unit)
+            forget_gathered(unit.unit)
         self._rest.commit(assign=self.assign)
 
     def clean(self, key: str) -> str:
         """``key`` without the parts that wrappers between it and the root have added."""
+        if not key.startswith(self.prefix):
+            return key
         module: nn.Module | None = self.opener
-        parts, kept = key.split("."), []
-        for part in parts:
+        kept = []
+        for part in key.removeprefix(self.prefix).split("."):
             child = module._modules.get(part) if module is not None else None
             if child is None or part not in (WRAPPED_MODULE, CHECKPOINTED):
                 kept.append(part)
             module = child
-        return ".".join(kept)
+        return self.prefix + ".".join(kept)
 
 
-def _forget_gathered(unit: Unit) -> None:
+def forget_gathered(unit: Unit) -> None:
     """What was gathered ahead is out of date."""
     context = unit.context
     if context is not None and context.idle.get(unit) is Idle.AHEAD:
         unit.reshard(context)
-
-
-def problem_of_others(units: list[Unit], problem: str) -> str | None:
-    """A problem that some other rank of a unit's group has, or None; ``problem`` is this rank's own, "" for none."""
-    theirs: str | None = None
-    asked: set[tuple[int, int]] = set()
-    for unit in units:
-        groups = unit.groups
-        key = (id(groups.shard), id(groups.replica))
-        if groups.data_parallel_size == 1 or key in asked:
-            continue
-        asked.add(key)
-        said = share(unit, (problem or theirs or "").encode() or None)
-        if said is not None and not problem:
-            theirs = said.decode()
-    return theirs
-
-
-def share(unit: Unit, data: bytes | None) -> bytes | None:
-    """What the first of the unit's ranks that has something has; None if none has."""
-    groups = unit.groups
-    size, rank = groups.data_parallel_size, groups.replica_rank * groups.shard_size + groups.shard_rank
-    votes = torch.tensor([size - rank if data else 0], device="cpu")
-    unit.agree_on_maximum(votes)
-    if int(votes) == 0:
-        return None
-    speaks = data is not None and rank == size - int(votes)
-    length = torch.tensor([len(data) if speaks and data is not None else 0], device="cpu")
-    unit.agree_on_maximum(length)
-    letters = torch.zeros(int(length), dtype=torch.int64, device="cpu")
-    if speaks and data is not None:
-        letters.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    unit.agree_on_maximum(letters)
-    return bytes(letters.tolist())
 
 
 # -- the hooks ---------------------------------------------------------------------------------------------------------
@@ -532,13 +454,20 @@ class LoadingHooks:
             Loading(module, assign=assign).begin(list(dict.fromkeys([wrapper, *wrappers_in(module)])))
         assert self.active is not None
         if self.active.error_messages is None:
-            self.active.error_messages = error_messages
+            self.active.error_messages, self.active.prefix = error_messages, prefix
             for key, value in state_dict.items():
                 if isinstance(value, ShardedTensor):
                     state_dict[key] = Opaque(value)
         if module is wrapper:  # the names that nn.Module goes by have the wrapper's part
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+    @property
+    def unit(self) -> Unit:
+        wrapper = self._wrapper()
+        assert wrapper is not None  # it is being loaded
+        unit: Unit = wrapper._fsdp_unit
+        return unit
 
     def abandon(self) -> None:
         """Let go of a load that ended in an exception, if there is one."""
@@ -548,125 +477,3 @@ class LoadingHooks:
     def _after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.active is not None and self.active.opener is module:
             self.active.finish(incompatible_keys.missing_keys, incompatible_keys.unexpected_keys)
-
-
-def load(
-    wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
-) -> Any:
-    """``wrapper.load_state_dict(state_dict, strict, assign)``; ``into_module`` is that of ``nn.Module``."""
-    units = [inner._fsdp_unit for inner in wrappers_in(wrapper)]
-    wrapper._join_context()
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
-    settings = wrapper._state_dict_settings
-    if isinstance(settings.state_dict_config, FullStateDictConfig) and settings.state_dict_config.rank0_only:
-        empty = torch.tensor([int(not state_dict)], device="cpu")
-        units[0].agree_on_maximum(empty)
-        if int(empty):
-            return load_from_first(wrapper, into_module, state_dict, strict)
-    loading = Loading(wrapper, strict, assign=assign)
-    with contextlib.closing(loading):
-        loading.begin(wrappers_in(wrapper))
-        try:
-            return into_module(state_dict, strict, assign)
-        except RuntimeError as error:
-            if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-                raise Mismatch(str(error)) from error
-            raise
-
-
-# -- from rank 0 alone -------------------------------------------------------------------------------------------------
-
-
-def load_from_first(wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """Load what rank 0 of the units' group has; the others' dicts are not looked at. One scatter per bucket."""
-    units: list[Unit] = [inner._fsdp_unit for inner in wrappers_in(wrapper)]
-    root = units[0]
-    if any(unit.groups != root.groups for unit in units):
-        raise RuntimeError(
-            "loading a state dict that only rank 0 has needs all units to be sharded over the same group; pass the "
-            "dict on every rank"
-        )
-    first = root.groups.shard_rank == 0 and root.groups.replica_rank == 0
-    loading = Loading(wrapper, strict, alone=True)
-    plan: Any = None
-    if first:
-        with contextlib.closing(loading):
-            loading.begin(wrappers_in(wrapper))
-            plan = _plan(loading, into_module, state_dict, strict)
-    said = share(root, pickle.dumps(plan) if first else None)
-    assert said is not None
-    plan = pickle.loads(said)
-    if isinstance(plan, str):
-        raise RuntimeError(plan)
-    incompatible, present, rest = plan
-    with torch.inference_mode(False), torch.no_grad():
-        for position, unit in enumerate(units):
-            for bucket, indices in enumerate(present[position]):
-                sources = loading.units[position].sources[bucket] if first else {}
-                _scatter(unit, bucket, indices, sources)
-            _forget_gathered(unit)
-        if first and loading._rest is not None:
-            loading._rest.commit(assign=False)
-        tensors = [tensor for name, tensor in rest_of(wrapper) if name in rest]
-        for group in (root.groups.shard, root.groups.replica):
-            if group is not None:
-                broadcast(tensors, group)
-    return incompatible
-
-
-def _plan(
-    loading: Loading, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool
-) -> str | tuple[Any, list[list[list[int]]], set[str]]:
-    """What is to be loaded: the keys that do not fit, the parameters by unit and bucket, and the names of the rest; or
-    why it cannot be."""
-    try:
-        incompatible = into_module(state_dict, strict)
-    except RuntimeError as error:
-        return str(error)
-    extra = [key for key in state_dict if key.endswith("_extra_state")]
-    if extra:
-        return f"{', '.join(extra)}: extra state cannot be loaded from one rank alone; pass the dict on every rank"
-    for unit in loading.units:
-        for handle, sources in zip(unit.unit.handles, unit.sources):
-            for index, source in sources.items():
-                if isinstance(source, (ShardedTensor, DTensor, RaggedTensor)):
-                    return f"{unit.names(handle)[index]!r} of {unit.unit.name} is sharded, and only rank 0 has a dict"
-    present = [[sorted(sources) for sources in unit.sources] for unit in loading.units]
-    return incompatible, present, {name for name, _ in rest_of(loading.opener) if name in state_dict}
-
-
-def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the parameters below ``module`` that no unit owns, and of its persistent buffers."""
-    owned = {
-        id(visible.param) for inner in wrappers_in(module) for v in inner._fsdp_unit.views for visible in v.visible
-    }
-    found: list[tuple[str, torch.Tensor]] = []
-    for path, owner in module.named_modules():
-        tensors = [*registered_params(owner), *persistent_buffers(owner)]
-        named = [(clean_path(f"{path}.{name}" if path else name), tensor) for name, tensor in tensors]
-        found += [(name, tensor.detach()) for name, tensor in named if id(tensor) not in owned]
-    return found
-
-
-def _scatter(unit: Unit, bucket: int, indices: list[int], sources: dict[int, torch.Tensor]) -> None:
-    """Give every rank its part of the parameters ``indices``, whose values the first rank has in ``sources``."""
-    if not indices:
-        return
-    handle, groups = unit.handles[bucket], unit.groups
-    layout = handle.layout
-    received = torch.empty(layout.shard_numel, dtype=layout.dtype, device=unit.device)
-    if groups.replica_rank == 0:
-        full = None
-        if groups.shard_rank == 0:
-            full = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=unit.device)
-            views = parameter_views(layout, full)
-            for index, source in sources.items():
-                views[index].copy_(source)
-        received = unit.scatter_from_first(bucket, full)
-    if groups.replica is not None:
-        broadcast([received], groups.replica)
-    for index in indices:
-        piece = layout.piece(index, groups.shard_rank)
-        place = slice(piece.shard_offset, piece.shard_offset + piece.numel)
-        handle.shard[place].copy_(received[place])

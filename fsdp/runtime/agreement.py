@@ -356,7 +356,7 @@ class Agreement:
     def _first_mismatch(self, said: dict[int, dict[str, Any]]) -> str | None:
         """What the ranks do differently, in words; None as far as one can see."""
         for rank, words in said.items():
-            number, count = words["gave up"] or (0, 0)
+            number, count = words["gave up"] or (-1, 0)  # before the first pass they count from 0
             if number == self._passes and self._recent and self._recent[-1].position >= count:
                 return (
                     f"rank {rank} gave up the {self._pass[1]} at its collective {count}, and rank {self._rank} is "

@@ -1,0 +1,157 @@
+"""``load_state_dict()`` of a wrapped module: with a dict on every rank, or with one on rank 0 alone.
+
+In the latter case rank 0 loads like any rank but writes nothing; it tells the others what it found, and then hands out
+the values, a bucket at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from fsdp.api import FullStateDictConfig, StateDictType
+from fsdp.checkpoint.loading import Loading, forget_gathered, persistent_buffers
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.state_dict import clean_path, wrappers_in
+from fsdp.checkpoint.talk import share
+from fsdp.comm.collectives import broadcast
+from fsdp.flat.flat_param import parameter_views
+from fsdp.flat.views import registered_params
+from fsdp.runtime.unit import Phase, Unit
+
+
+class Mismatch(RuntimeError, AssertionError):
+    """A sharded or local state dict does not fit: an error of the one kind in FSDP1, of the other in ``nn.Module``."""
+
+
+def load(
+    wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
+) -> Any:
+    """``wrapper.load_state_dict(state_dict, strict, assign)``; ``into_module`` is that of ``nn.Module``."""
+    wrapper._join_context()
+    settings = wrapper._state_dict_settings
+    if isinstance(settings.state_dict_config, FullStateDictConfig) and settings.state_dict_config.rank0_only:
+        empty = torch.tensor([int(isinstance(state_dict, Mapping) and not state_dict)], device="cpu")
+        wrapper._fsdp_unit.agree_on_maximum(empty)
+        if int(empty):
+            return load_from_first(wrapper, into_module, state_dict, strict)
+    loading = Loading(wrapper, strict, assign=assign)
+    with contextlib.closing(loading):
+        loading.begin(wrappers_in(wrapper))
+        try:
+            return into_module(state_dict, strict, assign)
+        except Exception as error:
+            loading.failed(error)
+            if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+                raise Mismatch(str(error)) from error
+            raise
+
+
+# -- from rank 0 alone -------------------------------------------------------------------------------------------------
+
+
+def load_from_first(wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
+    """Load what rank 0 of the units' group has; the others' dicts are not looked at. One scatter per bucket."""
+    units: list[Unit] = [inner._fsdp_unit for inner in wrappers_in(wrapper)]
+    root = units[0]
+    if any(unit.groups != root.groups for unit in units):
+        raise RuntimeError(
+            "loading a state dict that only rank 0 has needs all units to be sharded over the same group; pass the "
+            "dict on every rank"
+        )
+    for unit in units:
+        if unit.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"loading what only rank 0 has while {unit.name} is in {unit.phase.name}: load it outside"
+            )
+    first = root.groups.shard_rank == 0 and root.groups.replica_rank == 0
+    loading = Loading(wrapper, strict, alone=True)
+    plan: Any = None
+    if first:
+        try:
+            with contextlib.closing(loading):
+                loading.begin(wrappers_in(wrapper))
+                plan = _plan(loading, into_module, state_dict, strict)
+        except Exception as error:
+            share(root, pickle.dumps(str(error)))
+            raise
+    said = share(root, pickle.dumps(plan) if first else None)
+    assert said is not None
+    plan = pickle.loads(said)
+    if isinstance(plan, str):
+        raise RuntimeError(plan)
+    incompatible, present, rest = plan
+    with torch.inference_mode(False), torch.no_grad():
+        for position, unit in enumerate(units):
+            for bucket, indices in enumerate(present[position]):
+                sources = loading.units[position].sources[bucket] if first else {}
+                _scatter(unit, bucket, indices, sources)
+            forget_gathered(unit)
+        if first and loading._rest is not None:
+            loading._rest.commit(assign=False)
+        tensors = [tensor for name, tensor in rest_of(wrapper) if name in rest]
+        for group in (root.groups.shard, root.groups.replica):
+            if group is not None:
+                broadcast(tensors, group)
+    return incompatible
+
+
+def _plan(
+    loading: Loading, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool
+) -> str | tuple[Any, list[list[list[int]]], set[str]]:
+    """What is to be loaded: the keys that do not fit, the parameters by unit and bucket, and the names of the rest; or
+    why it cannot be."""
+    incompatible = into_module(state_dict, strict)
+    extra = [key for key in state_dict if key.endswith("_extra_state")]
+    if extra:
+        return f"{', '.join(extra)}: extra state cannot be loaded from one rank alone; pass the dict on every rank"
+    for unit in loading.units:
+        for handle, sources in zip(unit.unit.handles, unit.sources):
+            for index, source in sources.items():
+                if isinstance(source, (ShardedTensor, DTensor, RaggedTensor)):
+                    return f"{unit.names(handle)[index]!r} of {unit.unit.name} is sharded, and only rank 0 has a dict"
+    present = [[sorted(sources) for sources in unit.sources] for unit in loading.units]
+    return incompatible, present, {name for name, _ in rest_of(loading.opener) if name in state_dict}
+
+
+def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of the parameters below ``module`` that no unit owns, and of its persistent buffers."""
+    owned = {
+        id(visible.param) for inner in wrappers_in(module) for v in inner._fsdp_unit.views for visible in v.visible
+    }
+    found: list[tuple[str, torch.Tensor]] = []
+    for path, owner in module.named_modules():
+        tensors = [*registered_params(owner), *persistent_buffers(owner)]
+        named = [(clean_path(f"{path}.{name}" if path else name), tensor) for name, tensor in tensors]
+        found += [(name, tensor.detach()) for name, tensor in named if id(tensor) not in owned]
+    return found
+
+
+def _scatter(unit: Unit, bucket: int, indices: list[int], sources: dict[int, torch.Tensor]) -> None:
+    """Give every rank its part of the parameters ``indices``, whose values the first rank has in ``sources``."""
+    if not indices:
+        return
+    handle, groups = unit.handles[bucket], unit.groups
+    layout = handle.layout
+    received = torch.empty(layout.shard_numel, dtype=layout.dtype, device=unit.device)
+    if groups.replica_rank == 0:
+        full = None
+        if groups.shard_rank == 0:
+            full = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=unit.device)
+            views = parameter_views(layout, full)
+            for index, source in sources.items():
+                views[index].copy_(source)
+        received = unit.scatter_from_first(bucket, full)
+    if groups.replica is not None:
+        broadcast([received], groups.replica)
+    for index in indices:
+        piece = layout.piece(index, groups.shard_rank)
+        place = slice(piece.shard_offset, piece.shard_offset + piece.numel)
+        handle.shard[place].copy_(received[place])
