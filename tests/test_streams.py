@@ -285,6 +285,17 @@ class Training:
         for tower.skipped in (set(), {0}, {0, 4}, {5}, {2, 3}, set()):
             self.step(set_to_none=False)
 
+    def changing(self) -> None:
+        """What was gathered ahead in vain is written at once, and nothing is gathered after it."""
+        tower = self.model.module
+        with torch.no_grad():
+            for tower.skipped in (set(), set(), {5}):
+                self.loss()
+            for param in self.model.parameters():
+                param.mul_(0.9)
+        tower.skipped = set()
+        self.step()
+
     def failures(self) -> None:
         for block in (self.blocks[0], self.blocks[3]):
             block.at_end["forward"] = fail
@@ -383,6 +394,7 @@ PARTS: tuple[Part, ...] = (
     Training.input_gradients,
     Training.checkpointing,
     Training.skipping,
+    Training.changing,
     Training.failures,
     Training.clipping,
     Training.freezing,
