@@ -643,6 +643,7 @@ def train_delayed(name: str, strategy: ShardingStrategy, use_orig_params: bool, 
     case, schedule = ZOO[name], Schedule(steps=3, micro=2)
     arguments: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params, "no_sync": [True, False]}
     usual = run_fsdp(case, adamw, schedule, **arguments)
+    assert all(step.loss.isfinite() for step in usual), "the runs agree on what never arrived"
     for seed in seeds:
         with delay_collectives(seed, max_ms=1.0):
             delayed = run_fsdp(case, adamw, schedule, **arguments)
