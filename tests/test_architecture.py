@@ -160,6 +160,8 @@ def imports_at_the_top(source: Source) -> list[str]:
     for node in source.tree.body:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             top.update(node.body)
+        if source.name.endswith("/__init__.py") and isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
+            top.update(node.body)  # a package may load one of its files when a name of it is first asked for
     lazy = [f"line {node.lineno}: import inside of something" for node, _ in source.imports if node not in top]
     by_name = [f"line {line}: {name}" for line, name in source.references if name == "importlib.import_module"]
     names = [node for node in source.nodes if isinstance(node, ast.Name)]
@@ -354,6 +356,8 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (imports_at_the_top, RUNTIME, "import importlib\nimportlib.import_module('os')"),
     (imports_at_the_top, RUNTIME, "from importlib import import_module as load\nload('os')"),
     (imports_at_the_top, RUNTIME, "os = __import__('os')"),
+    (imports_at_the_top, RUNTIME, "def __getattr__(name):\n    import os"),
+    (imports_at_the_top, "fsdp/flat/__init__.py", "def f():\n    import os"),
     (torch_and_the_standard_library_alone, RUNTIME, "import numpy as np"),
     (torch_and_the_standard_library_alone, RUNTIME, "from tests.harness import pool"),
     (
@@ -402,6 +406,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (hooks_in_hooks, VIEWS, "from torch.autograd.graph import saved_tensors_hooks\nuse = saved_tensors_hooks(f, g)"),
 ]
 KEPT: list[tuple[Rule, str, str]] = [
+    (imports_at_the_top, "fsdp/flat/__init__.py", "def __getattr__(name):\n    from fsdp.flat import views"),
     (imports_at_the_top, RUNTIME, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import os"),
     (torch_and_the_standard_library_alone, RUNTIME, "import os.path\nfrom torch import nn\nfrom ..flat import views"),
     (nothing_of_torchs_fsdp, "fsdp/compat.py", "import torch.distributed.fsdp"),

@@ -1,5 +1,7 @@
 """How state leaves a model and its optimizer, and how it comes back."""
 
+from typing import TYPE_CHECKING, Any
+
 from fsdp.checkpoint.dcp import (
     StateDictOptions,
     get_model_state_dict,
@@ -10,12 +12,30 @@ from fsdp.checkpoint.dcp import (
     set_state_dict,
 )
 
+if TYPE_CHECKING:
+    from fsdp.checkpoint.store import Plain, load, load_plain, save
+
 __all__ = [
+    "Plain",
     "StateDictOptions",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "load",
+    "load_plain",
+    "save",
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_state_dict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What is in :mod:`fsdp.checkpoint.store`. It loads ``torch.distributed.checkpoint``, which loads torch's own FSDP;
+    so it is loaded when it is first asked for."""
+    if name not in ("Plain", "load", "load_plain", "save"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fsdp.checkpoint.store import Plain, load, load_plain, save
+
+    globals().update(Plain=Plain, load=load, load_plain=load_plain, save=save)
+    return globals()[name]

@@ -1,0 +1,547 @@
+"""Checkpoints: from any number of ranks to any other, written whole or not at all, verified before they load."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp.checkpoint import (
+    StateDictOptions,
+    files,
+    get_optimizer_state_dict,
+    get_state_dict,
+    load,
+    load_plain,
+    save,
+)
+from fsdp.checkpoint.files import Disk
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import ZOO
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import wrap
+
+FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(5, 7), nn.BatchNorm1d(7)
+        self.again = nn.Linear(5, 7)
+        self.again.weight = self.linear.weight
+        self.scale = nn.Parameter(torch.randn(1))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+class Rich(nn.Module):
+    """Ties, buffers, few elements and none, memory in another order, frozen, ignored, extra state."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.Sequential(Block(), Block())
+        self.image = nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+        self.nothing = nn.Parameter(torch.empty(3, 0))
+        self.low = nn.Parameter(torch.randn(9, dtype=torch.float64).to(torch.bfloat16))
+        self.frozen = nn.Parameter(torch.randn(7), requires_grad=False)
+        self.ignored = nn.Linear(3, 2)
+        self.register_buffer("table", torch.randn(3, 2))
+
+
+def rich(seed: int, strategy: ShardingStrategy, mode: bool, *, nested: bool = True) -> FullyShardedDataParallel:
+    module = Rich(seed)
+    policy = ModuleWrapPolicy({Block}) if nested else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "NO_SHARD")
+        return wrap(module, strategy, mode, wrap_policy=policy, ignored_modules=[module.ignored])
+
+
+def full_state(model: nn.Module) -> dict[str, Any]:
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        return model.state_dict()
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+@contextmanager
+def on(disk: Disk) -> Iterator[None]:
+    before, files.disk = files.disk, disk
+    try:
+        yield
+    finally:
+        files.disk = before
+
+
+# -- from any number of ranks to any other -----------------------------------------------------------------------------
+
+WAYS = [(FULL_SHARD, False), (FULL_SHARD, True), (NO_SHARD, True)]
+
+
+def save_everywhere(root: str) -> None:
+    """As each of `WAYS`, with values that depend on its number alone."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number, (strategy, mode) in enumerate(WAYS):
+        model = rich(number, strategy, mode)
+        generator = torch.Generator().manual_seed(rank)
+        extra = {"rank": rank, "random": generator.get_state(), "python": random.Random(rank).getstate()}
+        made = save(f"{root}/{world_size}-{number}", model, extra=extra if rank != 1 else None)
+        assert made == Path(f"{root}/{world_size}-{number}/00000001")
+
+
+def load_everywhere(root: str) -> None:
+    for world_size, number in itertools.product((1, 2, 3), range(len(WAYS))):
+        strategy, mode = WAYS[number]
+        model = rich(100, strategy, not mode, nested=number % 2 == 1)
+        extras = load(f"{root}/{world_size}-{number}", model)
+        assert_bit_equal(tensors(full_state(model)), tensors(Rich(number).state_dict()))
+        assert model.blocks[0].loaded == {"calls": 3}
+        assert [extra and extra["rank"] for extra in extras] == [
+            rank if rank != 1 else None for rank in range(world_size)
+        ]
+        assert torch.equal(extras[0]["random"], torch.Generator().manual_seed(0).get_state())
+        assert extras[0]["python"] == random.Random(0).getstate()
+
+
+def test_from_any_number_of_ranks_to_any_other(tmp_path: Path) -> None:
+    """R40: 1, 2, 3 ranks to 1, 2, 4, to a plain model and to none; strategies and modes change on the way."""
+    for world_size in (1, 2, 3):
+        run_ranks(world_size, save_everywhere, str(tmp_path))
+    for world_size in (1, 2, 4):
+        run_ranks(world_size, load_everywhere, str(tmp_path))
+    for world_size, number in itertools.product((1, 2, 3), range(len(WAYS))):
+        directory = tmp_path / f"{world_size}-{number}"
+        expected = Rich(number).state_dict()
+        plain = Rich(100)
+        assert len(load(directory, plain)) == world_size
+        assert_bit_equal(tensors(plain.state_dict()), tensors(expected))
+        state, no_optimizer, extras = load_plain(directory / "00000001")
+        assert_bit_equal(tensors(state), tensors(expected))
+        assert (set(state), no_optimizer) == (set(expected), None)
+        assert extras[0]["rank"] == 0
+        read = {"model": {name: torch.zeros_like(value) for name, value in tensors(expected).items()}}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(read, checkpoint_id=directory / "00000001", no_dist=True)
+        assert_bit_equal(read["model"], tensors(expected))
+
+
+# -- with the optimizer ------------------------------------------------------------------------------------------------
+
+LORA = ZOO["lora"]  # has frozen parameters
+
+
+def trained(seed: int, mode: bool) -> tuple[FullyShardedDataParallel, Optimizer]:
+    """Two groups where parameters are visible; the frozen ones are in no group."""
+    model = wrap(LORA, FULL_SHARD, mode, seed=seed)
+    params = [param for param in model.parameters() if param.requires_grad]
+    groups = [{"params": params[1:], "weight_decay": 0.1}, {"params": params[:1], "lr": 0.02}]
+    return model, torch.optim.AdamW(groups, lr=0.01)
+
+
+def steps(model: nn.Module, optimizer: Optimizer, first: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in (first, first + 1):
+        batch = LORA.make_batch(step, 12)
+        LORA.loss(model, batch.slice(rank * 12 // world_size, (rank + 1) * 12 // world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of everything, by name."""
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    return {key: torch.as_tensor(value) for key, value in {**of_model, **of_optimizer}.items() if value is not None}
+
+
+def save_halfway(root: str) -> list[dict[str, Tensor]]:
+    told = []
+    for mode in (False, True):
+        model, optimizer = trained(1, mode)
+        steps(model, optimizer, 0)
+        save(f"{root}/{mode}", model, optimizer)
+        told.append(whole(model, optimizer))
+        steps(model, optimizer, 2)
+        told.append(whole(model, optimizer))
+    return told
+
+
+def resume(root: str) -> list[dict[str, Tensor]]:
+    told = []
+    for mode in (False, True):
+        model, optimizer = trained(2, mode)
+        load(f"{root}/{mode}", model, optimizer)
+        told.append(whole(model, optimizer))
+        steps(model, optimizer, 2)
+        told.append(whole(model, optimizer))
+    return told
+
+
+def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
+    """R40: parameters, optimizer state and the next steps, bit for bit at the same number of ranks."""
+    expected = run_ranks(2, save_halfway, str(tmp_path))[0]
+    for world_size in (1, 2, 3):
+        found = run_ranks(world_size, resume, str(tmp_path))[0]
+        every = 1 if world_size == 2 else 2  # other numbers of ranks add gradients up in another order
+        for ours, theirs in zip(found[::every], expected[::every], strict=True):
+            assert_bit_equal(ours, theirs)
+    for mode in (False, True):
+        half = expected[2 * mode]
+        module = LORA.build(5)
+        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+        load(tmp_path / str(mode), module, optimizer)
+        state = get_optimizer_state_dict(module, optimizer)["state"]
+        saved = load_plain(tmp_path / str(mode))
+        assert saved.optimizer is not None
+        for found in (state, saved.optimizer["state"]):
+            flat = {f"state.{name}.{key}": value for name, of in found.items() for key, value in of.items()}
+            assert_bit_equal(flat, {key: value for key, value in half.items() if key.startswith("state.")})
+        assert_bit_equal(saved.model, {name: half[name] for name in saved.model})
+        assert_bit_equal(module.state_dict(), saved.model)
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+class Faulty(Disk):
+    """Fails at its `at`-th operation, counted from 0: `error` once, or for good with the power if there is none.
+
+    A write fails in its middle. What was not synced when the power went is half there.
+    """
+
+    def __init__(self, at: int = -1, error: OSError | None = None) -> None:
+        self.at, self.error, self.count = at, error, 0
+        self.unsynced: dict[BinaryIO, Path] = {}
+
+    def _step(self) -> None:
+        number, self.count = self.count, self.count + 1
+        if number == self.at and self.error is not None:
+            raise self.error
+        if self.error is None and 0 <= self.at <= number:
+            raise Killed
+
+    def after(self) -> None:
+        for stream, path in self.unsynced.items():
+            stream.close()
+            if path.exists():
+                os.truncate(path, path.stat().st_size // 2)
+
+    def make_directory(self, path: Path) -> None:
+        self._step()
+        super().make_directory(path)
+
+    def create(self, path: Path) -> BinaryIO:
+        self._step()
+        stream = super().create(path)
+        self.unsynced[stream] = path
+        return stream
+
+    def write(self, stream: BinaryIO, data: Any) -> int:
+        if self.count == self.at:
+            super().write(stream, data[: len(data) // 2])
+        self._step()
+        return super().write(stream, data)
+
+    def sync(self, stream: BinaryIO) -> None:
+        self._step()
+        super().sync(stream)
+        del self.unsynced[stream]
+
+    def sync_directory(self, path: Path) -> None:
+        self._step()
+        super().sync_directory(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._step()
+        super().rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        self._step()
+        super().remove(path)
+
+
+def small(value: float) -> nn.Module:
+    module = nn.Linear(2, 3, bias=False)
+    nn.init.constant_(module.weight, value)
+    return module
+
+
+def value_of(root: Path) -> tuple[float, Any] | None:
+    """What the latest checkpoint holds, which is of one piece; None if there is none."""
+    module = small(-1.0)
+    try:
+        (extra,) = load(root, module)
+    except FileNotFoundError:
+        return None
+    assert len(module.weight.unique()) == 1
+    return module.weight[0, 0].item(), extra
+
+
+def operations(root: Path) -> int:
+    """How many a save that removes an older checkpoint takes."""
+    save(root, small(1.0), extra=1)
+    with on(disk := Faulty()):
+        save(root, small(2.0), extra=2, keep=1)
+    return disk.count
+
+
+@pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwriting"])
+def test_power_lost_at_any_operation(tmp_path: Path, fresh: bool) -> None:
+    """R45: exactly the old or exactly the new checkpoint; the next save is not hindered by what was left."""
+    old, new, seen = None if fresh else (1.0, 1), (2.0, 2), []
+    for at in range(operations(tmp_path / "count") + (1 if fresh else 0)):
+        root = tmp_path / str(at)
+        if not fresh:
+            save(root, small(1.0), extra=1)
+        disk = Faulty(at)
+        with on(disk):
+            try:
+                save(root, small(2.0), extra=2, keep=1)
+            except Killed:
+                disk.after()
+        seen.append(value_of(root))
+        assert seen[-1] in (old, new), at
+        save(root, small(3.0), extra=3, keep=1)
+        assert value_of(root) == (3.0, 3)
+        assert len(os.listdir(root)) == 2, at
+    assert seen == sorted(seen, key=[old, new].index)
+    assert {old, new} == set(seen)
+
+
+def test_an_error_at_any_operation(tmp_path: Path) -> None:
+    """R45, R47: the error says what and where, the old checkpoint is there, and nothing else is left."""
+    for at in range(operations(tmp_path / "count")):
+        root = tmp_path / str(at)
+        save(root, small(1.0), extra=1)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(root))
+        with on(Faulty(at, full)), warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                save(root, small(2.0), extra=2, keep=1)
+            except OSError as error:
+                assert error is full
+        last = value_of(root)
+        if warned:  # the new one is there, the old one could not be removed
+            assert last == (2.0, 2)
+            assert "is saved, but the older" in str(warned[0].message)
+        elif last == (1.0, 1):
+            assert sorted(os.listdir(root)) == ["00000001", "latest"]
+        else:
+            assert last == (2.0, 2)
+        save(root, small(3.0), extra=3, keep=1)
+        assert value_of(root) == (3.0, 3)
+
+
+class Interrupting(Disk):
+    """Runs a whole other save before the `at`-th operation that is not a write."""
+
+    def __init__(self, at: int, root: Path) -> None:
+        self.at, self.root, self.count = at, root, 0
+
+    def _step(self) -> None:
+        self.count += 1
+        if self.count == self.at:
+            save(self.root, small(9.0), extra=9)
+
+    make_directory, sync, sync_directory, rename = (
+        lambda self, *args, name=name: (self._step(), getattr(Disk, name)(self, *args))[1]
+        for name in ("make_directory", "sync", "sync_directory", "rename")
+    )
+
+
+def test_two_savers(tmp_path: Path) -> None:
+    """R47: each gets a checkpoint of its own, whenever the other comes."""
+    for at in range(1, 14):
+        root = tmp_path / str(at)
+        save(root, small(1.0), extra=1)
+        with on(Interrupting(at, root)):
+            made = save(root, small(2.0), extra=2)
+        assert value_of(made) == (2.0, 2)
+        assert value_of(root) in ((2.0, 2), (9.0, 9))
+        whole = [name for name in os.listdir(root) if name != "latest"]
+        assert sorted(value_of(root / name) for name in whole) == [(1.0, 1), (2.0, 2), (9.0, 9)]
+
+
+def train(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 5)).square().mean().backward()
+    optimizer.step()
+
+
+def faults_on_one_rank(root: str) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    train(model)
+    save(root, model, extra={"step": 1})
+    before = {name: value.clone() for name, value in full_state(model).items()}
+    for number, kind in ((errno.ENOSPC, OSError), (errno.EROFS, OSError), (errno.EACCES, PermissionError)):
+        for failing, at in itertools.product(range(world_size), (0, 1, 5, 9)):
+            disk = Faulty(at, OSError(number, os.strerror(number), root)) if rank == failing else Disk()
+            with on(disk), pytest.raises(kind, match=f"rank {failing}: {os.strerror(number)}: {root}"):
+                save(root, model, extra={"step": 2})
+            dist.barrier()
+            assert sorted(os.listdir(root)) == ["00000001", "latest"]
+            dist.barrier()
+    with pytest.raises(TypeError, match="rank 1: extra must consist of tensors"):
+        save(root, model, extra=lambda: None if rank == 1 else 0)
+    with pytest.raises(ValueError, match="rank 0: keep must be a positive number"):
+        save(root, model, keep=0 if rank == 0 else 1)
+    with pytest.raises(NotADirectoryError, match=r"rank 0: .*latest"):
+        save(f"{root}/latest/deeper", model)
+    with pytest.raises(RuntimeError, match=r"rank 0: .* has no optimizer state, and nothing was loaded"):
+        load(root, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model)
+    assert load(root, model) == [{"step": 1}] * world_size
+    assert_bit_equal(full_state(model), before)
+    train(model)
+    assert save(root, model, keep=1).name == "00000002"
+    dist.barrier()
+    assert sorted(os.listdir(root)) == ["00000002", "latest"]
+
+
+def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
+    """R47: no space, read-only, no permission, a bad `extra`; the old checkpoint is intact, and training goes on."""
+    run_ranks(2, faults_on_one_rank, str(tmp_path / "run"))
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def damages(path: Path) -> Iterator[str]:
+    """Damages the file in one way after the other, and restores it."""
+    content = path.read_bytes()
+    for place in sorted({0, len(content) // 2, len(content) - 1}):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        path.write_bytes(flipped)
+        yield f"flip in byte {place}"
+    for length in sorted({0, len(content) // 2, len(content) - 1}):
+        path.write_bytes(content[:length])
+        yield f"cut to {length}"
+    path.write_bytes(content + b"x")
+    yield "longer"
+    path.unlink()
+    yield "lost"
+    path.write_bytes(content)
+
+
+def refuses(root: Path, what: str, *paths: Path) -> None:
+    """One process that loads from `root` tells of one of `paths`, and changes nothing."""
+    module = Rich(100)
+    before = {name: value.clone() for name, value in tensors(module.state_dict()).items()}
+    for read in (lambda: load(root, module), lambda: load_plain(root)):
+        with pytest.raises((RuntimeError, FileNotFoundError)) as caught:
+            read()
+        told = str(caught.value).replace("no file 'latest'", str(root / "latest"))
+        assert any(str(path) in told for path in paths), what
+    assert_bit_equal(tensors(module.state_dict()), before)
+
+
+def test_damage_to_any_file(tmp_path: Path) -> None:
+    """R46: a bit, the length, the loss of any file, and any two exchanged, also with those of another checkpoint."""
+    run_ranks(2, save_two, str(tmp_path))
+    older, newer = tmp_path / "00000001", tmp_path / "00000002"
+    paths = [tmp_path / "latest", *sorted(newer.iterdir())]
+    assert {path.name for path in paths} >= {
+        "latest",
+        "manifest",
+        ".metadata",
+        "__0_0.distcp",
+        "__1_0.distcp",
+        "extra_1.pt",
+    }
+    for path in paths:
+        for what in damages(path):
+            refuses(tmp_path, f"{path.name}: {what}", path)
+    exchanged = [(one, other) for one, other in itertools.combinations(paths, 2)]
+    exchanged += [(path, older / path.name) for path in paths if path.parent == newer]
+    for one, other in exchanged:
+        first, second = one.read_bytes(), other.read_bytes()
+        if first != second:
+            one.write_bytes(second)
+            other.write_bytes(first)
+            refuses(tmp_path, f"{one} exchanged with {other}", one, other)
+            one.write_bytes(first)
+            other.write_bytes(second)
+    run_ranks(2, refuses_on_all_ranks, str(tmp_path))
+    module = Rich(100)
+    load(tmp_path, module)
+    assert_bit_equal(tensors(module.state_dict()), tensors(Rich(2).state_dict()))
+
+
+def save_two(root: str) -> None:
+    for seed in (1, 2):
+        save(root, rich(seed, FULL_SHARD, False), extra={"seed": seed, "rank": dist.get_rank()})
+
+
+def refuses_on_all_ranks(root: str) -> None:
+    model = rich(100, FULL_SHARD, True)
+    before = tensors(full_state(model))
+    path = Path(root) / "00000002" / "__1_0.distcp"
+    content = path.read_bytes()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 4]))
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"damaged, and nothing was loaded: \S*__1_0.distcp has another checksum"):
+        load(root, model)
+    assert_bit_equal(tensors(full_state(model)), before)
+    dist.barrier()
+    path.write_bytes(content)
+    dist.barrier()
+
+
+def misfits(root: str) -> None:
+    model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    save(root, model)
+    other = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 4), nn.Linear(2, 2)), use_orig_params=True)
+    before = full_state(other)
+    with pytest.raises(RuntimeError) as caught:
+        load(root, other)
+    for words in (
+        "missing in the checkpoint: '2.weight', '2.bias'",
+        "missing in the model: '0.bias'",
+        "'1.weight' has shape (3, 7) in the checkpoint and (4, 7) in the model",
+    ):
+        assert words in str(caught.value)
+    assert_bit_equal(full_state(other), before)
+    other = wrap(nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 3), nn.Linear(2, 2)))
+    before = full_state(other)
+    load(root, other, strict=False)
+    saved = full_state(model)
+    assert_bit_equal(full_state(other), {name: saved.get(name, value) for name, value in before.items()})
+    with pytest.raises(FileNotFoundError, match=r"rank 0: .* is no checkpoint"):
+        load(f"{root}/nowhere", model)
+
+
+def test_what_does_not_fit_is_told_on_every_rank_before_anything_is_loaded(tmp_path: Path) -> None:
+    """R43."""
+    run_ranks(2, misfits, str(tmp_path / "run"))
