@@ -424,7 +424,7 @@ MUTATIONS = [
         'it again."""\n        self._cast = None\n',
         'it again."""\n        pass\n',
         "the cast of a shard that has changed since is gathered",
-        _tests("precision", "parity_with_a_plain_model_that_casts_at_the_same_places[2]"),
+        _tests("precision_casts", "a_shard_is_cast_once_per_forward_with_its_backward"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
