@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -285,3 +286,74 @@ def copy_in_precision() -> None:
 
 def test_copies_keep_precision_and_are_freed() -> None:
     run_ranks(2, copy_in_precision)
+
+
+# -- hooks on modules, batch norms ---------------------------------------------------------------------------------
+
+
+def hook_modules() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for strategy in STRATEGIES:
+        for use_orig_params in (False, True):
+            plain = CASE.build()
+            model = wrap(CASE, strategy, use_orig_params)
+            seen: dict[str, list[tuple[str, str, Any]]] = {"plain": [], "sharded": []}
+
+            def note(kind: str, name: str, what: str) -> Callable[..., None]:
+                def hook(owner: nn.Module, *tensors: Any) -> None:
+                    values = [t.clone() for part in tensors for t in (part if isinstance(part, tuple) else (part,))]
+                    if what.startswith("forward"):  # the parameters are whole
+                        values += [param.detach().clone() for param in (owner.weight, owner.bias)]
+                    seen[kind].append((name, what, values))  # noqa: B023
+
+                return hook
+
+            for kind, root in (("plain", plain), ("sharded", model.module)):
+                for name, module in root.named_modules():
+                    name = name.replace("._fsdp_wrapped_module", "").replace("_fsdp_wrapped_module.", "")
+                    if not isinstance(module, nn.Linear):
+                        continue
+                    module.register_forward_pre_hook(note(kind, name, "forward begins"))
+                    module.register_forward_hook(note(kind, name, "forward ends"))
+                    module.register_full_backward_pre_hook(note(kind, name, "backward begins"))
+                    module.register_full_backward_hook(note(kind, name, "backward ends"))
+            for step in range(2):
+                batch = rank_batch(CASE, SCHEDULE, step, 0, rank, world_size)
+                batch.inputs[0].requires_grad_()  # torch warns where the first module's input has no gradient
+                for module in (plain, model):
+                    CASE.loss(module, batch).backward()
+            assert len(seen["plain"]) == 2 * 4 * 4
+            for ours, theirs in zip(seen["sharded"], seen["plain"], strict=True):
+                assert ours[:2] == theirs[:2]
+                assert all(torch.equal(a, b) for a, b in zip(ours[2], theirs[2], strict=True)), ours[:2]
+
+
+def test_hooks_on_modules_see_what_they_do_without_wrapping() -> None:
+    """W10: in the same order, with the same values; the parameters are whole while a forward's hooks run."""
+    run_ranks(2, hook_modules)
+
+
+def synchronised_batch_norm() -> None:
+    torch.manual_seed(0)
+    plain = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)))
+    precision = MixedPrecision(torch.bfloat16)
+    policy = ModuleWrapPolicy({nn.Linear})
+    with pytest.warns(UserWarning, match=r"SyncBatchNorm, which are kept in full precision"):
+        model = wrap(deepcopy(plain), use_orig_params=True, wrap_policy=policy, mixed_precision=precision)
+    norm = model.module[1]
+    assert isinstance(norm, FullyShardedDataParallel) and norm.mixed_precision == MixedPrecision()
+    x = torch.randn(4, 7)
+    with pytest.raises(ValueError, match="GPU"):  # torch's own: in training it is for accelerators
+        model(x)
+    with torch.no_grad():
+        for module in (model, plain):
+            module.eval()
+        plain.bfloat16()
+        plain[1].float()
+        expected = plain[2](plain[1](plain[0](x.bfloat16()).float()).bfloat16())
+        assert torch.equal(model(x), expected)
+
+
+def test_synchronised_batch_norms_are_kept_in_full_precision() -> None:
+    """W14, E13."""
+    run_ranks(2, synchronised_batch_norm)

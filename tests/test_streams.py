@@ -714,7 +714,7 @@ def trace_offloaded(strategy: ShardingStrategy, use_orig_params: bool, broken: s
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 def test_the_host_waits_before_it_touches_what_is_offloaded(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """O1, R37: gradients have arrived before the optimizer reads them, shards are read before it writes them."""
+    """O1, Y66, R37: gradients have arrived before the optimizer reads them, shards are read before it writes them."""
     assert run_ranks(1, trace_offloaded, strategy, use_orig_params, None) == [[]]
     for broken in ("settle", "on_host"):
         assert run_ranks(1, trace_offloaded, strategy, use_orig_params, broken) != [[]], broken
