@@ -722,7 +722,7 @@ MUTATIONS = [
         _tests("state_dict", "r43_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded"),
     ),
     Mutation(
-        "fsdp/checkpoint/load.py",
+        "fsdp/checkpoint/load_state_dict.py",
         "handle.shard[place].copy_(received[place])",
         "handle.shard.copy_(received)",
         "what is not in rank 0's state dict is overwritten",

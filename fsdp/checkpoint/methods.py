@@ -20,7 +20,7 @@ from fsdp.api import (
     as_state_dict_settings,
 )
 from fsdp.checkpoint import optim_load, optim_params, optim_state
-from fsdp.checkpoint.load import load
+from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.optim_state import Form, Kind
 from fsdp.checkpoint.state_dict import clean_path, collecting, strip_wrapper, wrappers_in
 

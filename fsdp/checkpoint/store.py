@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import files
@@ -95,67 +95,82 @@ def save(
         NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
     """
     ranks = _Ranks(model, process_group)
-    root, own, state = Path(path), _Own(), dict[str, Any]()
-
-    def check() -> None:
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep must be a positive number of checkpoints or None, but got {keep!r}")
-        own.extra = _packed(extra)
-        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        state.update((_MODEL + name, value) for name, value in values.items())
-
-    def prepare() -> tuple[Any, Path | None]:
-        mine = {key: value for key, value in state.items() if ranks.rank == 0 or isinstance(value, RaggedTensor)}
-        own.planner.set_up_planner(mine, is_coordinator=ranks.rank == 0)
-        plan = own.planner.create_local_plan()
-        if ranks.rank == 0:
-            own.directory = files.begin(root)
-        return plan, own.directory
-
-    def write(plans: list[Any], directory: Path) -> tuple[Any, dict[str, Entry]]:
-        writer = own.writer = _Writer(directory, ranks.rank == 0)
-        final, own.metadata = own.planner.create_global_plan([writer.prepare_local_plan(plan) for plan in plans])
-        plan = own.planner.finish_plan(writer.prepare_global_plan(final)[ranks.rank])
-        results = writer.write_data(plan, own.planner).wait() if plan.items else []
-        if own.extra is not None:
-            files.write_durably(directory / _extra_name(ranks.rank), own.extra, writer.entries)
-        files.disk.sync_directory(directory)
-        return results, writer.entries
-
-    def publish(told: list[tuple[Any, dict[str, Entry]]]) -> Path | None:
-        if ranks.rank != 0:
-            return None
-        assert own.directory is not None and own.writer is not None and own.metadata is not None
-        own.writer.finish(own.metadata, [results for results, _ in told])
-        entries = {name: entry for _, theirs in told for name, entry in theirs.items()} | own.writer.entries
-        return files.publish(own.directory, entries, ranks.size, keep)
-
-    ranks.together("check what is to be saved", check)
-    if optimizer is not None:
-        state.update(_optimizer_entries(model, optimizer))
+    saving = _Saving(ranks.rank)
+    ranks.together("check what is to be saved", lambda: saving.check(model, extra, keep))
+    if optimizer is not None:  # its ranks tell each other what states there are, errors too
+        saving.state.update(_optimizer_entries(model, optimizer))
     try:
-        prepared = ranks.together("prepare a checkpoint", prepare)
-        directory = prepared[0][1]
-        assert directory is not None
-        told = ranks.together("write a checkpoint", lambda: write([plan for plan, _ in prepared], directory))
-        published = ranks.together("publish a checkpoint", lambda: publish(told))[0]
-        assert published is not None
-        return published
+        plans = ranks.together("plan a checkpoint", lambda: saving.plan(Path(path)))
+        written = ranks.together("write a checkpoint", lambda: saving.write(plans))
+        return ranks.together("publish a checkpoint", lambda: saving.publish(written, keep))[0]
     except Exception:
-        if own.directory is not None:
-            files.discard(own.directory)
+        if ranks.rank == 0 and saving.directory is not None:
+            files.discard(saving.directory)
         raise
 
 
-class _Own:
-    """What one rank's save knows."""
+class _Plan(NamedTuple):
+    """What one rank has to write, and on rank 0 the directory to write to."""
 
-    def __init__(self) -> None:
-        self.planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.extra: bytes | None = None
-        self.directory: Path | None = None  # on rank 0
-        self.writer: _Writer | None = None
-        self.metadata: Metadata | None = None
+    items: Any
+    directory: Path | None
+
+
+class _Written(NamedTuple):
+    """What one rank has written: where its parts of tensors are, and its files."""
+
+    results: list[Any]
+    entries: dict[str, Entry]
+
+
+class _Saving:
+    """One rank's share in a save, step by step; each step on all ranks before the next."""
+
+    def __init__(self, rank: int) -> None:
+        self.state: dict[str, Any] = {}
+        self.directory: Path | None = None
+        self._rank, self._extra = rank, b""
+
+    def check(self, model: nn.Module, extra: Any, keep: int | None) -> None:
+        """Take the model's state, and refuse what cannot be saved."""
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep must be a positive number of checkpoints or None, but got {keep!r}")
+        self._extra = _packed(extra)
+        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
+        self.state.update((_MODEL + name, value) for name, value in values.items())
+
+    def plan(self, root: Path) -> _Plan:
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        first = self._rank == 0
+        mine = {key: value for key, value in self.state.items() if first or isinstance(value, RaggedTensor)}
+        self._planner.set_up_planner(mine, is_coordinator=first)
+        items = self._planner.create_local_plan()
+        if first:
+            self.directory = files.begin(root)
+        return _Plan(items, self.directory)
+
+    def write(self, plans: list[_Plan]) -> _Written:
+        """This rank's file of tensors, if it has any, and its ``extra``."""
+        directory = plans[0].directory
+        assert directory is not None
+        self.directory = directory
+        self._writer = _Writer(directory, self._rank == 0)
+        of_ranks, self._metadata = self._planner.create_global_plan([plan.items for plan in plans])
+        plan = self._planner.finish_plan(self._writer.prepare_global_plan(of_ranks)[self._rank])
+        results = self._writer.write_data(plan, self._planner).wait() if plan.items else []
+        if self._extra:
+            files.write_durably(directory / _extra_name(self._rank), self._extra, self._writer.entries)
+        files.disk.sync_directory(directory)
+        return _Written(results, self._writer.entries)
+
+    def publish(self, written: list[_Written], keep: int | None) -> Path:
+        """On rank 0 only; the others learn where it is to be."""
+        assert self.directory is not None
+        if self._rank != 0:
+            return self.directory
+        self._writer.finish(self._metadata, [theirs.results for theirs in written])
+        entries = {name: entry for theirs in written for name, entry in theirs.entries.items()}
+        return files.publish(self.directory, entries | self._writer.entries, len(written), keep)
 
 
 def load(
@@ -306,14 +321,14 @@ def _extra_name(rank: int) -> str:
     return f"extra_{rank}.pt"
 
 
-def _packed(extra: Any) -> bytes | None:
-    """As the bytes of a file.
+def _packed(extra: Any) -> bytes:
+    """As the bytes of a file; none for None.
 
     Raises:
         TypeError: they could not be loaded safely.
     """
     if extra is None:
-        return None
+        return b""
     buffer = io.BytesIO()
     try:
         torch.save(extra, buffer)
