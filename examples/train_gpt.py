@@ -327,7 +327,7 @@ def join_ranks() -> torch.device:
     return device
 
 
-def main() -> None:
+def train() -> None:
     options = parse_arguments()
     device = join_ranks()
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -388,7 +388,11 @@ def main() -> None:
         print("\na sample of the trained model")
         printable = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text.decode("utf-8", "replace"))
         print("\n".join(f"  | {line}" for line in printable.split("\n")), flush=True)
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    train()
+    dist.destroy_process_group()  # the model is gone: the group's threads end before the interpreter does
 
 
 if __name__ == "__main__":

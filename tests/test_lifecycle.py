@@ -174,9 +174,11 @@ def delete_after(life: str, strategies: list[ShardingStrategy], use_orig_params:
             LIVES[life](model)
             held = meter.live() - base
             block = model.module.blocks[0]
-            parts = (model, model.module, block, block._fsdp_unit, block._handle, model.params[0])
+            context = block._fsdp_unit.context
+            holders = [] if context is None else list(context._agreements._by_group.values())  # of process groups
+            parts = (model, model.module, block, block._fsdp_unit, block._handle, model.params[0], *holders)
             alive = [weakref.ref(part) for part in parts]
-            del model, block, parts
+            del model, block, parts, context, holders
             left = excess(meter, base, patience=1.0 if attempt else 0.02)
             if attempt:
                 wrong += [f"{strategy}: {type(x()).__name__} lives" for x in alive if x() is not None]

@@ -79,7 +79,7 @@ class Member(Protocol):
 class Ticket(NamedTuple):
     """One collective of a pass: where it comes, and what it is. For whoever waits for it."""
 
-    agreement: Agreement
+    agreement: weakref.ref[Agreement]  # which keeps its latest tickets
     position: int
     event: int  # the member and the kind, by number: names may differ between ranks
     kind: str
@@ -90,11 +90,14 @@ class Ticket(NamedTuple):
 
     def slow(self) -> None:
         """The collective takes long: raises if the ranks turn out to be out of step."""
-        self.agreement.look_around()
+        agreement = self.agreement()
+        if agreement is not None:
+            agreement.look_around()
 
     def explain(self) -> str:
         """What the ranks did last, for the error of a collective that failed."""
-        return self.agreement.last_words()
+        agreement = self.agreement()
+        return agreement.last_words() if agreement is not None else ""
 
 
 class Pass(NamedTuple):
@@ -114,6 +117,7 @@ class Agreement:
 
     def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
         """``device`` is where the members compute, and ``streams`` are its."""
+        self._ref = weakref.ref(self)
         self._group = group
         self._device = device
         self._streams = streams
@@ -196,7 +200,7 @@ class Agreement:
         if (
             self._gave_up is not None
         ):  # if that was this rank's fate alone, others are anywhere in the pass: send nothing yet
-            self._announce(Ticket(self, -1, event, "begin", f"the {what.words}"), event)
+            self._announce(Ticket(self._ref, -1, event, "begin", f"the {what.words}"), event)
         else:
             self._ask_to_begin(event)
         self._under_way, self._gave_up = what, None
@@ -233,7 +237,7 @@ class Agreement:
         self._under_way = None
 
     def _ask_later(self, value: int, label: str) -> None:
-        ticket = Ticket(self, self._position, -1, END, "")
+        ticket = Ticket(self._ref, self._position, -1, END, "")
         self._questions.append((ticket, Agreeing(value, self._group, self._device, label, self._streams)))
 
     def _look_at_answers(self) -> None:
@@ -273,7 +277,7 @@ class Agreement:
 
     def _next(self, kind: str, name: str, event: int) -> Ticket:
         self._look_at_answers()
-        ticket = Ticket(self, self._position, event, kind, name)
+        ticket = Ticket(self._ref, self._position, event, kind, name)
         recorded = self._record.get(self._before)
         self._recent.append(ticket)
         if recorded is None or self._detailed:
@@ -484,7 +488,7 @@ class Negotiation(Agreement):
     def _propose(self, kind: str, name: str, event: int) -> Ticket:
         while True:
             # What is proposed may differ between ranks, and so its ticket has no number to compare.
-            ticket = Ticket(self, self._position, 0, kind, name)
+            ticket = Ticket(self._ref, self._position, 0, kind, name)
             self._recent.append(ticket)
             chosen = self._choose(event, ticket)
             self._position += 1
@@ -497,7 +501,7 @@ class Negotiation(Agreement):
                 self._compare_handles(member)
             if chosen == event:
                 return ticket
-            ticket = Ticket(self, ticket.position, 0, what, member.name)
+            ticket = Ticket(self._ref, ticket.position, 0, what, member.name)
             self._recent.append(ticket)
             member.take_part(what, ticket, full_precision=bool(chosen % 2))
 
