@@ -305,6 +305,53 @@ def without_backward(package: Package) -> str | None:
     return None if counts[1] == counts[-1] else f"references: {counts}"
 
 
+class WithScale(nn.Module):
+    """A root without parameters, and with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = net()
+        self.register_buffer("scale", torch.full((1,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x) * self.scale
+
+
+def kind_of_state_after_an_exception(package: Package) -> str | None:
+    model = package.wrap(net(), Block)
+    model(batch())
+    sharded = type(package.cls.get_state_dict_type(model).state_dict_type).SHARDED_STATE_DICT
+    before = package.cls.get_state_dict_type(model).state_dict_type
+    try:
+        with package.cls.state_dict_type(model, sharded):
+            raise ArithmeticError
+    except ArithmeticError:
+        pass
+    after = package.cls.get_state_dict_type(model).state_dict_type
+    if after != before:
+        return f"{after.name} after the exception"
+    try:
+        with package.cls.state_dict_type(nn.Linear(1, 1), sharded):
+            pass
+    except ValueError:
+        return None
+    return "no error for a module that is not wrapped"
+
+
+def buffers_of_a_root_without_parameters(package: Package) -> str | None:
+    precision = fsdp.MixedPrecision if package.name == "fsdp" else _torchs("MixedPrecision")
+    model = package.wrap(WithScale(), Block, nn.Linear, mixed_precision=precision(buffer_dtype=torch.bfloat16))
+    model(batch())
+    dtype = model.state_dict()["scale"].dtype
+    return None if dtype == torch.float32 else f"the buffer is {dtype}"
+
+
+def _torchs(name: str) -> Any:
+    import torch.distributed.fsdp
+
+    return getattr(torch.distributed.fsdp, name)
+
+
 # -- the comparison ------------------------------------------------------------------------------------------------
 
 
@@ -327,10 +374,12 @@ DEFECTS = [
     Defect("Y59", written_after_a_forward_without_gradients, "wrong: output", "wrong: output"),
     Defect("Y60", tied_across_units, "no error", "no error"),
     Defect("Y61", a_module_at_two_places, "RuntimeError: setStorage: ", "RuntimeError: mat2 must be a matrix"),
+    Defect("Y62", kind_of_state_after_an_exception, *["SHARDED_STATE_DICT after the exception"] * 2),
     Defect("Y63", a_child_first, ONCE_ROOT, ONCE_ROOT),
     Defect("Y64", exception_in_forward, None, OTHERS),
     Defect("Y64", exception_in_backward, "AssertionError: Cannot manually unshard parameters", OTHERS),
     Defect("Y67", inference_first, INFERENCE, INFERENCE),
+    Defect("Y68", buffers_of_a_root_without_parameters, *["the buffer is torch.bfloat16"] * 2),
     Defect("Y70", two_ahead, NOT_IN_ORDER, NOT_IN_ORDER),
     Defect("Y70", used_twice, "['gather 1', 'gather 0', 'backward 1', 'gather 2'", "['gather 1', 'gather 0', "),
     Defect("Y70", without_backward, "references: ", "references: "),
@@ -352,7 +401,7 @@ def outcomes(number: int) -> list[str | None]:
 
 @pytest.mark.parametrize("number", range(len(DEFECTS)), ids=[f"{d.row}-{d.program.__name__}" for d in DEFECTS])
 def test_right_here_and_wrong_there(number: int) -> None:
-    """Y58-Y61, Y63, Y64, Y67, Y70"""
+    """Y58-Y64, Y67, Y68, Y70"""
     defect = DEFECTS[number]
     for ours_flat, ours_original, *torchs in run_ranks(2, outcomes, number):
         assert ours_flat is None and ours_original is None, (ours_flat, ours_original)
