@@ -267,6 +267,9 @@ def copy_in_precision() -> None:
     copied = deepcopy(model)  # between a forward and its backward
     assert copied.module.scale.dtype is torch.bfloat16
     assert copied._fsdp_unit.precision.original_dtype(copied.module.scale) is torch.float32
+    with model.no_sync():
+        synchronising = deepcopy(model)
+    assert all(wrapper._sync_gradients for wrapper in FullyShardedDataParallel.fsdp_modules(synchronising))
     loss.backward()
     before = full_parameters(copied)
     assert_bit_equal(before, full_parameters(model), "values")

@@ -16,7 +16,9 @@ from fsdp.runtime.unit import Phase, Unit
 
 
 def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, Any]) -> Unit:
-    """A copy of ``unit`` around ``copy_module()``, with the same values and no gradients. It belongs to no tree yet.
+    """A copy of ``unit`` around ``copy_module()``, with the same values and no gradients, which belongs to no tree yet.
+
+    It reduces its gradients also if it is made inside ``no_sync()``, which ends for the original alone.
 
     A communication hook, with its state, is shared.
 
@@ -37,7 +39,6 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     buckets = [(handle, views.copied(handle, memo)) for handle, views in zip(handles, unit.views)]
     precision = unit.precision.copied(module, memo)
     copied = Unit(module, unit.name, buckets, unit.groups, unit.device, unit.policy, precision)
-    copied.synchronize = unit.synchronize
     if unit.comm_hook is not None:
         copied.use_hook(unit.comm_hook)
     return copied
