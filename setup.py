@@ -12,7 +12,7 @@ setup(
     packages=find_packages(include=["fsdp", "fsdp.*"]),
     package_data={"fsdp": ["py.typed"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.6"],
+    install_requires=["torch>=2.6", "tqdm>=4.60"],
     extras_require={
         "test": ["pytest>=8", "numpy"],
         "examples": ["tqdm", "numpy"],

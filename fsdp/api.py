@@ -187,7 +187,9 @@ class ShardedStateDictConfig(StateDictConfig):
 class RaggedStateDictConfig(ShardedStateDictConfig):
     """For a sharded state dict without communication: values are :class:`fsdp.checkpoint.ragged.RaggedTensor`, each
     with the part of the parameter that lies in this rank's shard, for ``torch.distributed.checkpoint`` to save and to
-    load into at any number of ranks. Under every strategy, ``NO_SHARD`` included. ``_use_dtensor`` means nothing here.
+    load into at any number of ranks. Under every strategy, ``NO_SHARD`` included. The values lie in the memory of model
+    and optimizer unless they are moved to CPU from elsewhere: save or copy them before the next step. ``_use_dtensor``
+    means nothing here.
     """
 
 

@@ -13,11 +13,12 @@ from fsdp.checkpoint.dcp import (
 )
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.store import Plain, load, load_plain, save
+    from fsdp.checkpoint.store import Plain, async_save, load, load_plain, save
 
 __all__ = [
     "Plain",
     "StateDictOptions",
+    "async_save",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -33,9 +34,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What is in :mod:`fsdp.checkpoint.store`. It loads ``torch.distributed.checkpoint``, which loads torch's own FSDP;
     so it is loaded when it is first asked for."""
-    if name not in ("Plain", "load", "load_plain", "save"):
+    if name not in ("Plain", "async_save", "load", "load_plain", "save"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.checkpoint.store import Plain, load, load_plain, save
+    from fsdp.checkpoint.store import Plain, async_save, load, load_plain, save
 
-    globals().update(Plain=Plain, load=load, load_plain=load_plain, save=save)
+    globals().update(Plain=Plain, async_save=async_save, load=load, load_plain=load_plain, save=save)
     return globals()[name]

@@ -32,7 +32,8 @@ from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_params import ModelParams, param_to_name, rekey
 from fsdp.checkpoint.optim_state import Form, optim_state_dict
 from fsdp.checkpoint.state_dict import clean_path, wrappers_in
-from fsdp.comm.collectives import broadcast_object, default_group
+from fsdp.comm.collectives import default_group
+from fsdp.comm.objects import broadcast_object
 from fsdp.comm.streams import streams_for
 
 _COMPILED = "_orig_mod"

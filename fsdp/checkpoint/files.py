@@ -27,7 +27,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -75,6 +75,12 @@ class Disk:
 
 disk = Disk()
 
+Told = Callable[[int], None]  # of so many more bytes that are written or read
+
+
+def nobody(nbytes: int) -> None:
+    """Nobody wants to know."""
+
 
 class Entry(NamedTuple):
     """What the manifest says of one file: its size in bytes and its SHA-256 in hexadecimal."""
@@ -92,8 +98,8 @@ class _Checked(io.RawIOBase):
 
     error: BaseException | None = None
 
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._size, self._hash = stream, 0, hashlib.sha256()
+    def __init__(self, stream: BinaryIO, told: Told) -> None:
+        self._stream, self._told, self._size, self._hash = stream, told, 0, hashlib.sha256()
 
     def writable(self) -> bool:
         return True
@@ -109,6 +115,7 @@ class _Checked(io.RawIOBase):
             raise
         self._hash.update(data)
         self._size += len(data)
+        self._told(len(data))
         return len(data)
 
     def tell(self) -> int:
@@ -119,10 +126,10 @@ class _Checked(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def durable(path: Path, entries: dict[str, Entry]) -> Iterator[io.RawIOBase]:
+def durable(path: Path, entries: dict[str, Entry], told: Told = nobody) -> Iterator[io.RawIOBase]:
     """A new file to write into. Afterwards its content is on the disk, and ``entries`` has what it should be."""
     with disk.create(path) as stream:
-        checked = _Checked(stream)
+        checked = _Checked(stream, told)
         try:
             yield checked
         except Exception:
@@ -133,8 +140,8 @@ def durable(path: Path, entries: dict[str, Entry]) -> Iterator[io.RawIOBase]:
     entries[path.name] = checked.entry()
 
 
-def write_durably(path: Path, content: bytes, entries: dict[str, Entry]) -> None:
-    with durable(path, entries) as stream:
+def write_durably(path: Path, content: bytes, entries: dict[str, Entry], told: Told = nobody) -> None:
+    with durable(path, entries, told) as stream:
         stream.write(content)
 
 
@@ -276,17 +283,19 @@ def _read_manifest(directory: Path) -> tuple[Manifest, str]:
     return Manifest(content["ranks"], {name: Entry(*entry) for name, entry in content["files"].items()}), checksum
 
 
-def verify(directory: Path, files: dict[str, Entry]) -> None:
+def verify(directory: Path, files: dict[str, Entry], told: Told = nobody) -> None:
     """
     Raises:
         RuntimeError: files are not what was written, with the path and what is wrong with each.
     """
-    problems = [problem for name, entry in files.items() if (problem := _problem(directory / name, entry)) is not None]
+    problems = [
+        problem for name, entry in files.items() if (problem := _problem(directory / name, entry, told)) is not None
+    ]
     if problems:
         raise RuntimeError("the checkpoint is damaged, and nothing was loaded: " + "; ".join(problems))
 
 
-def _problem(path: Path, entry: Entry) -> str | None:
+def _problem(path: Path, entry: Entry, told: Told) -> str | None:
     if not path.exists():
         return f"{path} is missing"
     size = path.stat().st_size
@@ -296,4 +305,5 @@ def _problem(path: Path, entry: Entry) -> str | None:
     with open(path, "rb") as stream:
         while block := stream.read(1 << 20):
             found.update(block)
+            told(len(block))
     return None if found.hexdigest() == entry.checksum else f"{path} has another checksum than when it was written"

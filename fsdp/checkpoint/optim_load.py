@@ -33,7 +33,8 @@ from fsdp.checkpoint.optim_params import (
 )
 from fsdp.checkpoint.optim_state import batch_limit
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.comm.collectives import broadcast, broadcast_object, default_group, group_ranks
+from fsdp.comm.collectives import broadcast, default_group, group_ranks
+from fsdp.comm.objects import broadcast_object
 from fsdp.comm.streams import streams_for
 from fsdp.runtime.unit import Unit
 

@@ -38,7 +38,8 @@ from fsdp.checkpoint.optim_params import (
     rows_lie_together,
 )
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.comm.collectives import all_gather_object, default_group, group_ranks
+from fsdp.comm.collectives import default_group, group_ranks
+from fsdp.comm.objects import all_gather_object
 from fsdp.comm.streams import streams_for
 from fsdp.runtime.unit import Unit
 
@@ -425,15 +426,14 @@ class _Outgoing:
         return entry.holder.part(entry.member, self._state_of[entry.holder.param][entry.state])
 
     def _ragged(self) -> dict[tuple[Member, str], torch.Tensor]:
-        return {
-            (entry.member, entry.state): RaggedTensor(
-                self._part(entry).to(self._device, copy=True),
-                entry.member.record.shape,
-                entry.holder.start(entry.member),
-                entry.member.record.stride,
-            )
-            for entry in self._entries
-        }
+        """In the states' own memory unless they are moved to CPU."""
+        result: dict[tuple[Member, str], torch.Tensor] = {}
+        for entry in self._entries:
+            part, record = self._part(entry), entry.member.record
+            local = part.cpu() if self._form.offload_to_cpu else part
+            ragged = RaggedTensor(local, record.shape, entry.holder.start(entry.member), record.stride)
+            result[entry.member, entry.state] = ragged
+        return result
 
     def _move(self, movers: Movers, label: str) -> None:
         groups = self._unit.groups

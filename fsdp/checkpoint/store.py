@@ -9,37 +9,27 @@ well: an error on one is an error on all.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import files
-from fsdp.checkpoint.dcp import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
 from fsdp.checkpoint.files import Entry, Manifest
+from fsdp.checkpoint.outcome import Outcome
+from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.state_dict import wrappers_in
-from fsdp.comm.collectives import all_gather_object, default_group
-from fsdp.comm.streams import streams_for
-
-_MODEL, _STATE, _GROUPS = "model.", "optim.state.", "optim.param_groups"  # what keys begin with
-_T = TypeVar("_T")
+from fsdp.checkpoint.ranks import Ranks
+from fsdp.checkpoint.writing import GROUPS, MODEL, STATE, Saving, extra_name, held_nbytes
 
 
 class Plain(NamedTuple):
@@ -64,6 +54,7 @@ def save(
     *,
     keep: int | None = None,
     process_group: Any = None,
+    progress: bool = True,
 ) -> Path:
     """Add a checkpoint to the directory ``path``, which is made if need be. All ranks have to call.
 
@@ -83,6 +74,7 @@ def save(
             that died have left, are removed after this one is published. Two jobs that save into one directory at
             the same time may do so only without it.
         process_group: the ranks that save; None for the default group, or for this process alone if there is none.
+        progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
 
     Returns:
         the directory of the new checkpoint.
@@ -94,83 +86,46 @@ def save(
         RuntimeError: a forward or backward is under way; or another process has removed or changed what was written.
         NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
     """
-    ranks = _Ranks(model, process_group)
-    saving = _Saving(ranks.rank)
-    ranks.together("check what is to be saved", lambda: saving.check(model, extra, keep))
-    if optimizer is not None:  # its ranks tell each other what states there are, errors too
-        saving.state.update(_optimizer_entries(model, optimizer))
-    try:
-        plans = ranks.together("plan a checkpoint", lambda: saving.plan(Path(path)))
-        written = ranks.together("write a checkpoint", lambda: saving.write(plans))
-        return ranks.together("publish a checkpoint", lambda: saving.publish(written, keep))[0]
-    except Exception:
-        if ranks.rank == 0 and saving.directory is not None:
-            files.discard(saving.directory)
-        raise
+    saving = Saving(Ranks.of(process_group), keep)
+    saving.take(model, optimizer, extra, stage=False)
+    return saving.write(Path(path), progress=progress)
 
 
-class _Plan(NamedTuple):
-    """What one rank has to write, and on rank 0 the directory to write to."""
+def async_save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    extra: Any = None,
+    *,
+    keep: int | None = None,
+    process_group: Any = None,
+) -> Future[Path]:
+    """As :func:`save`, but returns as soon as everything is copied to CPU memory; a thread does the rest.
 
-    items: Any
-    directory: Path | None
+    The checkpoint is what model and optimizer are when this is called, whatever is done with them afterwards. It is
+    published, and ``latest`` names it, when the future is done. One save at a time: this and :func:`save` wait first
+    for one that is still under way on the same ranks. A process does not end before its saves have.
 
+    Returns:
+        the future of what ``save`` returns; ``result()`` waits and raises what ``save`` raises. An error that nobody
+        asked for is raised by the next save on these ranks, which does nothing else, or told in a warning at the
+        process's exit.
 
-class _Written(NamedTuple):
-    """What one rank has written: where its parts of tensors are, and its files."""
+    Raises: at once, and on every rank if on one, what ``save`` raises before it writes.
+    """
+    ranks = Ranks.of(process_group)
+    saving = Saving(ranks, keep)
+    saving.take(model, optimizer, extra, stage=True)
+    outcome = ranks.saving = Outcome()
 
-    results: list[Any]
-    entries: dict[str, Entry]
+    def rest() -> None:
+        try:
+            outcome.set_result(saving.write(Path(path), progress=False))
+        except BaseException as error:
+            outcome.set_exception(error)
 
-
-class _Saving:
-    """One rank's share in a save, step by step; each step on all ranks before the next."""
-
-    def __init__(self, rank: int) -> None:
-        self.state: dict[str, Any] = {}
-        self.directory: Path | None = None
-        self._rank, self._extra = rank, b""
-
-    def check(self, model: nn.Module, extra: Any, keep: int | None) -> None:
-        """Take the model's state, and refuse what cannot be saved."""
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep must be a positive number of checkpoints or None, but got {keep!r}")
-        self._extra = _packed(extra)
-        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        self.state.update((_MODEL + name, value) for name, value in values.items())
-
-    def plan(self, root: Path) -> _Plan:
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        first = self._rank == 0
-        mine = {key: value for key, value in self.state.items() if first or isinstance(value, RaggedTensor)}
-        self._planner.set_up_planner(mine, is_coordinator=first)
-        items = self._planner.create_local_plan()
-        if first:
-            self.directory = files.begin(root)
-        return _Plan(items, self.directory)
-
-    def write(self, plans: list[_Plan]) -> _Written:
-        """This rank's file of tensors, if it has any, and its ``extra``."""
-        directory = plans[0].directory
-        assert directory is not None
-        self.directory = directory
-        self._writer = _Writer(directory, self._rank == 0)
-        of_ranks, self._metadata = self._planner.create_global_plan([plan.items for plan in plans])
-        plan = self._planner.finish_plan(self._writer.prepare_global_plan(of_ranks)[self._rank])
-        results = self._writer.write_data(plan, self._planner).wait() if plan.items else []
-        if self._extra:
-            files.write_durably(directory / _extra_name(self._rank), self._extra, self._writer.entries)
-        files.disk.sync_directory(directory)
-        return _Written(results, self._writer.entries)
-
-    def publish(self, written: list[_Written], keep: int | None) -> Path:
-        """On rank 0 only; the others learn where it is to be."""
-        assert self.directory is not None
-        if self._rank != 0:
-            return self.directory
-        self._writer.finish(self._metadata, [theirs.results for theirs in written])
-        entries = {name: entry for theirs in written for name, entry in theirs.entries.items()}
-        return files.publish(self.directory, entries | self._writer.entries, len(written), keep)
+    threading.Thread(target=rest, name=f"saving to {path}", daemon=False).start()
+    return outcome
 
 
 def load(
@@ -180,6 +135,7 @@ def load(
     *,
     strict: bool = True,
     process_group: Any = None,
+    progress: bool = True,
 ) -> list[Any]:
     """Load a checkpoint into ``model``, at whatever number of ranks it was saved. All ranks have to call.
 
@@ -194,6 +150,7 @@ def load(
         optimizer: as for :func:`save`; None leaves the optimizer state that was saved alone.
         strict: names that only the model or only the checkpoint has are errors; else these are left alone.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
+        progress: as for :func:`save`.
 
     Returns:
         what each rank that saved passed as ``extra``, by rank, on every rank. Tensors are on CPU.
@@ -203,29 +160,22 @@ def load(
         RuntimeError: a file is damaged or missing, with its path; or names or shapes do not fit the model, with all of
             them; or there is no optimizer state; or a forward or backward is under way.
     """
-    ranks = _Ranks(model, process_group)
-
-    def look() -> tuple[Path, Manifest] | None:
-        return files.find(Path(path)) if ranks.rank == 0 else None
-
-    found = ranks.together("find a checkpoint", look)[0]
-    assert found is not None
-    directory, manifest = found
-    mine = sorted(manifest.files)[ranks.rank :: ranks.size]
-    ranks.together(
-        "verify a checkpoint", lambda: files.verify(directory, {name: manifest.files[name] for name in mine})
-    )
+    ranks = Ranks.of(process_group)
+    progress = progress and ranks.rank == 0
+    directory, manifest = ranks.first("find a checkpoint", lambda: files.find(Path(path)))
+    mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
+    ranks.together("verify a checkpoint", lambda: _verify(directory, mine, progress))
 
     loaded: list[tuple[dict[str, Any], dict[str, Any] | None]] = []
 
-    def read() -> list[Any]:
+    def read() -> None:
         template = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        loaded.append(_read(directory, template, strict=strict, optimizer=optimizer is not None))
+        loaded.append(_read(directory, template, strict=strict, optimizer=optimizer is not None, progress=progress))
         if optimizer is not None and loaded[0][1] is None:
             raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
-        return _extras(directory, manifest) if ranks.rank == 0 else []
 
-    extras = ranks.together("read a checkpoint", read)[0]
+    ranks.together("read a checkpoint", read)
+    extras = ranks.first("read what ranks added", lambda: _extras(directory, manifest))
     ((values, optimizer_state),) = loaded
     options = StateDictOptions(ragged=True, strict=strict)
     if optimizer is not None:  # first, since it can still fail
@@ -235,7 +185,7 @@ def load(
     return extras
 
 
-def load_plain(path: str | Path) -> Plain:
+def load_plain(path: str | Path, *, progress: bool = True) -> Plain:
     """A checkpoint, or the latest in a directory of them, as whole tensors in this process, which needs no model and no
     process group. Every file is verified first.
 
@@ -244,161 +194,39 @@ def load_plain(path: str | Path) -> Plain:
         RuntimeError: a file is damaged or missing, with its path.
     """
     directory, manifest = files.find(Path(path))
-    files.verify(directory, manifest.files)
-    return Plain(*_read(directory, None, strict=True, optimizer=True), _extras(directory, manifest))
+    _verify(directory, manifest.files, progress)
+    return Plain(*_read(directory, None, strict=True, optimizer=True, progress=progress), _extras(directory, manifest))
 
 
-# -- the ranks ---------------------------------------------------------------------------------------------------------
+# -- what is in a checkpoint -------------------------------------------------------------------------------------------
 
 
-class _Failure(NamedTuple):
-    """An exception on its way to other ranks."""
-
-    kind: str
-    number: int | None  # of an OSError
-    text: str
-
-    @staticmethod
-    def of(error: Exception) -> _Failure:
-        if isinstance(error, OSError) and error.errno is not None:
-            where = f": {error.filename}" if error.filename is not None else ""
-            return _Failure("OSError", error.errno, f"{error.strerror}{where}")
-        return _Failure(type(error).__name__, None, str(error))
-
-    def as_error(self, text: str) -> Exception:
-        if self.number is not None:
-            return OSError(self.number, text)  # an instance of the fitting subclass
-        kinds = (TypeError, ValueError, NotImplementedError, FileNotFoundError, OSError)
-        return {kind.__name__: kind for kind in kinds}.get(self.kind, RuntimeError)(text)
-
-
-class _Ranks:
-    """The ranks that save or load together."""
-
-    def __init__(self, model: nn.Module, process_group: Any) -> None:
-        if process_group is None and dist.is_initialized():
-            process_group = default_group()
-        self._group = process_group
-        self.rank: int = 0 if process_group is None else process_group.rank()
-        self.size: int = 1 if process_group is None else process_group.size()
-        wrappers = wrappers_in(model)
-        self._device = wrappers[0]._fsdp_unit.device if wrappers else torch.device("cpu")
-
-    def together(self, what: str, action: Callable[[], _T]) -> list[_T]:
-        """Do something on every rank.
-
-        Returns:
-            every rank's result, by rank.
-
-        Raises:
-            Exception: on every rank, if it failed on one: an error of the kind that the first of them met, with all
-                their words.
-        """
-        result: Any = None
-        error: Exception | None = None
-        try:
-            result = action()
-        except Exception as caught:
-            error = caught
-        if self.size == 1:
-            if error is not None:
-                raise error
-            return [result]
-        told = (result, _Failure.of(error) if error is not None else None)
-        with streams_for(self._device).on_device():
-            everyone = all_gather_object(told, self._group, what)
-        failures = {rank: failure for rank, (_, failure) in enumerate(everyone) if failure is not None}
-        if not failures:
-            return [theirs for theirs, _ in everyone]
-        text = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failures.items())
-        raise next(iter(failures.values())).as_error(text) from error
-
-
-# -- what ranks add ----------------------------------------------------------------------------------------------------
-
-
-def _extra_name(rank: int) -> str:
-    return f"extra_{rank}.pt"
-
-
-def _packed(extra: Any) -> bytes:
-    """As the bytes of a file; none for None.
-
-    Raises:
-        TypeError: they could not be loaded safely.
-    """
-    if extra is None:
-        return b""
-    buffer = io.BytesIO()
-    try:
-        torch.save(extra, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True, map_location="cpu")
-    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            "extra must consist of tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them, "
-            f"which torch.load(weights_only=True) takes, but: {error}"
-        ) from error
-    return buffer.getvalue()
+def _verify(directory: Path, entries: dict[str, Entry], progress: bool) -> None:
+    with bar("verifying", sum(entry.size for entry in entries.values()), progress) as told:
+        files.verify(directory, entries, told)
 
 
 def _extras(directory: Path, manifest: Manifest) -> list[Any]:
     return [
-        torch.load(directory / _extra_name(rank), weights_only=True, map_location="cpu")
-        if _extra_name(rank) in manifest.files
+        torch.load(directory / extra_name(rank), weights_only=True, map_location="cpu")
+        if extra_name(rank) in manifest.files
         else None
         for rank in range(manifest.ranks)
     ]
 
 
-# -- through torch.distributed.checkpoint ------------------------------------------------------------------------------
-
-
-class _DurableFiles(FileSystem):
-    """Files whose content is on the disk, and whose sizes and checksums are in ``entries``, once they are closed."""
-
-    def __init__(self, entries: dict[str, Entry]) -> None:
-        super().__init__()
-        self._entries = entries
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with files.durable(Path(path), self._entries) as stream:
-            yield stream
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        files.disk.rename(Path(path), Path(new_path))
-        self._entries[Path(new_path).name] = self._entries.pop(Path(path).name)
-
-
-class _Writer(FileSystemWriter):
-    """Writes into the empty directory ``path``; ``entries`` tells what it wrote."""
-
-    def __init__(self, path: Path, is_coordinator: bool) -> None:
-        super().__init__(path, sync_files=False)  # the files do it themselves
-        self.entries: dict[str, Entry] = {}
-        self.fs = _DurableFiles(self.entries)
-        self.set_up_storage_writer(is_coordinator)
-
-
-def _optimizer_entries(model: nn.Module, optimizer: Optimizer | Iterable[Optimizer]) -> dict[str, Any]:
-    given = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(ragged=True, cpu_offload=True))
-    entries = {f"{_STATE}{name}.{key}": value for name, of in given["state"].items() for key, value in of.items()}
-    return {**entries, _GROUPS: given["param_groups"]}
-
-
 def _named_by(key: str) -> tuple[str, str | None] | None:
     """The name that a key of a checkpoint stands for, and the state of that parameter, None for its value."""
-    if key.startswith(_MODEL):
-        return key.removeprefix(_MODEL), None
-    if key.startswith(_STATE):
-        name, _, state = key.removeprefix(_STATE).rpartition(".")
+    if key.startswith(MODEL):
+        return key.removeprefix(MODEL), None
+    if key.startswith(STATE):
+        name, _, state = key.removeprefix(STATE).rpartition(".")
         return name, state
     return None
 
 
 def _read(
-    directory: Path, template: dict[str, Any] | None, *, strict: bool, optimizer: bool
+    directory: Path, template: dict[str, Any] | None, *, strict: bool, optimizer: bool, progress: bool
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What a checkpoint holds of a model with the state ``template``, in new memory on CPU; of ragged tensors, and of
     the optimizer's states for them, this rank's part. Without a template whatever there is, whole.
@@ -425,23 +253,36 @@ def _read(
         for key, ((name, state), what) in saved.items()
         if name in template and (state is None or optimizer)
     }
-    has_optimizer = optimizer and _GROUPS in metadata.state_dict_metadata
+    has_optimizer = optimizer and GROUPS in metadata.state_dict_metadata
     if has_optimizer:
-        wanted[_GROUPS] = None
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(wanted, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, is_coordinator=True)
-    reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
+        wanted[GROUPS] = None
+    with bar("loading", sum(held_nbytes(value) for value in wanted.values()), progress) as told:
+        planner = _Planner(told)
+        planner.set_up_planner(wanted, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
     of_model: dict[str, Any] = {}
     states: dict[str, dict[str, Any]] = {}
     for key, value in planner.state_dict.items():
-        if key != _GROUPS:
+        if key != GROUPS:
             (name, state), _ = saved[key]
             if state is None:
                 of_model[name] = value
             else:
                 states.setdefault(name, {})[state] = value
-    return of_model, {"state": states, "param_groups": planner.state_dict[_GROUPS]} if has_optimizer else None
+    return of_model, {"state": states, "param_groups": planner.state_dict[GROUPS]} if has_optimizer else None
+
+
+class _Planner(DefaultLoadPlanner):
+    """Tells of the bytes of tensors that are read."""
+
+    def __init__(self, told: files.Told) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._told = told
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self._told(tensor.nbytes)
 
 
 def _misfits(

@@ -1,7 +1,7 @@
 """How gathered and reduced bytes move: the groups, and the algorithm for each backend and size.
 
-This is the only file that calls ``torch.distributed``'s collectives. They are called as attributes of
-``torch.distributed`` at call time, so whoever replaces them (profilers, recorders) sees every call.
+No other file calls ``torch.distributed``'s collectives, but :mod:`fsdp.comm.objects` for objects. They are called as
+attributes of ``torch.distributed`` at call time, so whoever replaces them (profilers, recorders) sees every call.
 
 [Note: Direct exchange]
 On gloo the native all-gather and reduce-scatter move large messages several times slower than the links allow. There
@@ -489,30 +489,6 @@ def exchange(
     finally:
         current_label = None
     return Pending((work,) if asynchronous else (), None, streams, tag, None, group)
-
-
-def all_gather_object(value: Any, group: Any, label: str) -> list[Any]:
-    """Every rank's ``value`` (anything that pickles), in rank order. The host waits."""
-    global current_label
-    values: list[Any] = [None] * group.size()
-    current_label = label
-    try:
-        dist.all_gather_object(values, value, group=group)
-    finally:
-        current_label = None
-    return values
-
-
-def broadcast_object(value: Any, group: Any, label: str) -> Any:
-    """What rank 0 of ``group`` has as ``value`` (anything that pickles). The host waits."""
-    global current_label
-    values = [value]
-    current_label = label
-    try:
-        dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
-    finally:
-        current_label = None
-    return values[0]
 
 
 def group_ranks(group: Any) -> list[int]:

@@ -1,0 +1,241 @@
+"""One rank's share in a save: what it takes of model and optimizer, and the files that it writes.
+
+[Note: Staging]
+A save in the background writes copies, in CPU memory, which are made before the call returns: whatever the training
+does next, an optimizer's step or the deletion of the model, it finds nothing of the checkpoint to change. A save that
+is waited for writes from the shards' own memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent import futures
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from fsdp.checkpoint import files
+from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from fsdp.checkpoint.files import Entry
+from fsdp.checkpoint.progress import bar
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.ranks import Ranks
+from fsdp.comm.streams import Event, streams_for
+
+MODEL, STATE, GROUPS = "model.", "optim.state.", "optim.param_groups"  # what keys begin with
+
+
+def extra_name(rank: int) -> str:
+    """The file of what a rank added."""
+    return f"extra_{rank}.pt"
+
+
+class _Task(NamedTuple):
+    """What one rank has to write, and where."""
+
+    plan: SavePlan
+    directory: Path
+
+
+class _Written(NamedTuple):
+    """What one rank has written: where its parts of tensors are, and its files."""
+
+    results: list[Any]
+    entries: dict[str, Entry]
+
+
+class Saving:
+    """One checkpoint on its way to the disk. All ranks go through the same steps, and an error on one is one on all."""
+
+    def __init__(self, ranks: Ranks, keep: int | None) -> None:
+        self._ranks, self._keep = ranks, keep
+        self._state: dict[str, Any] = {}
+        self._extra = b""
+        self._directory: Path | None = None  # on rank 0
+
+    # -- what is to be saved -------------------------------------------------------------------------------------------
+
+    def take(
+        self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, extra: Any, *, stage: bool
+    ) -> None:
+        """Take everything that is to be saved, when the save before has ended; with ``stage``, as copies.
+
+        Raises: as ``fsdp.checkpoint.save``.
+        """
+        options = StateDictOptions(ragged=True)
+
+        before, self._ranks.saving = self._ranks.saving, None
+        if before is not None:
+            futures.wait([before])
+
+        def of_model() -> None:
+            if before is not None and (error := before.unasked()) is not None:
+                raise RuntimeError(
+                    "the save in the background before this one has failed, and nobody had asked for its result; this "
+                    f"one was not begun, and can be tried again: {error}"
+                ) from error
+            if self._keep is not None and (not isinstance(self._keep, int) or self._keep < 1):
+                raise ValueError(f"keep must be a positive number of checkpoints or None, but got {self._keep!r}")
+            self._extra = _packed(extra)
+            values = get_model_state_dict(model, options=options)
+            self._state.update((MODEL + name, value) for name, value in values.items())
+
+        def of_optimizer() -> None:
+            if optimizer is not None:
+                given = get_optimizer_state_dict(model, optimizer, options=options)
+                for name, states in given["state"].items():
+                    self._state.update((f"{STATE}{name}.{state}", value) for state, value in states.items())
+                self._state[GROUPS] = given["param_groups"]
+            if self._ranks.rank != 0:  # what is not sharded is written once
+                self._state = {key: value for key, value in self._state.items() if isinstance(value, RaggedTensor)}
+            if stage:
+                self._state = _staged(self._state)
+
+        self._ranks.together("check what is to be saved", of_model)
+        self._ranks.together("take what is to be saved", of_optimizer)
+
+    # -- into files ----------------------------------------------------------------------------------------------------
+
+    def write(self, root: Path, *, progress: bool) -> Path:
+        """Write it as a new checkpoint in ``root``, and publish that.
+
+        Returns:
+            where it is.
+
+        Raises: as ``fsdp.checkpoint.save``.
+        """
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+        def plan() -> SavePlan:
+            planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
+            return planner.create_local_plan()
+
+        def deal(plans: list[SavePlan]) -> list[_Task]:
+            self._directory = files.begin(root)
+            of_ranks, self._metadata = planner.create_global_plan(plans)
+            of_ranks = _Writer(self._directory, True).prepare_global_plan(of_ranks)
+            return [_Task(its, self._directory) for its in of_ranks]
+
+        try:
+            task = self._ranks.round("plan a checkpoint", plan, deal)
+            return self._ranks.round(
+                "write a checkpoint", lambda: self._written(task, planner, progress=progress), self._published
+            )
+        except Exception:
+            if self._directory is not None:
+                files.discard(self._directory)
+            raise
+
+    def _written(self, task: _Task, planner: DefaultSavePlanner, *, progress: bool) -> _Written:
+        """This rank's file of tensors, if it has any, and its ``extra``."""
+        nbytes = len(self._extra) + sum(held_nbytes(value) for value in self._state.values())
+        with bar("saving", nbytes, progress and self._ranks.rank == 0) as told:
+            writer = _Writer(task.directory, self._ranks.rank == 0, told)
+            plan = planner.finish_plan(task.plan)
+            results = writer.write_data(plan, planner).wait() if plan.items else []
+            if self._extra:
+                files.write_durably(task.directory / extra_name(self._ranks.rank), self._extra, writer.entries, told)
+            files.disk.sync_directory(task.directory)
+        return _Written(results, writer.entries)
+
+    def _published(self, written: list[_Written]) -> Sequence[Path]:
+        assert self._directory is not None
+        entries = {name: entry for theirs in written for name, entry in theirs.entries.items()}
+        writer = _Writer(self._directory, True)
+        writer.finish(self._metadata, [theirs.results for theirs in written])
+        path = files.publish(self._directory, entries | writer.entries, len(written), self._keep)
+        return [path] * len(written)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def _staged(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy in CPU memory that shares nothing with ``state``. The host waits until it is complete."""
+    events: list[tuple[torch.device, Event]] = []
+
+    def staged(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.deepcopy(value)
+        if isinstance(value, RaggedTensor):
+            return RaggedTensor(staged(value.local), value.shape, value.start, value.stride())
+        if value.device.type == "cpu":
+            return value.detach().clone()
+        copied, event = streams_for(value.device).fetch(value.detach())
+        events.append((value.device, event))
+        return copied
+
+    result = {key: tree_map(staged, value) for key, value in state.items()}
+    for device, event in events:
+        with streams_for(device).on_host(event):
+            pass
+    return result
+
+
+def held_nbytes(value: Any) -> int:
+    """The bytes of a tensor in a state dict that this process holds."""
+    if isinstance(value, RaggedTensor):
+        return value.local.nbytes
+    return value.nbytes if isinstance(value, torch.Tensor) else 0
+
+
+def _packed(extra: Any) -> bytes:
+    """As the bytes of a file; none for None.
+
+    Raises:
+        TypeError: they could not be loaded safely.
+    """
+    if extra is None:
+        return b""
+    buffer = io.BytesIO()
+    try:
+        torch.save(extra, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True, map_location="cpu")
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            "extra must consist of tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them, "
+            f"which torch.load(weights_only=True) takes, but: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+# -- through torch.distributed.checkpoint ------------------------------------------------------------------------------
+
+
+class _DurableFiles(FileSystem):
+    """Files whose content is on the disk, and whose sizes and checksums are in ``entries``, once they are closed."""
+
+    def __init__(self, entries: dict[str, Entry], told: files.Told) -> None:
+        super().__init__()
+        self._entries, self._told = entries, told
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with files.durable(Path(path), self._entries, self._told) as stream:
+            yield stream
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        files.disk.rename(Path(path), Path(new_path))
+        self._entries[Path(new_path).name] = self._entries.pop(Path(path).name)
+
+
+class _Writer(FileSystemWriter):
+    """Writes into the empty directory ``path``; ``entries`` tells what it wrote, ``told`` is told of bytes."""
+
+    def __init__(self, path: Path, is_coordinator: bool, told: files.Told = files.nobody) -> None:
+        super().__init__(path, sync_files=False)  # the files do it themselves
+        self.entries: dict[str, Entry] = {}
+        self.fs = _DurableFiles(self.entries, told)
+        self.set_up_storage_writer(is_coordinator)
