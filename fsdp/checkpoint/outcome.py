@@ -17,7 +17,7 @@ class Outcome(Future[Path]):
         self._asked = False
         self.set_running_or_notify_cancel()
         atexit.register(self._tell)
-        self.add_done_callback(lambda _: self.unasked() or atexit.unregister(self._tell))
+        self.add_done_callback(self._need_not_tell)
 
     def result(self, timeout: float | None = None) -> Path:
         try:
@@ -35,6 +35,10 @@ class Outcome(Future[Path]):
         """The error that nobody has asked for, if there is one. Waits until the save has ended."""
         error = super().exception()
         return None if self._asked else error
+
+    def _need_not_tell(self, ended: Future[Path]) -> None:
+        if self.unasked() is None:
+            atexit.unregister(self._tell)
 
     def _tell(self) -> None:
         if (error := self.unasked()) is not None:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import pickle
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp.comm import collectives
-from fsdp.comm.collectives import group_ranks, group_timeout, wait_for
+from fsdp.comm.collectives import group_store, group_timeout
 
 
 @contextlib.contextmanager
@@ -54,12 +54,20 @@ class SideGroup:
     """
 
     def __init__(self, group: Any) -> None:
-        """All ranks of ``group`` have to call. Waits take as long as those of ``group`` may."""
+        """All ranks of ``group`` have to call. Waits take as long as those of ``group`` may.
+
+        Raises:
+            RuntimeError: not all ranks came; or ``group`` is a stand-in, whose ranks have no store to meet at.
+        """
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self._group: Any = dist.new_group(
-            group_ranks(group), timeout=group_timeout(group), backend="gloo", use_local_synchronization=True
-        )
+        store, number = group_store(group), _made.get(group, 0)
+        if store is None:
+            raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
+        # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
+        prefixed = dist.PrefixStore(f"fsdp beside {number}/", store)
+        self._group: Any = dist.ProcessGroupGloo(prefixed, self.rank, self.size, group_timeout(group))
+        _made[group] = number + 1
         self._tag = 0  # a new one for every message, so that a late one is not taken for another
 
     def collect(self, value: Any, label: str) -> list[Any] | None:
@@ -89,25 +97,28 @@ class SideGroup:
 
     def _send(self, value: Any, rank: int, label: str) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self._wait(self._group.send([torch.tensor([data.numel()], device="cpu")], rank, self._tag), rank, label)
-        self._wait(self._group.send([data], rank, self._tag + 1), rank, label)
+        self._finish(
+            lambda: self._group.send([torch.tensor([data.numel()], device="cpu")], rank, self._tag), rank, label
+        )
+        self._finish(lambda: self._group.send([data], rank, self._tag + 1), rank, label)
 
     def _receive(self, rank: int, label: str) -> Any:
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._wait(self._group.recv([size], rank, self._tag), rank, label)
+        self._finish(lambda: self._group.recv([size], rank, self._tag), rank, label)
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        self._wait(self._group.recv([data], rank, self._tag + 1), rank, label)
+        self._finish(lambda: self._group.recv([data], rank, self._tag + 1), rank, label)
         return pickle.loads(data.numpy().tobytes())
 
-    def _wait(self, work: Any, rank: int, label: str) -> None:
+    def _finish(self, message: Callable[[], Any], rank: int, label: str) -> None:
         try:
-            wait_for(work, f"{label}, waiting for rank {rank}", None, self._group)
-        except RuntimeError:
+            message().wait()
+        except RuntimeError as error:
             for group in [group for group, side in _sides.items() if side is self]:
                 del _sides[group]  # who knows what is still on its way
-            raise
+            raise RuntimeError(f"{label}: waiting for rank {rank}, which is gone or does not come: {error}") from error
 
 
+_made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _sides: weakref.WeakKeyDictionary[Any, SideGroup] = weakref.WeakKeyDictionary()
 
 

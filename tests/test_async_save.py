@@ -1,0 +1,372 @@
+"""Saves in the background: what they hold, what waits for them, and what becomes of their errors."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent import futures
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.checkpoint import StateDictOptions, async_save, files, get_state_dict, load, load_plain, progress, save
+from fsdp.checkpoint.files import Disk
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import Died, run_fresh, run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import wrap
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+class Part(nn.Module):
+    """A tie, a buffer, extra state that is changed in place, a frozen parameter; sizes that do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.again = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(5, 7)
+        self.register_buffer("passes", torch.zeros(()))
+        self.again.weight = self.linear.weight
+        self.back = nn.Linear(7, 5)
+        self.back.bias.requires_grad_(False)
+        self.seen = {"batches": torch.zeros(())}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen["batches"] += 1
+        self.passes += 1
+        return self.back(self.norm(self.linear(x) + self.again(x)))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return self.seen
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+def built(
+    strategy: ShardingStrategy, mode: bool, seed: int = 0, **options: Any
+) -> tuple[FullyShardedDataParallel, Optimizer]:
+    torch.manual_seed(seed)
+    module = nn.Sequential(Part(), nn.Linear(5, 5), Part())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "NO_SHARD")
+        model = wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Part}), **options)
+    params = [param for param in model.parameters() if param.requires_grad]
+    return model, torch.optim.AdamW([{"params": params[:1], "lr": torch.tensor(0.02)}, {"params": params[1:]}], lr=0.01)
+
+
+def step(model: nn.Module, optimizer: Optimizer, number: int) -> None:
+    generator = torch.Generator().manual_seed(10 * number + (dist.get_rank() if dist.is_initialized() else 0))
+    model(torch.randn(4, 5, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of everything that has elements, by name."""
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    values = {key: value for key, value in {**of_model, **of_optimizer}.items() if isinstance(value, Tensor)}
+    return {key: value.clone() for key, value in values.items()}
+
+
+def saved(path: Path) -> dict[str, Tensor]:
+    """As `whole`, of the latest checkpoint in `path`, or of `path`."""
+    model, optimizer, _ = load_plain(path)
+    assert optimizer is not None
+    values: dict[str, Any] = dict(model)
+    values |= {f"state.{name}.{key}": value for name, of in optimizer["state"].items() for key, value in of.items()}
+    for group in optimizer["param_groups"]:
+        values |= {f"param_groups.{n}.{k}": v for n in group["params"] for k, v in group.items() if k != "params"}
+    return {key: value for key, value in values.items() if isinstance(value, Tensor)}
+
+
+class Gate(Disk):
+    """Before its first file is written, a save waits until the gate is opened."""
+
+    def __init__(self) -> None:
+        self.opened, self.reached = threading.Event(), threading.Event()
+
+    def create(self, path: Path) -> BinaryIO:
+        self.reached.set()
+        assert self.opened.wait(60)
+        return super().create(path)
+
+
+# -- what is in them ---------------------------------------------------------------------------------------------------
+
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+
+
+def train_on_while_it_is_written(root: str) -> None:
+    for number, (strategy, mode) in enumerate(itertools.product(STRATEGIES, (False, True))):
+        path = Path(root) / f"{dist.get_world_size()}-{number}"
+        (model, optimizer), (other, others) = built(strategy, mode), built(strategy, mode)
+        step(model, optimizer, 0)
+        step(other, others, 0)
+        expected = whole(model, optimizer)
+        files.disk = gate = Gate()
+        with record_collectives() as log:
+            outcome = async_save(path, model, optimizer, extra={"rank": dist.get_rank()})
+        assert set(log.ops()) <= {"object"}  # no tensor data travels
+        for later in (1, 2):  # the training's collectives come between those of the save
+            step(model, optimizer, later)
+            step(other, others, later)
+        assert_bit_equal(whole(model, optimizer), whole(other, others))
+        with torch.no_grad():
+            for value in [*model.parameters(), *model.buffers(), *optimizer.param_groups[0]["params"]]:
+                value.zero_()
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+            optimizer.param_groups[0]["lr"].zero_()
+            for part in model.modules():
+                if isinstance(part, Part):
+                    part.seen["batches"].fill_(-1)
+        assert not outcome.done()
+        assert not (path / "latest").exists()
+        gate.opened.set()
+        assert outcome.result() == path / "00000001"
+        files.disk = Disk()
+        assert_bit_equal(saved(path), expected)
+        extra_state = load_plain(path).model["0._extra_state"]
+        assert extra_state["batches"] == 1
+        model, optimizer = built(strategy, mode, seed=1)
+        extras = load(path, model, optimizer)
+        assert extras == [{"rank": rank} for rank in range(dist.get_world_size())]
+        assert_bit_equal(whole(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_nothing_that_is_done_to_the_model_is_in_a_save_that_has_begun(tmp_path: Path, world_size: int) -> None:
+    """R40, R41: steps, changes in place and the training's communication, while a save is held up before it writes."""
+    run_ranks(world_size, train_on_while_it_is_written, str(tmp_path))
+
+
+# -- one at a time -----------------------------------------------------------------------------------------------------
+
+
+def one_after_the_other(root: str) -> None:
+    path = Path(root)
+    model, optimizer = built(ShardingStrategy.FULL_SHARD, True)
+    expected = []
+    for again in range(2):
+        step(model, optimizer, again)
+        expected.append(whole(model, optimizer))
+        files.disk = gate = Gate()
+        first = async_save(path, model, optimizer)
+        assert gate.reached.wait(60)
+        step(model, optimizer, 10 + again)
+        expected.append(whole(model, optimizer))
+        waiting = threading.Timer(0.1, gate.opened.set)  # whether before or after the next save begins to wait
+        waiting.start()
+        second: Callable[..., Any] = save if again else async_save
+        made = second(path, model, optimizer, extra="second")
+        assert first.done()
+        assert not isinstance(made, futures.Future) or made.result()
+        waiting.join()
+        files.disk = Disk()
+    for number, values in enumerate(expected):
+        assert_bit_equal(saved(path / f"{number + 1:08d}"), values, f"checkpoint {number + 1}")
+    assert_bit_equal(saved(path), expected[-1])
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    """R47: save N+1 before N has finished, in the background and not; each holds its own moment."""
+    run_ranks(2, one_after_the_other, str(tmp_path))
+
+
+def of_two_groups(root: str) -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    outcomes, expected = [], []
+    files.disk = gate = Gate()
+    for number, group in enumerate(groups):
+        if dist.get_rank() in (number, number + 1):
+            model, optimizer = built(ShardingStrategy.FULL_SHARD, False, seed=number, process_group=group)
+            step(model, optimizer, 0)
+            expected.append((number, whole(model, optimizer)))
+            outcomes.append(async_save(f"{root}/{number}", model, optimizer, process_group=group))
+    gate.opened.set()
+    for outcome, (number, values) in zip(outcomes, expected, strict=True):
+        assert outcome.result() == Path(f"{root}/{number}/00000001")
+        assert_bit_equal(saved(Path(root) / str(number)), values)
+    files.disk = Disk()
+    dist.barrier()
+    for group in groups:
+        if dist.get_rank() in dist.get_process_group_ranks(group):
+            dist.destroy_process_group(group)
+
+
+def test_groups_that_overlap_save_at_the_same_time(tmp_path: Path) -> None:
+    """R47: two savers, of which one rank is part of both."""
+    run_ranks(3, of_two_groups, str(tmp_path))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Full(Disk):
+    def create(self, path: Path) -> BinaryIO:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def errors_in_the_background(root: str) -> None:
+    path, rank = Path(root), dist.get_rank()
+    model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
+    step(model, optimizer, 0)
+    before = whole(model, optimizer)
+    save(path, model, optimizer)
+    for failing in range(2):
+        files.disk = Full() if rank == failing else Disk()
+        outcome = async_save(path, model, optimizer)
+        step(model, optimizer, 1)
+        with pytest.raises(OSError, match=f"rank {failing}: No space left on device") as caught:
+            outcome.result()
+        assert caught.value.errno == errno.ENOSPC
+        assert str(outcome.exception()) == str(caught.value)
+        unasked = async_save(path, model, optimizer)
+        with pytest.raises(RuntimeError, match=r"(?s)save in the background before this one has failed.*No space"):
+            save(path, model, optimizer)
+        if rank == 0:  # asked for on one rank, and not on the other
+            assert isinstance(unasked.exception(), OSError)
+        dist.barrier()
+        assert sorted(os.listdir(path)) == ["00000001", "latest"]
+        assert_bit_equal(saved(path), before)
+        dist.barrier()
+    files.disk = Disk()
+    with pytest.raises(TypeError, match="rank 1: extra must consist of"):
+        async_save(path, model, optimizer, extra=print if rank == 1 else None)
+    with pytest.raises(ValueError, match="keep must be a positive number"):
+        async_save(path, model, optimizer, keep=0)
+    assert async_save(path, model, optimizer, keep=1).result() == path / "00000002"
+    dist.barrier()
+    assert sorted(os.listdir(path)) == ["00000002", "latest"]
+
+
+def test_errors_in_the_background(tmp_path: Path) -> None:
+    """R47: raised by `result()` on all ranks, or by the next save if nobody asked; the checkpoint before is intact, and
+    training and saving go on."""
+    run_ranks(2, errors_in_the_background, str(tmp_path / "run"))
+
+
+class Deadly(Disk):
+    def write(self, stream: BinaryIO, data: Any) -> int:
+        os._exit(9)
+
+
+def a_rank_dies(root: str) -> str:
+    model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
+    step(model, optimizer, 0)
+    save(root, model, optimizer)
+    if dist.get_rank() == 1:
+        files.disk = Deadly()
+    outcome = async_save(root, model, optimizer)
+    try:
+        outcome.result()
+    except RuntimeError as error:
+        with open(f"{root}/told", "w") as told:
+            told.write(str(error))
+    return ""
+
+
+def test_a_rank_dies_while_it_saves(tmp_path: Path) -> None:
+    """R45, R47: the other learns which one it waited for; the checkpoint before is the latest."""
+    assert isinstance(run_fresh(2, a_rank_dies, str(tmp_path))[1], Died)
+    assert "write a checkpoint: waiting for rank 1, which is gone" in (tmp_path / "told").read_text()
+    assert (tmp_path / "latest").read_text().startswith("00000001 ")
+    load_plain(tmp_path)
+
+
+# -- at the process's exit ---------------------------------------------------------------------------------------------
+
+EXITING = """
+import sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.checkpoint import async_save, files
+
+class Slow(files.Disk):
+    def sync(self, stream):
+        time.sleep(0.2)
+        if "full" in sys.argv:
+            raise OSError(28, "No space left on device")
+        super().sync(stream)
+
+files.disk = Slow()
+model = nn.Linear(5, 7)
+if "alone" not in sys.argv:
+    dist.init_process_group("gloo")
+    model = FSDP(model)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(2, 5)).sum().backward()
+optimizer.step()
+async_save(sys.argv[1], model, optimizer)
+del model, optimizer
+if "destroy" in sys.argv:
+    dist.destroy_process_group()
+if "raise" in sys.argv:
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(0, ["alone"]), (0, ["alone", "full"]), (2, []), (2, ["destroy"]), (2, ["destroy", "full"])]
+)
+def test_a_process_does_not_end_before_its_save(tmp_path: Path, ranks: int, how: list[str]) -> None:
+    """R47: a save under way at exit is finished, or its error told, also after its process group is destroyed."""
+    program = tmp_path / "program.py"
+    program.write_text(EXITING)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, str(program), str(tmp_path / "run"), *how]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if "full" in how:
+        assert "a checkpoint was not saved" in done.stderr
+        assert "No space left on device" in done.stderr
+        assert os.listdir(tmp_path / "run") == []
+    else:
+        assert set(load_plain(tmp_path / "run").model) == {"weight", "bias"}
+
+
+# -- bars --------------------------------------------------------------------------------------------------------------
+
+
+def test_long_saves_and_loads_show_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a terminal, once the delay is over, unless it is turned off; and not for a save in the background."""
+    model = nn.Linear(100, 100)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    save(tmp_path, model)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "DELAY", 0.0)
+    save(tmp_path, model)
+    assert "saving" in (shown := capsys.readouterr().err)
+    assert "40.4k" in shown  # bytes
+    load(tmp_path, model)
+    shown = capsys.readouterr().err
+    assert "verifying" in shown
+    assert "loading" in shown
+    save(tmp_path, model, progress=False)
+    load(tmp_path, model, progress=False)
+    load_plain(tmp_path, progress=False)
+    async_save(tmp_path, model).result()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    save(tmp_path, model)
+    assert capsys.readouterr().err == ""
