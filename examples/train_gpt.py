@@ -6,8 +6,12 @@ is downloaded. One file in ten is held out to measure the loss on text that was 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
 runs on one GPU per process with NCCL, or on the CPU with gloo where there is no GPU. Everything about sharding is the
-one call of `FSDP(...)` in `main`; the rest is an ordinary training script. At the end it reports the loss, what this
+one call of `FSDP(...)` in `train`; the rest is an ordinary training script. At the end it reports the loss, what this
 run held in memory beside what one unsharded process would hold, what travelled in one step, and a sample of text.
+
+With `--save DIRECTORY` it saves a checkpoint at its end, and with `--save-every N` every N steps; `--resume DIRECTORY`
+continues from the latest one, at any number of ranks. At the same number, nothing tells the run from one that never
+stopped: its parameters and losses have the same bits.
 """
 
 import argparse
@@ -32,10 +36,12 @@ from tqdm import tqdm
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
+from fsdp.checkpoint import load, save
 from fsdp.wrap import ModuleWrapPolicy
 
 VOCABULARY = 256  # the model reads and writes bytes
 HELD = ("parameters", "gradients", "optimizer state")
+KEPT = 3  # checkpoints that stay
 STRATEGIES = {
     "full_shard": ShardingStrategy.FULL_SHARD,
     "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
@@ -196,6 +202,88 @@ def warm_up_then_cosine(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
 
+# -- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def random_states(device: torch.device) -> list[Tensor]:
+    """The states of this rank's random generators: the CPU's and, where there is one, the accelerator's."""
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def set_random_states(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+def kind_of_processor(device: torch.device) -> str:
+    """Another kind may round sums otherwise."""
+    cpu = device.type == "cpu"
+    name = torch.backends.cpu.get_cpu_capability() if cpu else torch.get_device_module(device).get_device_name(device)
+    return f"{name}, torch {torch.__version__}"
+
+
+@torch.no_grad()
+def loss_on_every_rank(model: nn.Module, batch: Tensor) -> float:
+    """The loss on `batch`, all of which every rank computes by itself, on a CPU in one thread.
+
+    The arithmetic is the same at any number of ranks; so the same parameters give the same number, to the last bit.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    model.eval()
+    loss = loss_of(model, batch).item()
+    model.train()
+    torch.set_num_threads(threads)
+    return loss
+
+
+class Checkpoints:
+    """Saves all that a run consists of, and continues from there. With each goes a held batch and the loss on it.
+
+    The learning rate is no part of it: it follows from the step.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, held: Tensor):
+        self.model, self.optimizer, self.batches, self.held = model, optimizer, batches, held
+
+    def save(self, directory: Path, step: int) -> None:
+        """Add a checkpoint after `step` steps."""
+        extra = {
+            "step": step,
+            "batches": self.batches.generator.get_state(),
+            "random": random_states(self.held.device),
+            "held": self.held.cpu(),
+            "loss": loss_on_every_rank(self.model, self.held),
+            "processor": kind_of_processor(self.held.device),
+        }
+        path = save(directory, self.model, self.optimizer, extra, keep=KEPT)
+        if dist.get_rank() == 0:
+            print(f"\nsaved {path}, the loss on a held batch is {extra['loss']!r}", flush=True)
+
+    def load(self, path: Path) -> int:
+        """The latest in `path`, or the one that it is; returns the number of steps that were done.
+
+        On the kind of processor that it was saved on, the loss on the held batch has to be what it was.
+        """
+        rank, ranks, device = dist.get_rank(), dist.get_world_size(), self.held.device
+        saved = load(path, self.model, self.optimizer)  # what each rank that saved passed as `extra`
+        extra = saved[rank % len(saved)]
+        self.batches.generator.set_state(extra["batches"])
+        if len(saved) == ranks:  # else there are no states for as many ranks: each keeps its own
+            set_random_states(extra["random"], device)
+        loss = loss_on_every_rank(self.model, extra["held"].to(device))
+        if rank == 0:
+            print(f"step {extra['step']} from {path}, saved by {len(saved)} ranks, loaded by {ranks}")
+            print(f"the loss on a held batch was {extra['loss']!r} and is {loss!r}", flush=True)
+        if loss != extra["loss"] and kind_of_processor(device) == extra["processor"]:
+            raise SystemExit("train_gpt.py: the loss on the held batch is not what it was when it was saved")
+        return extra["step"]
+
+
 # -- measuring ---------------------------------------------------------------------------------------------------
 
 
@@ -283,7 +371,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=positive, default=400, help="training steps")
+    steps_help = "training steps in all; a resumed run that has done them does a tenth more"
+    parser.add_argument("--steps", type=positive, default=200, help=steps_help)
     parser.add_argument("--strategy", choices=STRATEGIES, default="full_shard", help="what is sharded over the ranks")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the sample")
     parser.add_argument("--width", type=positive, default=128, help="features per position")
@@ -292,9 +381,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--context", type=positive, default=64, help="bytes of text that the model sees at once")
     parser.add_argument("--batch", type=positive, default=16, help="sequences per step and rank")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--save", type=Path, metavar="DIRECTORY", help=f"keep the last {KEPT} checkpoints there")
+    parser.add_argument("--save-every", type=positive, metavar="N", help="save every N steps, and not at the end alone")
+    parser.add_argument("--resume", type=Path, metavar="DIRECTORY", help="continue from the latest checkpoint there")
     options = parser.parse_args(arguments)
     if options.width % (2 * options.heads):
         parser.error(f"--width {options.width} is not a multiple of twice --heads {options.heads}")
+    if options.save_every and not options.save:
+        parser.error("--save-every needs --save")
     return options
 
 
@@ -329,6 +423,8 @@ def join_ranks() -> torch.device:
 
 def train() -> None:
     options = parse_arguments()
+    if options.save and not options.resume and (options.save / "latest").exists():
+        raise SystemExit(f"train_gpt.py: {options.save} has checkpoints of another run: --resume it, or save elsewhere")
     device = join_ranks()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     strategy = options.strategy if ranks > 1 else "no_shard"  # one rank has nothing to shard with
@@ -342,21 +438,28 @@ def train() -> None:
 
     model = FSDP(model, sharding_strategy=STRATEGIES[strategy], auto_wrap_policy=ModuleWrapPolicy({Block}))
     optimizer = make_optimizer(model, options.lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_up_then_cosine(step, options.steps))
-
+    spread = torch.linspace(0, len(held_out_text) - options.context - 1, 16).long()
+    checkpoints = Checkpoints(model, optimizer, batches, windows(held_out_text, spread, options.context).to(device))
     if rank == 0:
         print(f"GPT of {parameters:,} parameters, {ranks} x {device.type} ({dist.get_backend()}), {strategy}")
         print(f"{len(train_text):,} bytes of text to train on, {len(held_out_text):,} held out", flush=True)
+
+    first = checkpoints.load(options.resume) if options.resume else 0
+    end = options.steps if first < options.steps else first + max(1, options.steps // 10)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warm_up_then_cosine(step, end), last_epoch=first - 1
+    )
     evaluate = functools.partial(held_out_loss, model, held_out_text, options.context, options.batch, device)
     held_out_start = evaluate()
 
     traffic, losses = Traffic(), []
     tokens_per_step = ranks * options.batch * options.context
     started = time.perf_counter()
-    bar = tqdm(range(options.steps), desc="training", unit="step", disable=rank != 0, mininterval=0.5)
+    settings = {"desc": "training", "unit": "step", "mininterval": 0.5}
+    bar = tqdm(range(first, end), initial=first, total=end, disable=rank != 0, **settings)
     for step in bar:
         batch = next(batches).to(device)
-        last = step == options.steps - 1
+        last = step == end - 1
         optimizer.zero_grad()
         with traffic.counting() if last else nullcontext():
             loss = loss_of(model, batch)
@@ -365,29 +468,43 @@ def train() -> None:
         schedule.step()
         losses.append(loss.detach())
         if rank == 0 and (step % 10 == 0 or last):  # reading the loss waits for the device: not at every step
-            speed = (step + 1) * tokens_per_step / (time.perf_counter() - started)
+            speed = len(losses) * tokens_per_step / (time.perf_counter() - started)
             bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s", refresh=last)
+        if options.save_every and (step + 1) % options.save_every == 0 and not last:
+            checkpoints.save(options.save, step + 1)
     seconds = time.perf_counter() - started
+    if options.save:
+        checkpoints.save(options.save, end)
+
     held = torch.tensor(bytes_held(model, optimizer), device=device)
     dist.all_reduce(held, dist.ReduceOp.MAX)
     ends = mean_over_ranks(losses[0]), mean_over_ranks(torch.stack(losses[-10:]).mean())
     held_out_end = evaluate()
     text = sample(model, b"def ", 300, options.context, options.seed, device)
     if rank == 0:
-        print(f"\n{options.steps} steps in {seconds:.1f} s, {options.steps * tokens_per_step / seconds:,.0f} tokens/s")
+        print(f"\n{len(losses)} steps in {seconds:.1f} s, {len(losses) * tokens_per_step / seconds:,.0f} tokens/s")
         print("\nloss, nats per byte                    start           end")
         print(f"  training text (end: mean of {len(losses[-10:]):2d}) {ends[0]:11.3f} {ends[1]:13.3f}")
         print(f"  held-out text                  {held_out_start:11.3f} {held_out_end:13.3f}")
-        print("\nbytes held after a step             per rank     unsharded")
-        for name, mine, plain in zip(HELD, held.tolist(), unsharded, strict=True):
-            print(f"  {name:28s}{mine:14,}{plain:14,}   {mine / plain:6.1%}")
-        print("\none step, as rank 0 sees it            calls   bytes received")
-        for name, calls in traffic.calls.items():
-            print(f"  {name:28s}{calls:14,}{traffic.received[name]:17,}")
-        print(f"  {'total':28s}{sum(traffic.calls.values()):14,}{sum(traffic.received.values()):17,}")
-        print("\na sample of the trained model")
-        printable = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text.decode("utf-8", "replace"))
-        print("\n".join(f"  | {line}" for line in printable.split("\n")), flush=True)
+        print_tables(dict(zip(HELD, zip(held.tolist(), unsharded, strict=True), strict=True)), traffic)
+        print_sample(text)
+
+
+def print_tables(held: dict[str, tuple[int, int]], traffic: Traffic) -> None:
+    """The bytes held of each kind, per rank and unsharded, and what a step sends."""
+    print("\nbytes held after a step             per rank     unsharded")
+    for name, (mine, plain) in held.items():
+        print(f"  {name:28s}{mine:14,}{plain:14,}   {mine / plain:6.1%}")
+    print("\none step, as rank 0 sees it            calls   bytes received")
+    for name, calls in traffic.calls.items():
+        print(f"  {name:28s}{calls:14,}{traffic.received[name]:17,}")
+    print(f"  {'total':28s}{sum(traffic.calls.values()):14,}{sum(traffic.received.values()):17,}")
+
+
+def print_sample(text: bytes) -> None:
+    print("\na sample of the trained model")
+    printable = "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text.decode("utf-8", "replace"))
+    print("\n".join(f"  | {line}" for line in printable.split("\n")), flush=True)
 
 
 def main() -> None:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+
+from fsdp.checkpoint import load_plain
+from tests.harness.oracle import assert_bit_equal
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "25", "--width", "32", "--depth", "2", "--context", "32", "--batch", "4"]
@@ -33,10 +40,21 @@ def numbers(report: str, row: str) -> list[float]:
     return [float(word.replace(",", "").rstrip("%")) for word in line[1].split() if word[0].isdigit()]
 
 
+def held_losses(report: str) -> list[str]:
+    """The losses on the held batch, digit by digit: when it was saved, and after it was loaded."""
+    return re.findall(r"the loss on a held batch was (\S+) and is (\S+)$", report, re.MULTILINE)[0]
+
+
 @pytest.fixture(scope="module")
-def sharded() -> str:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `sharded` has saved checkpoints: after 15 of its 25 steps, and at its end."""
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def sharded(saved: Path) -> str:
     """The report of a run on two ranks with everything sharded."""
-    result = train(2)
+    result = train(2, "--save", str(saved), "--save-every", "15")
     assert result.returncode == 0, result.stderr
     assert not re.search(r"[Ww]arn|\[W", result.stderr), result.stderr
     return result.stdout
@@ -76,6 +94,72 @@ def test_training_without_sharding_holds_everything_and_learns_the_same(sharded:
     assert numbers(result.stdout, "total") == [calls, received]
 
 
+def values(directory: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint, and its numbers as tensors, by name."""
+    plain = load_plain(directory)
+    assert plain.optimizer is not None
+    state = {(name, key): value for name, of in plain.optimizer["state"].items() for key, value in of.items()}
+    extra = {(rank, key): of[key] for rank, of in enumerate(plain.extra) for key in of if key != "processor"}
+    extra |= {key: states[0] for key, states in extra.items() if key[1] == "random"}
+    rates = {"lr": [group["lr"] for group in plain.optimizer["param_groups"]]}
+    return {str(key): torch.as_tensor(value) for key, value in {**plain.model, **state, **extra, **rates}.items()}
+
+
+def test_a_resumed_run_is_that_which_never_stopped(sharded: str, saved: Path, tmp_path: Path) -> None:
+    """R40: from the checkpoint of step 15 to step 25 at the same number of ranks, bit for bit."""
+    assert "saved" in sharded
+    result = train(2, "--resume", str(saved / "00000001"), "--save", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "step 15 from" in result.stdout and "10 steps in" in result.stdout
+    was, is_ = held_losses(result.stdout)
+    assert was == is_
+    ours = values(tmp_path)
+    assert ours["(1, 'step')"] == 25 and ours["(1, 'loss')"] == ours["(0, 'loss')"]
+    assert_bit_equal(ours, values(saved))
+    assert numbers(result.stdout, LOSSES[1])[1] == numbers(sharded, LOSSES[1])[1]
+
+
+def test_the_check_of_the_held_batch_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint brings back the random state, and one parameter that is not what it was ends the run."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import train_gpt
+
+    monkeypatch.setattr(train_gpt, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    text = torch.arange(1000).mul(37).remainder(256).to(torch.uint8)
+    model = train_gpt.GPT(32, 1, 2)
+    optimizer = train_gpt.make_optimizer(model, 1e-3)
+    batches = train_gpt.Batches(text, 16, 4, seed=1)
+    checkpoints = train_gpt.Checkpoints(model, optimizer, batches, next(batches))
+    train_gpt.loss_of(model, next(batches)).backward()
+    optimizer.step()
+    checkpoints.save(tmp_path, 3)
+    expected = torch.rand(5), next(batches)
+    assert checkpoints.load(tmp_path) == 3
+    assert torch.equal(torch.rand(5), expected[0]) and torch.equal(next(batches), expected[1])
+    was, is_ = held_losses(capsys.readouterr().out)
+    assert was == is_
+
+    def load_wrongly(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        extra = train_gpt_load(path, model, optimizer)
+        with torch.no_grad():
+            model.blocks[0].mix_heads.weight[3].mul_(0.9)
+        return extra
+
+    train_gpt_load = train_gpt.load
+    monkeypatch.setattr(train_gpt, "load", load_wrongly)
+    with pytest.raises(SystemExit, match="the loss on the held batch is not what it was"):
+        checkpoints.load(tmp_path)
+
+
+def test_training_does_not_mix_its_checkpoints_with_those_of_another_run(sharded: str, saved: Path) -> None:
+    assert sharded
+    result = run(sys.executable, "examples/train_gpt.py", "--save", str(saved))
+    assert result.returncode == 1
+    assert result.stderr == f"train_gpt.py: {saved} has checkpoints of another run: --resume it, or save elsewhere\n"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -83,6 +167,7 @@ def test_training_without_sharding_holds_everything_and_learns_the_same(sharded:
         (["--steps", "many"], "argument --steps: invalid positive value: 'many'"),
         (["--strategy", "half"], "argument --strategy: invalid choice: 'half'"),
         (["--width", "20", "--heads", "3"], "--width 20 is not a multiple of twice --heads 3"),
+        (["--save-every", "2"], "--save-every needs --save"),
         (["--depht", "2"], "unrecognized arguments: --depht 2"),
     ],
 )
@@ -107,12 +192,58 @@ def test_training_must_be_started_by_torchrun() -> None:
 def test_demo_help_and_bad_options_need_no_environment() -> None:
     result = run("bash", "scripts/demo.sh", "--steps", "3", "--help", timeout=10)
     assert result.returncode == 0
-    for option in ("--steps", "--strategy", "--ranks", "--help"):
+    for option in ("--steps", "--strategy", "--ranks", "--resume", "--help"):
         assert option in result.stdout
     for arguments in (["--ranks"], ["--ranks", "0"], ["--ranks=two"]):
         result = run("bash", "scripts/demo.sh", *arguments, timeout=10)
         assert result.returncode == 2
         assert "demo.sh: --ranks" in result.stderr
+
+
+def test_demo_continues_at_another_number_of_ranks(tmp_path: Path) -> None:
+    """The demo in a repository of its own, in the environment of the tests."""
+    for name in ("examples/train_gpt.py", "scripts/demo.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "scripts/env.sh").write_text(f"ensure_env() {{ python='{sys.executable}'; }}\n")
+    demo = "bash", str(tmp_path / "scripts/demo.sh")
+    result = run(*demo, "--resume", timeout=10)
+    assert (result.returncode, result.stderr[:52]) == (2, "demo.sh: --resume finds no checkpoint in .demo (see ")
+    result = run(*demo, *SMALL, "--steps", "4", "--ranks", "1", timeout=300)  # trains twice
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.split("\nNow with --resume, in 2 instead of 1 processes\n")
+    assert "1 x cpu (gloo), no_shard" in first and "2 x cpu (gloo), full_shard" in second
+    assert "step 4 from .demo, saved by 1 ranks, loaded by 2" in second and "1 steps in" in second
+    was, is_ = held_losses(second)
+    assert was == is_ and f"saved .demo/00000001, the loss on a held batch is {was}" in first
+    assert load_plain(tmp_path / ".demo").extra[1]["step"] == 5
+
+
+def test_an_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:
+    """R45: killed in the middle of a save on 2 ranks, resumed from the last whole checkpoint on 3."""
+    result = run(sys.executable, "examples/resume_elastic.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for line in (
+        "   rank 1 does not hang, it gets the error: ",
+        "   left behind: .00000003.tmp/__0_0.distcp",
+        "   the latest whole checkpoint: 00000002\n",
+        "   loaded the checkpoint of step 6\n",
+        "the same losses, to within 1e-12\n",
+    ):
+        assert f"\n{line}" in result.stdout
+    rows = re.findall(r"^ +(\d+)   (\S+) +(\S+) +\S+$", result.stdout, re.MULTILINE)
+    assert [int(step) for step, _, _ in rows] == list(range(12))
+    assert all(float(a) == pytest.approx(float(b), rel=1e-12, abs=0) for _, a, b in rows)
+    assert float(rows[-1][1]) < 0.2 * float(rows[0][1])
+
+
+def test_the_elastic_example_fails_where_losses_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import resume_elastic
+
+    resume_elastic.compare([2.0, 1.0], [2.0, 1.0 + 1e-15])
+    with pytest.raises(SystemExit, match="the losses differ by more than 1e-12"):
+        resume_elastic.compare([2.0, 1.0], [2.0, 1.0 + 1e-11])
 
 
 def test_gpu_check_says_that_there_is_no_accelerator() -> None:
