@@ -75,7 +75,7 @@ class Disk:
 
 disk = Disk()
 
-Told = Callable[[int], None]  # of so many more bytes that are written or read
+Told = Callable[[int], object]  # of so many more bytes that are written or read
 
 
 def nobody(nbytes: int) -> None:

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 
 from tqdm import tqdm
+
+from fsdp.checkpoint.files import Told, nobody
 
 DELAY = 3.0  # seconds before a bar appears
 
 
 @contextlib.contextmanager
-def bar(words: str, nbytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def bar(words: str, nbytes: int, shown: bool) -> Iterator[Told]:
     """Inside, what to call for bytes that are done, of ``nbytes`` in all."""
-    hidden = None if shown else True  # None: unless it is no terminal
-    with tqdm(
-        desc=words,
-        total=nbytes,
-        unit="B",
-        unit_scale=True,
-        delay=DELAY,
-        disable=hidden,
-        leave=False,
-        dynamic_ncols=True,
-    ) as shows:
-
-        def told(more: int) -> None:
-            shows.update(more)
-
-        yield told
+    if not (shown and sys.stderr is not None and sys.stderr.isatty()):
+        yield nobody  # and no tqdm, which makes locks for all processes
+        return
+    with tqdm(desc=words, total=nbytes, unit="B", unit_scale=True, delay=DELAY, leave=False) as shows:
+        yield shows.update
