@@ -178,6 +178,15 @@ def one_after_the_other(root: str) -> None:
         assert first.done()
         assert not isinstance(made, futures.Future) or made.result()
         waiting.join()
+        files.disk = gate = Gate()
+        third = async_save(path, model, optimizer, extra=again)
+        assert gate.reached.wait(60)
+        waiting = threading.Timer(0.1, gate.opened.set)
+        waiting.start()
+        assert load(path, model, optimizer) == [again] * 2  # loads what was under way
+        assert third.done()
+        waiting.join()
+        expected.append(expected[-1])
         files.disk = Disk()
     for number, values in enumerate(expected):
         assert_bit_equal(saved(path / f"{number + 1:08d}"), values, f"checkpoint {number + 1}")
@@ -185,7 +194,7 @@ def one_after_the_other(root: str) -> None:
 
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    """R47: save N+1 before N has finished, in the background and not; each holds its own moment."""
+    """R47: save N+1 before N has finished, in the background and not; each holds its own moment. So does a load."""
     run_ranks(2, one_after_the_other, str(tmp_path))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
@@ -73,13 +74,15 @@ class Ranks:
     @staticmethod
     def of(process_group: Any) -> Ranks:
         """Those of ``process_group``; None for the default group, or for this process alone if there is none. All of
-        them have to call."""
+        them have to call. Returns when what they saved in the background has ended: one conversation at a time."""
         if process_group is None:
             process_group = default_group() if dist.is_available() and dist.is_initialized() else None
-        if process_group is None or process_group.size() == 1:
-            return _alone
-        ranks = _known.setdefault(process_group, Ranks())
-        ranks._side = side_group(process_group)
+        ranks = _alone
+        if process_group is not None and process_group.size() > 1:
+            ranks = _known.setdefault(process_group, Ranks())
+            ranks._side = side_group(process_group)
+        if ranks.saving is not None:
+            futures.wait([ranks.saving])
         return ranks
 
     def round(self, what: str, mine: Callable[[], _T], then: Callable[[list[_T]], Sequence[_U]]) -> _U:

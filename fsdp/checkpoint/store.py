@@ -103,8 +103,8 @@ def async_save(
     """As :func:`save`, but returns as soon as everything is copied to CPU memory; a thread does the rest.
 
     The checkpoint is what model and optimizer are when this is called, whatever is done with them afterwards. It is
-    published, and ``latest`` names it, when the future is done. One save at a time: this and :func:`save` wait first
-    for one that is still under way on the same ranks. A process does not end before its saves have.
+    published, and ``latest`` names it, when the future is done. One at a time: this, :func:`save` and :func:`load` wait
+    first for a save that is still under way on the same ranks. A process does not end before its saves have.
 
     Returns:
         the future of what ``save`` returns; ``result()`` waits and raises what ``save`` raises. An error that nobody
@@ -124,7 +124,10 @@ def async_save(
         except BaseException as error:
             outcome.set_exception(error)
 
-    threading.Thread(target=rest, name=f"saving to {path}", daemon=False).start()
+    try:
+        threading.Thread(target=rest, name=f"saving to {path}", daemon=False).start()
+    except RuntimeError as error:  # there can be no more threads
+        outcome.set_exception(error)
     return outcome
 
 

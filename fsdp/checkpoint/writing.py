@@ -13,7 +13,6 @@ import copy
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,15 +68,13 @@ class Saving:
     def take(
         self, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, extra: Any, *, stage: bool
     ) -> None:
-        """Take everything that is to be saved, when the save before has ended; with ``stage``, as copies.
+        """Take everything that is to be saved; with ``stage``, as copies.
 
         Raises: as ``fsdp.checkpoint.save``.
         """
         options = StateDictOptions(ragged=True)
 
         before, self._ranks.saving = self._ranks.saving, None
-        if before is not None:
-            futures.wait([before])
 
         def of_model() -> None:
             if before is not None and (error := before.unasked()) is not None:
