@@ -16,12 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as torch_state_dict
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import (
     StateDictOptions,
+    async_save,
     files,
     get_optimizer_state_dict,
     get_state_dict,
@@ -573,3 +577,55 @@ def misfits(root: str) -> None:
 def test_what_does_not_fit_is_told_on_every_rank_before_anything_is_loaded(tmp_path: Path) -> None:
     """R43."""
     run_ranks(2, misfits, str(tmp_path / "run"))
+
+
+# -- of models that others have sharded --------------------------------------------------------------------------------
+
+
+def of_fully_shard(root: str) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = LORA.build(3)
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=mesh)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
+    steps(model, optimizer, 0)
+    expected = whole_of_fully_shard(model, optimizer)
+    save(f"{root}/sync", model, optimizer)
+    async_save(f"{root}/async", model, optimizer).result()
+    for path in (f"{root}/sync", f"{root}/async"):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        optimizer.state.clear()
+        load(path, model, optimizer)
+        assert_bit_equal(whole_of_fully_shard(model, optimizer), expected)
+    return expected
+
+
+def whole_of_fully_shard(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    options = torch_state_dict.StateDictOptions(full_state_dict=True)
+    of_model, of_optimizer = torch_state_dict.get_state_dict(model, optimizer, options=options)
+    states = of_optimizer["state"].items()
+    flat = {f"state.{name}.{key}": value for name, of in states for key, value in of.items()}
+    return {key: value.clone() for key, value in {**of_model, **flat}.items()}
+
+
+def from_fully_shard(root: str) -> list[dict[str, Tensor]]:
+    told = []
+    for way in ("sync", "async"):
+        model, optimizer = trained(2, way == "sync")
+        load(f"{root}/{way}", model, optimizer)
+        told.append(
+            {key: value for key, value in whole(model, optimizer).items() if not key.startswith("param_groups.")}
+        )
+    return told
+
+
+def test_models_of_fully_shard_are_saved_and_loaded_and_come_here(tmp_path: Path) -> None:
+    """Every rank writes its part of a DTensor; at another number of ranks a wrapped model takes them up."""
+    expected = run_ranks(2, of_fully_shard, str(tmp_path))[0]
+    for world_size in (1, 3):
+        for found in run_ranks(world_size, from_fully_shard, str(tmp_path))[0]:
+            assert_bit_equal(found, expected)
+    saved = load_plain(tmp_path / "sync")
+    assert_bit_equal(saved.model, {name: expected[name] for name in saved.model})

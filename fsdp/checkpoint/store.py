@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import files
@@ -63,8 +64,9 @@ def save(
     any moment. The directory has to be one that all ranks see.
 
     Args:
-        model: a wrapped module, a module with wrapped ones in it, or a plain one. Each rank writes its shards; what is
-            not sharded (buffers, ignored parameters, extra state) is written as rank 0 has it.
+        model: a wrapped module, a module with wrapped ones in it, or a plain one, whose parameters may be ``DTensor``
+            (``fully_shard`` makes such models). Each rank writes its shards; what is not sharded (buffers, ignored
+            parameters, extra state) is written as rank 0 has it.
         optimizer: one of the model's parameters, or several of different ones.
         extra: what this rank wants to have back, like the step, the state of random generators, the position in the
             data: anything that ``torch.load(weights_only=True)`` takes, as there are tensors, numbers, strings, bytes,
@@ -308,10 +310,12 @@ def _named(what: str, names: Sequence[str]) -> Iterator[str]:
 
 
 def _empty(what: TensorStorageMetadata | BytesStorageMetadata, like: Any) -> Any:
-    """Memory for a tensor of a checkpoint, or for this rank's part of it where ``like`` is ragged and of its shape."""
+    """Memory for a tensor of a checkpoint, or for this rank's part of it where ``like`` is sharded and of its shape."""
     if not isinstance(what, TensorStorageMetadata):
         return None
     if isinstance(like, RaggedTensor) and like.shape == what.size and like.dim() > 0:
         local = torch.empty(like.local.numel(), dtype=what.properties.dtype)
         return RaggedTensor(local, like.shape, like.start, like.stride())
+    if isinstance(like, DTensor) and like.shape == what.size:
+        return torch.empty_like(like, dtype=what.properties.dtype, device="cpu")
     return torch.empty(what.size, dtype=what.properties.dtype)

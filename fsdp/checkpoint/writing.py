@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -33,6 +34,9 @@ from fsdp.checkpoint.ranks import Ranks
 from fsdp.comm.streams import Event, streams_for
 
 MODEL, STATE, GROUPS = "model.", "optim.state.", "optim.param_groups"  # what keys begin with
+
+
+_SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
 
 
 def extra_name(rank: int) -> str:
@@ -95,7 +99,7 @@ class Saving:
                     self._state.update((f"{STATE}{name}.{state}", value) for state, value in states.items())
                 self._state[GROUPS] = given["param_groups"]
             if self._ranks.rank != 0:  # what is not sharded is written once
-                self._state = {key: value for key, value in self._state.items() if isinstance(value, RaggedTensor)}
+                self._state = {key: value for key, value in self._state.items() if isinstance(value, _SHARDED)}
             if stage:
                 self._state = _staged(self._state)
 
@@ -167,8 +171,8 @@ def _staged(state: dict[str, Any]) -> dict[str, Any]:
             return copy.deepcopy(value)
         if isinstance(value, RaggedTensor):
             return RaggedTensor(staged(value.local), value.shape, value.start, value.stride())
-        if value.device.type == "cpu":
-            return value.detach().clone()
+        if value.device.type == "cpu" or isinstance(value, DTensor):
+            return value.detach().to("cpu", copy=True)
         copied, event = streams_for(value.device).fetch(value.detach())
         events.append((value.device, event))
         return copied
@@ -184,6 +188,8 @@ def held_nbytes(value: Any) -> int:
     """The bytes of a tensor in a state dict that this process holds."""
     if isinstance(value, RaggedTensor):
         return value.local.nbytes
+    if isinstance(value, DTensor):
+        return value.to_local().nbytes
     return value.nbytes if isinstance(value, torch.Tensor) else 0
 
 
