@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import random
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -264,12 +265,14 @@ class Killed(BaseException):
 class Faulty(Disk):
     """Fails at its `at`-th operation, counted from 0: `error` once, or for good with the power if there is none.
 
-    A write fails in its middle. What was not synced when the power went is half there.
+    A write fails in its middle. What was not synced when the power went is half there; names in directories that were
+    not synced are as they were before, or not.
     """
 
     def __init__(self, at: int = -1, error: OSError | None = None) -> None:
         self.at, self.error, self.count = at, error, 0
         self.unsynced: dict[BinaryIO, Path] = {}
+        self.names: list[tuple[Path, Any]] = []  # the directory, and what makes it what it was
 
     def _step(self) -> None:
         number, self.count = self.count, self.count + 1
@@ -278,20 +281,27 @@ class Faulty(Disk):
         if self.error is None and 0 <= self.at <= number:
             raise Killed
 
-    def lose_power(self) -> None:
+    def lose_power(self, names: str) -> None:
         for stream, path in self.unsynced.items():
             stream.close()
             if path.exists():
                 os.truncate(path, path.stat().st_size // 2)
+        undone = [undo for _, undo in self.names]
+        if names == "a rename lost":  # file systems may keep what came later
+            undone = [undo for undo in undone if undo.__name__ == "rename_back"][:1]
+        for undo in reversed(undone) if names != "names kept" else ():
+            undo()
 
     def make_directory(self, path: Path) -> None:
         self._step()
         super().make_directory(path)
+        self.names.append((path.parent, lambda: shutil.rmtree(path)))
 
     def create(self, path: Path) -> BinaryIO:
         self._step()
         stream = super().create(path)
         self.unsynced[stream] = path
+        self.names.append((path.parent, path.unlink))
         return stream
 
     def write(self, stream: BinaryIO, data: Any) -> int:
@@ -308,10 +318,20 @@ class Faulty(Disk):
     def sync_directory(self, path: Path) -> None:
         self._step()
         super().sync_directory(path)
+        self.names = [(directory, undo) for directory, undo in self.names if directory != path]
 
     def rename(self, old: Path, new: Path) -> None:
         self._step()
+        replaced = new.read_bytes() if new.is_file() else None
         super().rename(old, new)
+        self.names = [(new / d.relative_to(old) if d.is_relative_to(old) else d, undo) for d, undo in self.names]
+
+        def rename_back() -> None:
+            os.replace(new, old)
+            if replaced is not None:
+                new.write_bytes(replaced)
+
+        self.names.append((new.parent, rename_back))
         for stream, path in self.unsynced.items():
             if path.is_relative_to(old):
                 self.unsynced[stream] = new / path.relative_to(old)
@@ -346,18 +366,19 @@ def operations(root: Path) -> int:
     return disk.count
 
 
+@pytest.mark.parametrize("names", ["names kept", "names lost", "a rename lost"])
 @pytest.mark.parametrize("fresh", [True, False], ids=["fresh", "overwriting"])
-def test_power_lost_at_any_operation(tmp_path: Path, fresh: bool) -> None:
+def test_power_lost_at_any_operation(tmp_path: Path, fresh: bool, names: str) -> None:
     """R45: exactly the old or exactly the new checkpoint; the next save is not hindered by what was left."""
     old, new, seen = None if fresh else (1.0, 1), (2.0, 2), []
-    for at in range(operations(tmp_path / "count") + (1 if fresh else 0)):
-        root = tmp_path / str(at)
+    for at in range(operations(tmp_path / "count") + (6 if fresh else 0)):
+        root = tmp_path / str(at) / "deep" / "down"
         if not fresh:
             save(root, small(1.0), extra=1)
         disk = Faulty(at)
         with on(disk), contextlib.suppress(Killed):
             save(root, small(2.0), extra=2, keep=1)
-        disk.lose_power()
+        disk.lose_power(names)
         seen.append(value_of(root))
         assert seen[-1] in (old, new), at
         save(root, small(3.0), extra=3, keep=1)

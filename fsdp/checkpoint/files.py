@@ -40,12 +40,11 @@ class Disk:
     """All that a save does to a file system. What a method did may be lost with the power until it is synced."""
 
     def make_directory(self, path: Path) -> None:
-        """Parents too.
-
+        """
         Raises:
             FileExistsError: it is there.
         """
-        path.mkdir(parents=True)
+        path.mkdir()
 
     def create(self, path: Path) -> BinaryIO:
         return open(path, "wb")
@@ -150,10 +149,10 @@ def write_durably(path: Path, content: bytes, entries: dict[str, Entry], told: T
 
 def begin(root: Path) -> Path:
     """Make an empty directory for the next checkpoint in ``root``, which is made too; no two savers get the same."""
-    if not root.is_dir():
+    for missing in reversed([path for path in (root, *root.parents) if not path.is_dir()]):
         with contextlib.suppress(FileExistsError):  # another saver was faster, or it is a file, as is seen below
-            disk.make_directory(root)
-            disk.sync_directory(root.parent)
+            disk.make_directory(missing)
+            disk.sync_directory(missing.parent)
     number = 1 + max([0, *_numbered(root).values()])
     while True:
         temporary = root / f".{number:08d}.tmp"
