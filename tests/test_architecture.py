@@ -163,6 +163,8 @@ def imports_at_the_top(source: Source) -> list[str]:
     for node in source.tree.body:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             top.update(node.body)
+        if isinstance(node, ast.With) and ast.unparse(node.items[0]) == "warnings.catch_warnings()":
+            top.update(node.body)  # what is imported warns
         if source.name.endswith("/__init__.py") and isinstance(node, ast.FunctionDef) and node.name == "__getattr__":
             top.update(node.body)  # a package may load one of its files when a name of it is first asked for
     lazy = [f"line {node.lineno}: import inside of something" for node, _ in source.imports if node not in top]
@@ -358,6 +360,8 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (imports_at_the_top, RUNTIME, "class C:\n    from os import path"),
     (imports_at_the_top, RUNTIME, "try:\n    import os\nexcept ImportError:\n    pass"),
     (imports_at_the_top, RUNTIME, "if True:\n    import os"),
+    (imports_at_the_top, RUNTIME, "def f():\n    with warnings.catch_warnings():\n        import os"),
+    (imports_at_the_top, RUNTIME, "with open('x'):\n    import os"),
     (imports_at_the_top, RUNTIME, "import importlib\nimportlib.import_module('os')"),
     (imports_at_the_top, RUNTIME, "from importlib import import_module as load\nload('os')"),
     (imports_at_the_top, RUNTIME, "os = __import__('os')"),
@@ -413,6 +417,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
 KEPT: list[tuple[Rule, str, str]] = [
     (imports_at_the_top, "fsdp/flat/__init__.py", "def __getattr__(name):\n    from fsdp.flat import views"),
     (imports_at_the_top, RUNTIME, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import os"),
+    (imports_at_the_top, RUNTIME, "import warnings\nwith warnings.catch_warnings():\n    import os"),
     (torch_and_the_standard_library_alone, RUNTIME, "import os.path\nfrom torch import nn\nfrom ..flat import views"),
     (nothing_of_torchs_fsdp, "fsdp/compat.py", "import torch.distributed.fsdp"),
     (nothing_of_torchs_fsdp, "fsdp/api.py", "import fsdp\nfrom torch import distributed\n'torch.distributed.fsdp'"),

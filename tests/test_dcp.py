@@ -145,6 +145,8 @@ def check_options() -> None:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
         with pytest.raises(RuntimeError, match=r"the optimizer trains 'tokens.weight', 'conv.bias', which no"):
             set_optimizer_state_dict(model, adamw(model.parameters()), joined, options=options)
+        with pytest.raises(KeyError, match="param_groups"):
+            set_optimizer_state_dict(model, adamw(model.parameters()), {"state": {}}, options=options)
     partly = adamw(model.parameters())
     set_optimizer_state_dict(model, partly, joined, options=StateDictOptions(full_state_dict=True, strict=False))
     with pytest.raises(ValueError, match="full_state_dict must be True"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -35,6 +36,7 @@ from fsdp.checkpoint.state_dict import clean_path, wrappers_in
 from fsdp.comm.collectives import default_group
 from fsdp.comm.objects import broadcast_object
 from fsdp.comm.streams import streams_for
+from fsdp.flat.ownership import torchs_own
 
 _COMPILED = "_orig_mod"
 
@@ -77,7 +79,7 @@ class StateDictOptions:
         """
         if value is None:
             return StateDictOptions()
-        if type(value).__name__ != StateDictOptions.__name__:
+        if all(base.__name__ != StateDictOptions.__name__ for base in type(value).__mro__):
             raise TypeError(f"options must be StateDictOptions or None, but got {type(value).__name__}")
         names = [field.name for field in fields(StateDictOptions)]
         options = StateDictOptions(**{name: getattr(value, name) for name in names if hasattr(value, name)})
@@ -124,13 +126,12 @@ def get_model_state_dict(
         submodules: only what is in these.
         options: :class:`StateDictOptions`, ours or torch's.
     """
-    options, model = StateDictOptions.of(options), _inside(model)
+    options = StateDictOptions.of(options)
+    model = _entered(model, options)
     with _kind(model, options.settings(loading=False)):
-        state = {_plain_name(key): value for key, value in model.state_dict().items()}
+        state = {_plain_name(key): value for key, value in _method(model, "state_dict")().items()}
     if submodules:
-        prefixes = [
-            f"{_plain_name(clean_path(path))}." for path, module in model.named_modules() if module in submodules
-        ]
+        prefixes = [f"{path}." if path else "" for path, module in plain_modules(model) if module in submodules]
         found = [(key, prefix) for key in state for prefix in prefixes if key.startswith(prefix)]
         keep = options.keep_submodule_prefixes
         state = {key if keep else key.removeprefix(prefix): state[key] for key, prefix in found}
@@ -162,7 +163,8 @@ def get_optimizer_state_dict(
 
     Raises: as ``FullyShardedDataParallel.optim_state_dict``.
     """
-    options, model = StateDictOptions.of(options), _inside(model)
+    options = StateDictOptions.of(options)
+    model = _entered(model, options)
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in _several(optimizers):
         with _initialised(optimizer):
@@ -196,11 +198,12 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
 
     Raises: as ``load_state_dict()`` of a wrapped module.
     """
-    options, model = StateDictOptions.of(options), _inside(model)
+    options = StateDictOptions.of(options)
+    model = _entered(model, options)
     rename = _names_now(model)
     state = {rename(key): value for key, value in model_state_dict.items()}
     with _kind(model, options.settings(loading=True)):
-        return model.load_state_dict(state, strict=options.strict)
+        return _method(model, "load_state_dict")(state, strict=options.strict)
 
 
 def set_optimizer_state_dict(
@@ -218,46 +221,45 @@ def set_optimizer_state_dict(
         ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
         RuntimeError: the dict does not know a parameter that an optimizer trains (``strict``).
     """
-    options, model = StateDictOptions.of(options), _inside(model)
+    options = StateDictOptions.of(options)
+    model = _entered(model, options)
     wrapped = bool(wrappers_in(model))
     params = ModelParams(model) if wrapped else None
-    group = default_group() if options.broadcast_from_rank0 else None
+    from_rank0 = options.broadcast_from_rank0
     for optimizer in _several(optimizers):
         given: dict[str, Any] | None = None
         error: Exception | None = None
         try:
-            if group is None or group.rank() == 0:
+            if not from_rank0 or _rank() == 0:
                 given = _part_of(optimizer, model, params, optim_state_dict, options)
-        except (RuntimeError, ValueError) as caught:
+        except Exception as caught:
             error = caught
-        if group is not None:
-            device = torch.device("cpu") if params is None else next(iter(params.units)).device
-            with streams_for(device).on_device():
-                error = broadcast_object(error, group, "tell whether rank 0's optimizer state fits")
-                given = given if wrapped else broadcast_object(given, group, "share the state of a plain optimizer")
+        if from_rank0:
+            error = told_by_rank0(error, model, "tell whether rank 0's optimizer state fits")
+            given = given if wrapped else told_by_rank0(given, model, "share the state of a plain optimizer")
         if error is not None:
             raise error
         if wrapped:
-            loadable = optim_state_dict_to_load(model, given, optim=optimizer, from_rank0=group is not None)
+            loadable = optim_state_dict_to_load(model, given, optim=optimizer, from_rank0=from_rank0)
         else:
             assert given is not None
             loadable = rekey(given, OptimStateKeyType.PARAM_ID, model, optimizer, None)
-        optimizer.load_state_dict(loadable)
+        _method(optimizer, "load_state_dict")(loadable)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
 def _saved(model: nn.Module, optimizer: Optimizer, options: StateDictOptions) -> dict[str, Any]:
-    wrappers = wrappers_in(model)
+    raw, wrappers = _method(optimizer, "state_dict")(), wrappers_in(model)
     if wrappers:
         mesh = wrappers[0]._device_mesh
         settings = options.settings(loading=False)
         if mesh is not None and not options.full_state_dict and not options.ragged:
             settings.optim_state_dict_config = ShardedOptimStateDictConfig(options.cpu_offload, _use_dtensor=True)
         form = Form.of(settings, mesh)
-        return optim_state_dict(model, optimizer, optimizer.state_dict(), form)
-    named = rekey(optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optimizer, None)
+        return optim_state_dict(model, optimizer, raw, form)
+    named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
     if options.cpu_offload:
         for name, state in named["state"].items():
             moved = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
@@ -384,8 +386,30 @@ def _as_it_can(wrapper: Any, settings: StateDictSettings) -> StateDictSettings:
     return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *sharded)
 
 
+def _method(of: nn.Module | Optimizer, name: str) -> Any:
+    """Its method ``name``; its class's if torch's ``_patch_model_state_dict`` has put what calls us in that place."""
+    method = getattr(of, name)
+    patched = getattr(method, "__module__", None) == "torch.distributed.checkpoint.state_dict"
+    return functools.partial(getattr(type(of), name), of) if patched else method
+
+
 def _several(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _entered(model: nn.Module, options: StateDictOptions) -> nn.Module:
+    """
+    Raises:
+        ValueError: torch's FSDP has wrapped something of it, and its state is not just the ``DTensor`` parameters that
+            ``fully_shard`` makes.
+    """
+    foreign = torchs_own(model, fully_shard=options.full_state_dict or bool(wrappers_in(model)))
+    if foreign is not None:
+        raise ValueError(
+            f"{foreign}: state of such models is what torch.distributed.checkpoint.state_dict is for. A model in which "
+            "this package has wrapped modules as well has no state in common"
+        )
+    return _inside(model)
 
 
 def _inside(model: nn.Module) -> nn.Module:
@@ -397,6 +421,12 @@ def _inside(model: nn.Module) -> nn.Module:
             model = model._modules[_COMPILED]  # type: ignore[assignment]
         else:
             return model
+
+
+def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules()``, by the plain model's names; a wrapper has that of what it wraps."""
+    for path, module in _inside(model).named_modules():
+        yield _plain_name(clean_path(path)), module
 
 
 def _plain_name(name: str) -> str:
@@ -423,6 +453,14 @@ def _frozen(model: nn.Module) -> list[str]:
         holders = ModelParams(model).holders.values()
         names += [n for holder in holders if not holder.param.requires_grad for m in holder.members for n in m.names]
     return [_plain_name(clean_path(name)) for name in names]
+
+
+def told_by_rank0(value: Any, model: nn.Module, what: str) -> Any:
+    """What rank 0 has as ``value``."""
+    wrappers = wrappers_in(model)
+    device = wrappers[0]._fsdp_unit.device if wrappers else torch.device("cpu")
+    with streams_for(device).on_device():
+        return broadcast_object(value, default_group(), what)
 
 
 def _rank() -> int:

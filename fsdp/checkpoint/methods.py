@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -23,6 +25,15 @@ from fsdp.checkpoint import optim_load, optim_params, optim_state
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.optim_state import Form, Kind
 from fsdp.checkpoint.state_dict import clean_path, collecting, strip_wrapper, wrappers_in
+
+_TORCHS = "torch.distributed.checkpoint.state_dict"
+_STOPPED = {  # all but get_model_state_dict, which asks us for state_dict()
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+}
 
 
 class StateDictMethods(nn.Module):
@@ -92,6 +103,27 @@ class StateDictMethods(nn.Module):
                 or backward is under way.
         """
         return load(self, super().load_state_dict, state_dict, strict, assign)
+
+    @property
+    def _fqn_modifiers(self) -> Any:
+        """What torch's functions for state dicts look for on every module before they do anything.
+
+        The wrapped module's. They would take this rank's parts for whole parameters and optimizer states, and ask a
+        wrapper for nothing else: so it is here that they are stopped.
+
+        Raises:
+            RuntimeError: ``fsdp.compat.enable_dcp()`` has not been called.
+        """
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") == _TORCHS:
+            theirs = frame.f_globals["_get_optim_state_dict"].__module__ == _TORCHS  # and was not replaced
+            if theirs and frame.f_code.co_name in _STOPPED:
+                raise RuntimeError(
+                    f"{frame.f_code.co_name}() of {_TORCHS} does not know this package's FullyShardedDataParallel: "
+                    "call fsdp.compat.enable_dcp() first, or use the function of that name in fsdp.checkpoint"
+                )
+            frame = frame.f_back
+        raise AttributeError("_fqn_modifiers")  # __getattr__ asks the wrapped module
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:

@@ -29,6 +29,7 @@ from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.layout import FlatLayout
+from fsdp.flat.metadata import for_tools
 from fsdp.flat.released import CheckedLeaf, guard_released, new_leaf
 
 
@@ -298,7 +299,8 @@ class FlatParamHandle:
         self._shard = self._put_at_rest(shard)
         requires_grad = any(param.requires_grad for param in params)
         self.flat_param: Any = FlatParameter(self._shard, requires_grad=requires_grad)
-        setattr(self.flat_param, "_fqns", [param.name for param in layout.params])  # noqa: B010, tools read it
+        for name, value in for_tools(layout, groups.shard_rank).items():
+            setattr(self.flat_param, name, value)
         self._copies: dict[torch.dtype, FullCopy] = {}
         leaves = self._new_leaves(layout.compute_dtype, params)
         self.copy = self._make_copy(layout.compute_dtype, leaves, donated)

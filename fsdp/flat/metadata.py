@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,6 +46,46 @@ class UnitInfo:
     def full_name(self, record: ParamRecord) -> str:
         """A parameter's name in the model asked about."""
         return f"{self.name}.{record.name}" if self.name else record.name
+
+
+class ShardParamInfo(NamedTuple):
+    """What a rank's shard has of a parameter, as FSDP1 tells it. ``intra_param_end_idx`` is the last element's; where
+    there is none, all but ``in_shard`` are None."""
+
+    in_shard: bool
+    offset_in_shard: int | None = None
+    numel_in_shard: int | None = None
+    intra_param_start_idx: int | None = None
+    intra_param_end_idx: int | None = None
+
+
+def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
+    """What tools read of a flat parameter, by FSDP1's names; all sizes in elements."""
+    with_padding: list[tuple[int, bool]] = []  # (numel, is padding)
+    end = 0
+    for record in layout.params:
+        if record.offset > end:
+            with_padding.append((record.offset - end, True))
+        with_padding.append((record.numel, False))
+        end = record.end
+    start, stop = (min(bound, layout.numel) for bound in layout.shard_range(rank))
+    return {
+        "_fqns": [record.name for record in layout.params],
+        "_num_params": len(layout.params),
+        "_shapes": tuple(torch.Size(record.shape) for record in layout.params),
+        "_numels": tuple(record.numel for record in layout.params),
+        "_numels_with_padding": tuple(numel for numel, _ in with_padding),
+        "_is_padding_mask": [is_padding for _, is_padding in with_padding],
+        "_unpadded_unsharded_size": torch.Size([layout.numel]),
+        "_sharded_size": torch.Size([layout.shard_numel]),
+        "_shard_numel_padded": layout.shard_numel - (stop - start),
+        "_shard_param_infos": tuple(
+            ShardParamInfo(True, piece.shard_offset, piece.numel, piece.start, piece.end - 1)
+            if piece.numel
+            else ShardParamInfo(False)
+            for piece in layout.pieces(rank)
+        ),
+    }
 
 
 def full_values(layout: FlatLayout, flat: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -78,21 +78,27 @@ def check_not_torch(module: nn.Module) -> None:
     Raises:
         ValueError: torch's own FSDP has wrapped ``module``, something in it or something around it.
     """
+    found = torchs_own(module)
+    if found is not None:
+        raise ValueError(
+            f"{found}, which cannot be nested in this package's FullyShardedDataParallel: wrap the whole model with "
+            "one of the two"
+        )
+
+
+def torchs_own(module: nn.Module, *, fully_shard: bool = True) -> str | None:
+    """In words, what torch's own FSDP has wrapped in or around ``module``; what ``fully_shard`` has as well, or not."""
+    classes = ("FullyShardedDataParallel", "FSDPModule") if fully_shard else ("FullyShardedDataParallel",)
     for name, submodule in module.named_modules():
         for base in type(submodule).__mro__:
-            if base.__module__.startswith(_TORCH) and base.__name__ in ("FullyShardedDataParallel", "FSDPModule"):
-                raise ValueError(
-                    f"{repr(name) if name else 'the module'} is already wrapped by {base.__module__}.{base.__name__}, "
-                    "which cannot be nested in this package's FullyShardedDataParallel: wrap the whole model with one "
-                    "of the two"
-                )
+            if base.__module__.startswith(_TORCH) and base.__name__ in classes:
+                whole = repr(name) if name else "the module"
+                return f"{whole} is already wrapped by {base.__module__}.{base.__name__}"
     for name, param in module.named_parameters():
         foreign = not isinstance(param, FlatParameter) and not hasattr(param, "_fsdp_owner")
         if foreign and getattr(param, "_fsdp_flattened", False):
-            raise ValueError(
-                f"parameter {name!r} is already sharded by {_TORCH}.FullyShardedDataParallel, in which this package's "
-                "cannot be nested: wrap the whole model with one of the two"
-            )
+            return f"parameter {name!r} is already sharded by {_TORCH}.FullyShardedDataParallel"
+    return None
 
 
 def _places(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, list[Place]]:

@@ -1,0 +1,447 @@
+"""Trainers save and load here as they do with torch's FSDP1: their sequences of calls, argument by argument.
+
+Each recipe is what one of them does, on one number of ranks to save and on another to load, and has to bring back the
+model and the optimizer bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dist_cp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+from fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.compat import disable_dcp, enable_dcp
+from tests.harness.pool import run_ranks
+from tests.test_dcp import same_state
+from tests.test_optim_state import adamw, ours, quiet, row_major, torchs, train
+
+Save = Callable[[FSDP, Any, str], None]
+Load = Callable[[FSDP, Any, str], None]
+
+
+class Recipe(NamedTuple):
+    save: Save
+    load: Load
+    modes: tuple[bool, ...] = (False, True)  # of use_orig_params
+    resharded: bool = True  # loads at another number of ranks
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def settings_of(kind: StateDictType, **full: bool) -> tuple[StateDictType, Any, Any]:
+    if kind is StateDictType.FULL_STATE_DICT:
+        return kind, FullStateDictConfig(**full), FullOptimStateDictConfig(**full)
+    return kind, ShardedStateDictConfig(offload_to_cpu=True), ShardedOptimStateDictConfig(offload_to_cpu=True)
+
+
+# -- accelerate --------------------------------------------------------------------------------------------------------
+
+
+def accelerate_save(kind: StateDictType, model: FSDP, optimizer: Any, folder: str) -> None:
+    assert type(model) is FSDP
+    full = kind is StateDictType.FULL_STATE_DICT
+    several = dist.get_world_size() > 1
+    settings = settings_of(kind, offload_to_cpu=several, rank0_only=several)
+    with FSDP.state_dict_type(model, *settings):
+        state = model.state_dict()
+        if full and rank() == 0:
+            torch.save(state, f"{folder}/model.bin")
+        elif not full:
+            writer, planner = dist_cp.FileSystemWriter(f"{folder}/model"), dist_cp.DefaultSavePlanner()
+            quiet(dist_cp.save, state_dict={"model": state}, storage_writer=writer, planner=planner)
+    with FSDP.state_dict_type(model, *settings):
+        optim_state = FSDP.optim_state_dict(model, optimizer)
+        if full and rank() == 0:
+            torch.save(optim_state, f"{folder}/optimizer.bin")
+        elif not full:
+            writer, planner = dist_cp.FileSystemWriter(f"{folder}/optimizer"), dist_cp.DefaultSavePlanner()
+            quiet(dist_cp.save, state_dict={"optimizer": optim_state}, storage_writer=writer, planner=planner)
+    dist.barrier()
+
+
+def accelerate_load(kind: StateDictType, model: FSDP, optimizer: Any, folder: str) -> None:
+    full = kind is StateDictType.FULL_STATE_DICT
+    several = dist.get_world_size() > 1
+    settings = settings_of(kind, offload_to_cpu=several, rank0_only=several)
+    with FSDP.state_dict_type(model, *settings):
+        if full:
+            state = torch.load(f"{folder}/model.bin", weights_only=True)
+        else:
+            into = {"model": model.state_dict()}
+            reader = dist_cp.FileSystemReader(f"{folder}/model")
+            quiet(dist_cp.load, state_dict=into, storage_reader=reader, planner=dist_cp.DefaultLoadPlanner())
+            state = into["model"]
+        model.load_state_dict(state)
+    with FSDP.state_dict_type(model, *settings):
+        optim_state = None
+        if not full:
+            reader = dist_cp.FileSystemReader(f"{folder}/optimizer")
+            optim_state = quiet(
+                load_sharded_optimizer_state_dict,
+                model_state_dict=model.state_dict(),
+                optimizer_key="optimizer",
+                storage_reader=reader,
+            )["optimizer"]
+        elif rank() == 0 or not settings[2].rank0_only:
+            optim_state = torch.load(f"{folder}/optimizer.bin", weights_only=True)
+        flattened = FSDP.optim_state_dict_to_load(model=model, optim=optimizer, optim_state_dict=optim_state)
+        optimizer.load_state_dict(flattened)
+
+
+def accelerate(kind: StateDictType) -> Recipe:
+    return Recipe(functools.partial(accelerate_save, kind), functools.partial(accelerate_load, kind))
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+def lightning_context(model: FSDP, kind: StateDictType, rank0_only: bool = True) -> Any:
+    several = dist.get_world_size() > 1
+    kind, of_model, of_optimizer = settings_of(kind, offload_to_cpu=several, rank0_only=rank0_only)
+    return FSDP.state_dict_type(
+        module=model, state_dict_type=kind, state_dict_config=of_model, optim_state_dict_config=of_optimizer
+    )
+
+
+def lightning_save_full(model: FSDP, optimizer: Any, folder: str) -> None:
+    holds_flat = any(
+        getattr(param, "_fsdp_flattened", False) and param.numel() > 0
+        for group in optimizer.param_groups
+        for param in group["params"]
+    )
+    assert holds_flat and any(isinstance(module, FSDP) for module in model.modules())
+    with lightning_context(model, StateDictType.FULL_STATE_DICT):
+        state = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    if rank() == 0:
+        if model._use_orig_params:  # Trainer saves in the standard format, by ids
+            state["optimizer"] = FSDP.rekey_optim_state_dict(state["optimizer"], OptimStateKeyType.PARAM_ID, model)
+            assert all(isinstance(key, int) for key in state["optimizer"]["state"])
+        torch.save(state, f"{folder}/full.ckpt")
+    dist.barrier()
+
+
+def lightning_load_full(model: FSDP, optimizer: Any, folder: str) -> None:
+    checkpoint = torch.load(f"{folder}/full.ckpt", mmap=True, map_location="cpu", weights_only=True)
+    with lightning_context(model, StateDictType.FULL_STATE_DICT, rank0_only=False):
+        model.load_state_dict(checkpoint.pop("model"), strict=True)
+    with lightning_context(model, StateDictType.FULL_STATE_DICT, rank0_only=False):
+        state = checkpoint.pop("optimizer")
+        if isinstance(next(iter(state["state"])), int):
+            state = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, model)
+        loadable = FSDP.optim_state_dict_to_load(optim_state_dict=state, model=model, optim=optimizer)
+        optimizer.load_state_dict(loadable)
+
+
+def lightning_save_sharded(model: FSDP, optimizer: Any, folder: str) -> None:
+    with lightning_context(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "optimizer_0": FSDP.optim_state_dict(model, optimizer)}
+        quiet(dist_cp.save, state, checkpoint_id=f"{folder}/sharded")
+
+
+def lightning_load_sharded(model: FSDP, optimizer: Any, folder: str) -> None:
+    with lightning_context(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict()}
+        quiet(dist_cp.load, state, checkpoint_id=f"{folder}/sharded")
+        model.load_state_dict(state["model"], strict=True)
+        optim_state = quiet(
+            load_sharded_optimizer_state_dict,
+            model_state_dict=state["model"],
+            optimizer_key="optimizer_0",
+            storage_reader=dist_cp.FileSystemReader(path=f"{folder}/sharded"),
+        )
+        loadable = FSDP.optim_state_dict_to_load(
+            optim_state_dict=optim_state["optimizer_0"], model=model, optim=optimizer
+        )
+        optimizer.load_state_dict(loadable)
+
+
+# -- Composer ----------------------------------------------------------------------------------------------------------
+
+
+def composer_save(model: FSDP, optimizer: Any, folder: str) -> None:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = model.state_dict()
+    optim_state = FSDP.full_optim_state_dict(model=model, optim=optimizer)
+    if rank() == 0:
+        torch.save((state, optim_state), f"{folder}/composer.pt")
+    else:
+        assert optim_state == {}
+    sharded = FSDP.sharded_optim_state_dict(model=model, optim=optimizer)
+    again = FSDP.flatten_sharded_optim_state_dict(sharded_optim_state_dict=sharded, model=model, optim=optimizer)
+    optimizer.load_state_dict(again)
+    dist.barrier()
+
+
+def composer_load(model: FSDP, optimizer: Any, folder: str) -> None:
+    state, optim_state = torch.load(f"{folder}/composer.pt", weights_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(state, strict=True)
+    loadable = FSDP.scatter_full_optim_state_dict(
+        full_optim_state_dict=optim_state if rank() == 0 else None, model=model, optim=optimizer
+    )
+    optimizer.load_state_dict(loadable)
+
+
+@contextlib.contextmanager
+def dcp_enabled() -> Iterator[None]:
+    enable_dcp()
+    try:
+        yield
+    finally:
+        disable_dcp()
+
+
+COMPOSER = torch_state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True, strict=True)
+
+
+def composer_now_save(model: FSDP, optimizer: Any, folder: str) -> None:
+    with dcp_enabled():
+        state = torch_state_dict.get_model_state_dict(model=model, submodules=None, options=COMPOSER)
+        optim_state = torch_state_dict.get_optimizer_state_dict(
+            model=model, optimizers=optimizer, submodules=None, options=COMPOSER
+        )
+    if rank() == 0:
+        torch.save((state, optim_state), f"{folder}/composer_now.pt")
+    dist.barrier()
+
+
+def composer_now_load(model: FSDP, optimizer: Any, folder: str) -> None:
+    state, optim_state = torch.load(f"{folder}/composer_now.pt", weights_only=True)
+    with dcp_enabled():
+        torch_state_dict.set_model_state_dict(model=model, model_state_dict=state, options=COMPOSER)
+        torch_state_dict.set_optimizer_state_dict(
+            model=model, optimizers=optimizer, optim_state_dict=optim_state, options=COMPOSER
+        )
+
+
+# -- torchsnapshot, ByteCheckpoint, torchtune, fms-fsdp ----------------------------------------------------------------
+
+
+def torchsnapshot_save(model: FSDP, optimizer: Any, folder: str) -> None:
+    """Its adapter relies on settings made once; each rank stores what it gets."""
+    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    assert FSDP.get_state_dict_type(model).state_dict_type is StateDictType.LOCAL_STATE_DICT
+    state = model.state_dict()
+    shards = {name: value.local_shards() for name, value in state.items()}
+    local = {name: [shard.tensor.clone() for shard in value] for name, value in shards.items()}
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    torch.save((local, FSDP.optim_state_dict(model, optimizer)), f"{folder}/{rank()}.snapshot")
+    dist.barrier()
+
+
+def torchsnapshot_load(model: FSDP, optimizer: Any, folder: str) -> None:
+    local, optim_state = torch.load(f"{folder}/{rank()}.snapshot", weights_only=True)
+    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    state = model.state_dict()
+    for name, value in state.items():  # in place
+        for shard, saved in zip(value.local_shards(), local[name], strict=True):
+            shard.tensor.detach().copy_(saved)
+    model.load_state_dict(state)
+    FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim_state))
+
+
+def bytecheckpoint_save(model: FSDP, optimizer: Any, folder: str) -> None:
+    """Keeps its own two functions in the class for as long as it saves, which call what was there."""
+    seen: list[str] = []
+    theirs = FSDP.optim_state_dict, FSDP.optim_state_dict_to_load
+
+    def optim_state_dict(model: nn.Module, optim: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append("save")
+        return theirs[0](model, optim, *args, **kwargs)
+
+    kind = StateDictType.SHARDED_STATE_DICT
+    FSDP.optim_state_dict = staticmethod(optim_state_dict)  # type: ignore[method-assign]
+    try:
+        with FSDP.state_dict_type(model, kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
+            state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+    finally:
+        FSDP.optim_state_dict = staticmethod(theirs[0])  # type: ignore[method-assign]
+    assert seen == ["save"]
+    quiet(dist_cp.save, state, checkpoint_id=f"{folder}/bytes")
+
+
+def bytecheckpoint_load(model: FSDP, optimizer: Any, folder: str) -> None:
+    kind = StateDictType.SHARDED_STATE_DICT
+    with FSDP.state_dict_type(model, kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
+        for param in model.parameters():  # for a state to load into
+            param.grad = torch.zeros_like(param) if param.numel() > 0 else None
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+        planner = dist_cp.DefaultLoadPlanner(flatten_sharded_tensors=False)
+        quiet(dist_cp.load, state, checkpoint_id=f"{folder}/bytes", planner=planner)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+
+
+def torchtune_save(model: FSDP, optimizer: Any, folder: str) -> None:
+    full = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    of_optimizer = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, full, of_optimizer):
+        state, optim_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    if rank() == 0:
+        torch.save((state, optim_state), f"{folder}/recipe.pt")
+    dist.barrier()
+
+
+def torchtune_load(model: FSDP, optimizer: Any, folder: str) -> None:
+    state, optim_state = torch.load(f"{folder}/recipe.pt", weights_only=True)
+    with FSDP.summon_full_params(model, writeback=True):  # before it is trained, it wraps a loaded module instead
+        model.module.load_state_dict(state)
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim_state))
+
+
+def fms_save(model: FSDP, optimizer: Any, folder: str) -> None:
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        model_state = model.state_dict()
+        optim_state = FSDP.sharded_optim_state_dict(model, optimizer)
+    quiet(
+        dist_cp.save_state_dict,
+        state_dict={"model_state": model_state, "optimizer_state": optim_state},
+        storage_writer=dist_cp.FileSystemWriter(f"{folder}/fms", single_file_per_rank=True),
+        planner=dist_cp.DefaultSavePlanner(),
+    )
+
+
+def fms_load(model: FSDP, optimizer: Any, folder: str) -> None:
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model_state": model.state_dict()}
+        reader = dist_cp.FileSystemReader(f"{folder}/fms")
+        quiet(dist_cp.load_state_dict, state_dict=state, storage_reader=reader, planner=dist_cp.DefaultLoadPlanner())
+        model.load_state_dict(state["model_state"])
+        optim_state = quiet(
+            load_sharded_optimizer_state_dict,
+            model_state_dict=model.state_dict(),
+            optimizer_key="optimizer_state",
+            storage_reader=reader,
+        )
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, optim_state["optimizer_state"])
+        optimizer.load_state_dict(loadable)
+
+
+# -- what they read ----------------------------------------------------------------------------------------------------
+
+
+def shampoo_metadata(library: Any, model: nn.Module) -> list[tuple[Any, ...]]:
+    """Of every parameter: name, shape, size, the part that this rank has, and how its unit is sharded."""
+    found = []
+    for wrapper in library.fsdp_modules(model):
+        if wrapper._flat_param is None:
+            continue
+        flat = wrapper._flat_param
+        for param, fqn, shape, numel, info in zip(
+            flat._params, flat._fqns, flat._shapes, flat._numels, flat._shard_param_infos, strict=True
+        ):
+            start = info.intra_param_start_idx or 0
+            end = info.intra_param_end_idx + 1 if info.intra_param_end_idx is not None else 0
+            assert param.numel() == end - start
+            found.append((fqn, shape, numel, start, end, wrapper.sharding_strategy.name))
+    return found
+
+
+def bytecheckpoint_metadata(library: Any, model: nn.Module) -> list[Any]:
+    found = []
+    for wrapper in library.fsdp_modules(model):
+        flat = wrapper._flat_param
+        assert sum(flat._numels_with_padding) == flat._unpadded_unsharded_size.numel()
+        assert len(flat._numels_with_padding) == len(flat._is_padding_mask)
+        kept = [numel for numel, pad in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True) if not pad]
+        assert kept == list(flat._numels)
+        for info in flat._shard_param_infos:
+            found.append((info.in_shard, info.offset_in_shard, info.numel_in_shard))
+        assert flat._sharded_size == flat.shape
+    return found
+
+
+def compare_metadata() -> None:
+    for uop in (False, True):
+        model, theirs = ours(uop, module=row_major()), torchs(uop, module=row_major())
+        assert bytecheckpoint_metadata(FSDP, model) == bytecheckpoint_metadata(TorchFSDP, theirs), uop
+        if uop:
+            assert shampoo_metadata(FSDP, model) == shampoo_metadata(TorchFSDP, theirs)
+        else:  # without padding between parameters
+            facts = (
+                "_unpadded_unsharded_size",
+                "_shard_numel_padded",
+                "_numels_with_padding",
+                "_num_params",
+            )
+            for wrapper, other in zip(FSDP.fsdp_modules(model), TorchFSDP.fsdp_modules(theirs), strict=True):
+                for fact in facts:
+                    assert getattr(wrapper._flat_param, fact) == getattr(other._flat_param, fact), fact
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_they_read_of_a_flat_parameter_is_torchs(world_size: int) -> None:
+    """F17-F20: Shampoo's and ByteCheckpoint's reads."""
+    run_ranks(world_size, compare_metadata)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+RECIPES = {
+    "accelerate, full": accelerate(StateDictType.FULL_STATE_DICT),
+    "accelerate, sharded": accelerate(StateDictType.SHARDED_STATE_DICT),
+    "Lightning, full": Recipe(lightning_save_full, lightning_load_full),
+    "Lightning, sharded": Recipe(lightning_save_sharded, lightning_load_sharded),
+    "Composer": Recipe(composer_save, composer_load),
+    "Composer, through torch's functions": Recipe(composer_now_save, composer_now_load),
+    "torchsnapshot": Recipe(torchsnapshot_save, torchsnapshot_load, resharded=False),
+    "ByteCheckpoint": Recipe(bytecheckpoint_save, bytecheckpoint_load),
+    "torchtune": Recipe(torchtune_save, torchtune_load, modes=(False,)),
+    "fms-fsdp": Recipe(fms_save, fms_load),
+}
+
+
+def module(seed: int) -> nn.Module:
+    return row_major(seed)
+
+
+def save_all(folder: str, uop: bool, names: list[str]) -> None:
+    for name in names:
+        model = ours(uop, module=module(0))
+        into = Path(folder, name)
+        into.mkdir(parents=True, exist_ok=True)
+        RECIPES[name].save(model, train(adamw(model.parameters())), str(into))
+
+
+def load_all(folder: str, uop: bool, names: list[str]) -> None:
+    expected = ours(uop, module=module(0))
+    expected_optimizer = train(adamw(expected.parameters()))
+    for name in names:
+        model = ours(uop, module=module(1))
+        optimizer = adamw(model.parameters())
+        RECIPES[name].load(model, optimizer, str(Path(folder, name)))
+        same_state(model, optimizer, expected, expected_optimizer, f"{name}, use_orig_params={uop}")
+
+
+@pytest.mark.parametrize("uop", [False, True])
+def test_they_get_back_what_they_saved(tmp_path: Path, uop: bool) -> None:
+    """What each of them calls to save and to load; at another number of ranks where its format allows that."""
+    names = [name for name, recipe in RECIPES.items() if uop in recipe.modes]
+    run_ranks(2, save_all, str(tmp_path), uop, names)
+    run_ranks(2, load_all, str(tmp_path), uop, names)
+    run_ranks(3, load_all, str(tmp_path), uop, [name for name in names if RECIPES[name].resharded])

@@ -1,0 +1,509 @@
+"""`enable_dcp()`: torch's own state-dict functions, for models of this package and beside it for all others."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.checkpoint.state_dict import (  # before they are enabled
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp import checkpoint
+from fsdp.compat import disable_dcp, enable_dcp, torchs_optim
+from tests.harness.pool import run_ranks
+from tests.test_dcp import same_state, trained
+from tests.test_optim_state import (
+    FSDP,
+    Block,
+    adamw,
+    assert_same,
+    assert_same_states,
+    mixed_plain,
+    ours,
+    quiet,
+    row_major,
+    settle_all,
+    torchs,
+    train,
+)
+
+NamedOptimizer = torchs_optim._NamedOptimizer
+
+
+@contextlib.contextmanager
+def enabled() -> Iterator[None]:
+    enable_dcp()
+    try:
+        yield
+    finally:
+        disable_dcp()
+
+
+def names_in_torch() -> dict[str, Any]:
+    return {**vars(torch_state_dict), **{f"_NamedOptimizer.{k}": v for k, v in vars(NamedOptimizer).items()}}
+
+
+# -- models of this package --------------------------------------------------------------------------------------------
+
+FULL = {"full_state_dict": True}
+CHOICES: list[dict[str, bool]] = [
+    {},
+    {"cpu_offload": True},
+    {"flatten_optimizer_state_dict": True},
+    {**FULL},
+    {**FULL, "cpu_offload": True},
+    {**FULL, "flatten_optimizer_state_dict": True},
+    {**FULL, "cpu_offload": True, "broadcast_from_rank0": True},
+]
+
+
+def check_there_and_back() -> None:
+    for uop in (False, True):
+        model, optimizer = trained(uop)
+        theirs = torchs(uop, module=row_major())
+        their_optimizer = train(adamw(theirs.parameters()))
+        for number, chosen in enumerate(CHOICES):
+            what, options = f"use_orig_params={uop}, {chosen}", StateDictOptions(**chosen)
+            with enabled():
+                saved = get_state_dict(model, optimizer, options=options)
+                if number == 3:
+                    assert_same(deep(get_model_state_dict(model, options=options)), deep(saved[0]), what)
+                    assert_same(deep(get_optimizer_state_dict(model, optimizer, options=options)), deep(saved[1]), what)
+                if "cpu_offload" not in chosen or not chosen.get("full_state_dict"):  # torch's fails on CPU
+                    expected = quiet(get_state_dict, theirs, their_optimizer, options=options)
+                    assert_same(deep(saved[0]), deep(expected[0]), f"{what}, model as torch's FSDP1")
+                    assert_same(deep(saved[1]), deep(expected[1]), f"{what}, optimizer as torch's FSDP1")
+            own = checkpoint.get_state_dict(model, optimizer, options=options)
+            assert_same(deep(own[0]), deep(saved[0]), f"{what}, fsdp.checkpoint")
+            assert_same(deep(own[1]), deep(saved[1]), f"{what}, fsdp.checkpoint")
+            if chosen == CHOICES[4]:
+                assert (saved == ({}, {})) is (dist.get_rank() > 0)
+                continue  # the others have nothing to load
+            other = ours(uop, module=row_major(1))
+            other_optimizer = adamw(other.parameters())
+            with enabled():
+                if uop == (number % 2 == 0):
+                    given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+                    found = set_state_dict(other, other_optimizer, **given, options=options)
+                else:
+                    set_optimizer_state_dict(other, other_optimizer, saved[1], options=options)
+                    found = set_model_state_dict(other, saved[0], options=options)
+            assert (found.missing_keys, found.unexpected_keys) == ([], [])
+            same_state(other, other_optimizer, model, optimizer, what)
+
+
+def deep(value: Any) -> Any:
+    """With sharded values settled, and each parameter's states in one order."""
+    if isinstance(value, dict):
+        return {key: deep(inner) for key, inner in sorted(value.items())}
+    if isinstance(value, tuple):
+        return tuple(map(deep, value))
+    return settle_all({"": value})[""]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_torchs_functions_give_and_take_what_they_do_for_torchs_fsdp(world_size: int) -> None:
+    """T28, T29, U1: every form, both modes; the same as `fsdp.checkpoint`'s and as for torch's FSDP1."""
+    run_ranks(world_size, check_there_and_back)
+
+
+def half_frozen(seed: int = 0) -> nn.Module:
+    """Tied parameters, and a unit that is frozen as a whole, as torch's FSDP1 wants it."""
+    model = row_major(seed)
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def check_options() -> None:
+    for uop in (False, True):
+        model, theirs = ours(uop, module=half_frozen()), torchs(uop, module=half_frozen())
+        optimizer, their_optimizer = train(adamw(model.parameters())), train(adamw(theirs.parameters()))
+        with enabled():
+            for chosen in ({}, {"ignore_frozen_params": True}, {"keep_submodule_prefixes": False}):
+                for full in (False, True):
+                    options, what = StateDictOptions(**chosen, full_state_dict=full), f"{uop}, {chosen}, {full}"
+                    mine = get_state_dict(model, optimizer, options=options)
+                    expected = quiet(get_state_dict, theirs, their_optimizer, options=options)
+                    assert_same(deep(mine), deep(expected), what)
+                    of = [{dict(m.named_modules())["_fsdp_wrapped_module.blocks"]} for m in (model, theirs)]
+                    mine = quiet(get_model_state_dict, model, submodules=of[0], options=options)
+                    expected = quiet(get_model_state_dict, theirs, submodules=of[1], options=options)
+                    keep = options.keep_submodule_prefixes
+                    assert mine and all(name.startswith("blocks.") is keep for name in mine)
+                    assert_same(deep(mine), deep(expected), f"{what}, submodules")
+            whole = StateDictOptions(full_state_dict=True)
+            everything = quiet(get_model_state_dict, model, submodules={model.module}, options=whole)
+            assert_same(deep(everything), deep(get_model_state_dict(model, options=whole)), "all submodules")
+            part = quiet(get_model_state_dict, model, submodules={model.blocks[0].module}, options=whole)
+            other = ours(uop, module=half_frozen(1))
+            loose = StateDictOptions(full_state_dict=True, strict=False)
+            found = set_model_state_dict(other, {**part, "nobody": torch.ones(1)}, options=loose)
+            assert found.unexpected_keys == ["nobody"] and "bias" in found.missing_keys
+            assert_same({k: get_model_state_dict(other, options=whole)[k] for k in part}, part, "loaded")
+            with pytest.raises(RuntimeError, match="bias"):
+                set_model_state_dict(other, part, options=whole)
+            by_module = {model.blocks[1]: {k.removeprefix("blocks.0."): v.flip(0) for k, v in part.items()}}
+            by_module[model.blocks[1]]["linear.weight"] = torch.ones(5, 3)
+            by_module[model.blocks[1]]["linear.bias"] = torch.ones(5)
+            quiet(set_model_state_dict, model, by_module, options=loose)
+            assert get_model_state_dict(model, options=whole)["blocks.1.linear.weight"].eq(1).all()
+
+            joined = get_optimizer_state_dict(model, optimizer, options=whole)
+            del joined["param_groups"][0]["params"][joined["param_groups"][0]["params"].index("bias")]
+            del joined["state"]["bias"]
+            with pytest.raises(RuntimeError, match="the optimizer trains 'bias', which no"):
+                set_optimizer_state_dict(other, adamw(other.parameters()), joined, options=whole)
+            if uop:  # flat parameters have a state as a whole
+                set_optimizer_state_dict(other, adamw(other.parameters()), joined, options=loose)
+            assert get_state_dict(model, (), options=whole)[1] == {}
+            alone = ours(uop, module=half_frozen())  # optimizer state alone, from rank 0
+            alone_optimizer = adamw(alone.parameters())
+            saved = get_optimizer_state_dict(model, optimizer, options=whole)
+            given = {"model_state_dict": {}, "optim_state_dict": saved if dist.get_rank() == 0 else {}}
+            from_rank0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            assert set_state_dict(alone, alone_optimizer, **given, options=from_rank0) == ([], [])
+            assert_same_states(alone_optimizer.state_dict(), optimizer.state_dict(), f"use_orig_params={uop}, alone")
+            with pytest.raises(ValueError, match="full_state_dict must be True"):
+                get_state_dict(model, optimizer, options=StateDictOptions(broadcast_from_rank0=True))
+
+
+def check_mixed_units() -> None:
+    """Frozen and trained parameters of two dtypes in one unit: several flat parameters, which FSDP1 does not have."""
+    for uop in (False, True):
+        model = ours(uop, blocks=False, module=mixed_plain())
+        plain = mixed_plain()
+        optimizer = train(adamw([param for param in model.parameters() if param.requires_grad]))
+        plain_optimizer = train(adamw([param for param in plain.parameters() if param.requires_grad]))
+        with enabled():
+            options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+            expected = quiet(get_state_dict, plain, plain_optimizer, options=options)
+            saved = get_state_dict(model, optimizer, options=options)
+            assert_same(deep(saved[0]), deep(expected[0]), f"use_orig_params={uop}")
+            assert_same(deep(saved[1]["state"]), deep(expected[1]["state"]), f"use_orig_params={uop}")
+            other = ours(uop, blocks=False, module=mixed_plain())
+            other_optimizer = adamw([param for param in other.parameters() if param.requires_grad])
+            loose = StateDictOptions(full_state_dict=True, strict=False)
+            set_state_dict(other, other_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=loose)
+        same_state(other, other_optimizer, model, optimizer, f"use_orig_params={uop}")
+
+
+def test_options_frozen_tied_and_mixed_parameters() -> None:
+    """User-pain 25: as for torch's FSDP1 where that can, else as for the plain model."""
+    run_ranks(2, check_options)
+    run_ranks(2, check_mixed_units)
+
+
+def check_around() -> None:
+    """Wrapped models inside others, fresh optimizers, several, and what torch's patching functions make of a model."""
+    model, optimizer = trained(True)
+    plain = row_major()
+    plain_optimizer = train(adamw(plain.parameters()))
+    whole = StateDictOptions(full_state_dict=True)
+    with enabled():
+        expected = quiet(get_state_dict, plain, plain_optimizer)
+        parent = nn.ModuleDict({"inner": model})
+        saved = get_state_dict(parent, optimizer, options=whole)
+        assert_same(deep(saved[0]), deep({f"inner.{k}": v for k, v in expected[0].items()}), "a parent")
+        assert sorted(saved[1]["state"]) == sorted(f"inner.{name}" for name in expected[1]["state"])
+        compiled = quiet(torch.compile, model)
+        assert_same(deep(get_state_dict(compiled, optimizer, options=whole)[0]), deep(expected[0]), "compiled")
+
+        fresh = adamw(ours(True, module=row_major()).parameters())
+        with pytest.raises(KeyError, match="not in the model"):
+            get_optimizer_state_dict(model, fresh)
+        blocks, rest = adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])
+        joined = get_optimizer_state_dict(model, [blocks, rest], options=whole)
+        assert len(joined["param_groups"]) == 2 and "step" in joined["state"]["bias"]
+        others = [adamw(model.blocks.parameters()), adamw([model.bias, model.conv.weight])]
+        train(blocks)
+        saved = get_state_dict(model, blocks, options=whole)
+        joined = get_optimizer_state_dict(model, [blocks, rest], options=whole)
+        set_optimizer_state_dict(model, others, joined, options=whole)
+        assert_same_states(others[0].state_dict(), blocks.state_dict(), "several optimizers")
+
+        other = ours(True, module=row_major(1))
+        other_optimizer = adamw(other.parameters())
+        for patched, its in ((model, optimizer), (other, other_optimizer)):
+            torch_state_dict._patch_model_state_dict(patched, options=whole)
+            torch_state_dict._patch_optimizer_state_dict(patched, optimizers=its, options=whole)
+        assert_same(deep(model.state_dict()), deep(saved[0]), "patched")
+        other.load_state_dict(model.state_dict())
+        other_optimizer.load_state_dict(optimizer.state_dict())
+        for thing in (model, other, optimizer, other_optimizer):
+            del thing.state_dict, thing.load_state_dict
+        same_state(other, other_optimizer, model, optimizer, "patched")
+
+
+def check_named_optimizers() -> None:
+    def named(model: nn.Module) -> Any:
+        params = dict(model.named_parameters())
+        return quiet(NamedOptimizer, params, torch.optim.AdamW, None, model, lr=0.01, weight_decay=0.1)
+
+    for uop in (False, True):
+        model = ours(uop, module=row_major())
+        optimizer = named(model)
+        optimizer.init_state()
+        train(optimizer._optimizer)
+        saved = FSDP.optim_state_dict(model, optimizer)
+        with enabled():
+            other = named(model)
+            other.init_state()
+            other.load_state_dict(saved)
+            assert_same(FSDP.optim_state_dict(model, other), saved, f"use_orig_params={uop}")
+            plain = row_major()
+            of_plain = named(plain)
+            of_plain.init_state()
+            again = of_plain.state_dict()
+            train(of_plain._optimizer)
+            of_plain.load_state_dict(again)
+            assert_same_states(of_plain.state_dict(), again, "a plain module's")
+
+
+def test_parents_several_optimizers_patched_models_and_named_optimizers() -> None:
+    """U7, U13."""
+    run_ranks(2, check_around)
+    run_ranks(2, check_named_optimizers)
+
+
+# -- through torch's storage -------------------------------------------------------------------------------------------
+
+
+class AppState(Stateful):
+    """As the tutorials of torch.distributed.checkpoint have it."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, options: StateDictOptions) -> None:
+        self.model, self.optimizer, self.options = model, optimizer, options
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = get_state_dict(self.model, self.optimizer, options=self.options)
+        return dict(zip(("model", "optim"), parts, strict=True))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optim"],
+            options=self.options,
+        )
+
+
+def save_app(path: str, uop: bool, full: bool, asynchronous: bool) -> None:
+    with enabled():
+        state = {"app": AppState(*trained(uop), StateDictOptions(full_state_dict=full))}
+        if asynchronous:
+            quiet(torch_dcp.async_save, state, checkpoint_id=path).result()
+        else:
+            quiet(torch_dcp.save, state, checkpoint_id=path)
+
+
+def load_app(path: str, full: bool) -> None:
+    for uop in (False, True):
+        model = ours(uop, blocks=uop, module=row_major(1))
+        optimizer = adamw(model.parameters())
+        planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
+        with enabled():
+            state = {"app": AppState(model, optimizer, StateDictOptions(full_state_dict=full))}
+            quiet(torch_dcp.load, state, checkpoint_id=path, planner=None if full else planner)
+        expected = ours(uop, blocks=uop, module=row_major())
+        same_state(model, optimizer, expected, train(adamw(expected.parameters())), f"use_orig_params={uop}")
+
+
+@pytest.mark.parametrize(("there", "here", "uop"), [(2, 3, False), (3, 1, True), (1, 2, True)])
+def test_applications_save_and_load_at_another_number_of_ranks(
+    tmp_path: Path, there: int, here: int, uop: bool
+) -> None:
+    """R40, T28: as `Stateful`, sharded and full, also saved in the background."""
+    for number, (saved_full, loaded_full) in enumerate(((False, False), (True, False), (False, True))):
+        path = str(tmp_path / str(number))
+        run_ranks(there, save_app, path, uop, saved_full, number == 1)
+        run_ranks(here, load_app, path, loaded_full)
+
+
+# -- all others --------------------------------------------------------------------------------------------------------
+
+
+def fsdp2(seed: int) -> nn.Module:
+    model = row_major(seed)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+OTHERS: dict[str, Callable[[int], nn.Module]] = {
+    "plain": row_major,
+    "DDP": lambda seed: DistributedDataParallel(row_major(seed)),
+    "FSDP1": lambda seed: torchs(False, module=row_major(seed)),
+    "FSDP1 with original parameters": lambda seed: torchs(True, module=row_major(seed)),
+    "FSDP2": fsdp2,
+}
+
+
+def local(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: local(inner) for key, inner in value.items()}
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def check_others() -> None:
+    for name, build in OTHERS.items():
+        model = build(0)
+        optimizer = train(adamw(model.parameters()))
+        before = quiet(get_state_dict, model, optimizer)
+        with enabled():
+            mine, _ = trained(True)
+            get_model_state_dict(mine)
+            saved = quiet(get_state_dict, model, optimizer)
+            assert_same(deep(local(saved[0])), deep(local(before[0])), name)
+            assert_same(deep(local(saved[1])), deep(local(before[1])), name)
+            other = build(1)
+            other_optimizer = adamw(other.parameters())
+            given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+            quiet(set_state_dict, other, other_optimizer, **given)
+        for param, expected in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(local(param.detach()), local(expected.detach())), name
+        states = [local(its.state_dict()["state"]) for its in (other_optimizer, optimizer)]
+        assert_same(deep(states[0]), deep(states[1]), name)
+
+
+def check_exchange() -> None:
+    """From one engine to the other, by one function in one process."""
+    for uop in (False, True):
+        model, optimizer = trained(uop)
+        theirs = torchs(uop, module=row_major(1))
+        their_optimizer = adamw(theirs.parameters())
+        for full in (False, True):
+            options = StateDictOptions(full_state_dict=full)
+            with enabled():
+                saved = get_state_dict(model, optimizer, options=options)
+                given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+                quiet(set_state_dict, theirs, their_optimizer, **given, options=options)
+                saved = quiet(get_state_dict, theirs, their_optimizer, options=options)
+                other = ours(uop, module=row_major(2))
+                other_optimizer = adamw(other.parameters())
+                given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+                set_state_dict(other, other_optimizer, **given, options=options)
+            same_state(other, other_optimizer, model, optimizer, f"use_orig_params={uop}, full={full}")
+
+
+def check_both_in_one() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        both = nn.ModuleDict({"theirs": TorchFSDP(Block(3, 4), device_id=torch.device("cpu")), "mine": ours(False)})
+    with enabled(), pytest.raises(ValueError, match=r"'theirs' is already wrapped by torch.*no state in common"):
+        get_model_state_dict(both)
+    for call in (checkpoint.get_model_state_dict, lambda model: checkpoint.get_optimizer_state_dict(model, ())):
+        with pytest.raises(ValueError, match=r"torch\.distributed\.checkpoint\.state_dict is for"):
+            call(both["theirs"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_all_other_models_stay_with_torch(world_size: int) -> None:
+    """R44: plain, DDP, FSDP1 in both modes, FSDP2; state goes from engine to engine."""
+    run_ranks(world_size, check_others)
+    run_ranks(world_size, check_exchange)
+
+
+def test_a_model_with_both_engines_side_by_side_is_refused() -> None:
+    run_ranks(2, check_both_in_one)
+
+
+# -- on and off --------------------------------------------------------------------------------------------------------
+
+
+def check_without() -> None:
+    """What would be wrong is refused before anything happens; what is left is right."""
+    for uop in (False, True):
+        model, optimizer = trained(uop)
+        saved = checkpoint.get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        fresh = adamw(model.parameters())
+        given = {"model_state_dict": saved[0], "optim_state_dict": saved[1]}
+        calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
+            (get_optimizer_state_dict, (fresh,), {}),
+            (get_state_dict, (fresh,), {}),
+            (set_optimizer_state_dict, (fresh, saved[1]), {}),
+            (set_state_dict, (fresh,), given),
+            (set_model_state_dict, (saved[0],), {}),
+        ]
+        for around in (model, nn.ModuleDict({"inner": model}), quiet(torch.compile, model)):
+            for call, args, kwargs in calls:
+                words = rf"^{call.__name__}\(\) of torch.* call fsdp.compat.enable_dcp\(\)"
+                with pytest.raises(RuntimeError, match=words):
+                    call(around, *args, **kwargs)
+        assert not fresh.state
+        assert_same(deep(get_model_state_dict(model)), deep(saved[0]), "the model's state")
+        assert not hasattr(model, "_fqn_modifiers")
+        model.module._fqn_modifiers = dict
+        assert model._fqn_modifiers is dict
+
+
+def test_without_it_nothing_is_silently_wrong() -> None:
+    """Never this rank's parts as if they were all of it."""
+    run_ranks(2, check_without)
+
+
+def test_on_and_off_again_leaves_no_trace() -> None:
+    before = names_in_torch()
+    enable_dcp()
+    changed = {name for name, value in names_in_torch().items() if value is not before[name]}
+    enable_dcp()
+    assert changed == {
+        "_get_model_state_dict",
+        "_load_model_state_dict",
+        "_get_optim_state_dict",
+        "_load_optim_state_dict",
+        "_NamedOptimizer._pre_load_state_dict",
+    }
+    disable_dcp()
+    after = names_in_torch()
+    assert after.keys() == before.keys() and all(value is before[name] for name, value in after.items())
+    disable_dcp()
+    assert all(value is before[name] for name, value in names_in_torch().items())
+
+
+def test_a_torch_without_the_names_is_refused_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch_state_dict, "_load_optim_state_dict")
+    monkeypatch.setattr(torch_state_dict, "_get_model_state_dict", lambda model, info, more: None)
+    monkeypatch.setattr(torch_state_dict, "_StateDictInfo", StateDictOptions)
+    before = names_in_torch()
+    with pytest.raises(RuntimeError, match="does not fit this version of torch") as caught:
+        enable_dcp()
+    words = "_get_model_state_dict(model, info), _load_optim_state_dict(model, optimizers, state_dict, info), "
+    words += "_StateDictInfo.handle_model, _StateDictInfo.handle_optim, _StateDictInfo.submodule_prefixes. Nothing"
+    assert words in str(caught.value)
+    monkeypatch.delattr(torch_state_dict, "_StateDictInfo")
+    with pytest.raises(RuntimeError, match=r"_StateDictInfo\.handle_model"):
+        enable_dcp()
+    del before["_StateDictInfo"]
+    assert names_in_torch() == before
+
+
+def test_what_was_replaced_again_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    with enabled(), monkeypatch.context() as inner:
+        inner.setattr(torch_state_dict, "_get_optim_state_dict", print)
+        with pytest.raises(RuntimeError, match="torch's _get_optim_state_dict was replaced again"):
+            disable_dcp()
+        assert torch_state_dict._get_optim_state_dict is print
