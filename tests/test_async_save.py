@@ -42,10 +42,11 @@ class Part(nn.Module):
         self.again.weight = self.linear.weight
         self.back = nn.Linear(7, 5)
         self.back.bias.requires_grad_(False)
-        self.seen = {"batches": torch.zeros(())}
+        self.seen: dict[str, Any] = {"batches": torch.zeros(()), "sizes": set()}
 
     def forward(self, x: Tensor) -> Tensor:
         self.seen["batches"] += 1
+        self.seen["sizes"].add(len(x))
         self.passes += 1
         return self.back(self.norm(self.linear(x) + self.again(x)))
 
@@ -136,6 +137,7 @@ def train_on_while_it_is_written(root: str) -> None:
             for part in model.modules():
                 if isinstance(part, Part):
                     part.seen["batches"].fill_(-1)
+                    part.seen["sizes"].clear()
         assert not outcome.done()
         assert not (path / "latest").exists()
         gate.opened.set()
@@ -143,7 +145,7 @@ def train_on_while_it_is_written(root: str) -> None:
         files.disk = Disk()
         assert_bit_equal(saved(path), expected)
         extra_state = load_plain(path).model["0._extra_state"]
-        assert extra_state["batches"] == 1
+        assert extra_state == {"batches": torch.ones(()), "sizes": {4}}
         model, optimizer = built(strategy, mode, seed=1)
         extras = load(path, model, optimizer)
         assert extras == [{"rank": rank} for rank in range(dist.get_world_size())]
