@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,14 +25,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    MixedPrecision,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictType,
 )
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.compat import disable_dcp, enable_dcp
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import ZOO
+from tests.harness.oracle import Schedule, assert_bit_equal, rank_batch
 from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_parameters, wrap
 from tests.test_dcp import same_state
 from tests.test_optim_state import adamw, ours, quiet, row_major, torchs, train
 
@@ -445,3 +452,44 @@ def test_they_get_back_what_they_saved(tmp_path: Path, uop: bool) -> None:
     run_ranks(2, save_all, str(tmp_path), uop, names)
     run_ranks(2, load_all, str(tmp_path), uop, names)
     run_ranks(3, load_all, str(tmp_path), uop, [name for name in names if RECIPES[name].resharded])
+
+
+# -- parameters in another dtype than they came in ---------------------------------------------------------------------
+
+
+def upcast() -> None:
+    """As accelerate does it when a model comes in low precision and mixed precision is on."""
+    case, low = ZOO["mlp"], torch.bfloat16
+    policy = ModuleWrapPolicy(case.blocks)
+    precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
+    for strategy, mode in itertools.product(
+        (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP), (False, True)
+    ):
+        model = wrap(case, strategy, mode, dtype=low, mixed_precision=precision)
+        for module in FSDP.fsdp_modules(model):
+            if not module._has_params:
+                continue
+            param = module._flat_param
+            if param.dtype != torch.float32 and param.requires_grad:
+                param.data = param.data.to(torch.float32)
+                module._handle._orig_param_dtype = torch.float32
+        expected = wrap(case.build(0, low).float(), strategy, mode, wrap_policy=policy, mixed_precision=precision)
+        optimizers = []
+        for each in (model, expected):
+            params = list(each.parameters())
+            assert {param.dtype for param in params} == {torch.float32}
+            optimizers.append(torch.optim.AdamW(params, lr=0.01))
+        for number in range(4):
+            losses = []
+            for each, optimizer in zip((model, expected), optimizers):
+                losses.append(case.loss(each, rank_batch(case, Schedule(), number, 0, rank(), dist.get_world_size())))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert losses[0].equal(losses[1])
+        assert_bit_equal(full_parameters(model), full_parameters(expected))
+
+
+def test_parameters_that_trainers_cast_after_wrapping() -> None:
+    """accelerate sets the flat parameter's data and the handle's dtype; then all is as if they had come like that."""
+    run_ranks(2, upcast)

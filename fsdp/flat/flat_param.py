@@ -295,6 +295,7 @@ class FlatParamHandle:
         self.full_precision = False
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self.unit_name = "its unit"
+        self.cast_to: Callable[[torch.dtype], None] | None = None  # by whoever knows what depends on the dtype
 
         self._shard = self._put_at_rest(shard)
         requires_grad = any(param.requires_grad for param in params)
@@ -405,6 +406,17 @@ class FlatParamHandle:
     @property
     def state(self) -> BufferState:
         return self.copy.state
+
+    @property
+    def _orig_param_dtype(self) -> torch.dtype:
+        """The parameters' dtype, by FSDP1's name. Trainers assign to it, and the flat parameter's ``data`` besides, to
+        have parameters in another dtype than they came in."""
+        return self.layout.dtype
+
+    @_orig_param_dtype.setter
+    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
+        assert self.cast_to is not None
+        self.cast_to(dtype)
 
     @property
     def shard(self) -> torch.Tensor:

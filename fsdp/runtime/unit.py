@@ -12,6 +12,7 @@ graph.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from fsdp.comm.collectives import Communicator, Groups, Tag
-from fsdp.flat.flat_param import BufferState, FlatParamHandle
+from fsdp.flat.flat_param import BufferState, FlatParameter, FlatParamHandle
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
@@ -98,6 +99,8 @@ class Unit:
         # (bucket, index) and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[tuple[int, int], Any]] = {}
         self._watch_leaves()
+        for handle in self.handles:
+            handle.cast_to = functools.partial(_cast, self.ref, weakref.ref(handle))
 
     def _watch_leaves(self) -> None:
         """Hook the leaves that require grad and are not hooked yet."""
@@ -693,6 +696,22 @@ class Unit:
         changed = [view.refresh() for view in self.views]
         if any(changed):
             self._watch_leaves()
+
+
+def _cast(unit_ref: weakref.ref[Unit], handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype) -> None:
+    """Have one bucket, and its gradients, in ``dtype``."""
+    unit, handle = unit_ref(), handle_ref()
+    if unit is None or handle is None:
+        return
+    unit.check_can_change()
+    flat_param, before = handle.flat_param, handle.layout.dtype
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        is_gradient = not isinstance(tensor, FlatParameter) and tensor.dtype == before
+        return tensor.to(dtype) if tensor is flat_param or is_gradient else tensor
+
+    with torch.no_grad():
+        unit.apply_to_shards(change)
 
 
 def _leaf_door(unit_ref: weakref.ref[Unit], key: tuple[int, int]) -> Callable[[torch.Tensor], None]:
