@@ -847,4 +847,55 @@ MUTATIONS = [
         "the power goes, and the latest is known by a name that it does not have",
         _tests("store", "power_lost_at_any_operation"),
     ),
+    Mutation(
+        "fsdp/checkpoint/talk.py",
+        "elif int(votes[1]) != -int(votes[2]):",
+        "elif False:",
+        "ranks exchange what only some of them were given",
+        _tests("checkpoints", "what_one_rank_alone_was_given_is_an_error_on_all"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_load.py",
+        'problem = problem_of_others(params.units, "", chunks) if chunked else None',
+        "problem = None",
+        "states in chunks are exchanged, whatever the other ranks have",
+        _tests("checkpoints", "what_one_rank_alone_was_given_is_an_error_on_all"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_state.py",
+        "_unknown(params, [*state_of, *held])",
+        "_unknown(params, [])",
+        "one rank's optimizer holds a parameter of another model, and the others are not told",
+        _tests("checkpoints", "what_one_rank_alone_was_given_is_an_error_on_all"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/store.py",
+        "        for one, loadable in planned:\n            one.load_state_dict(loadable)\n",
+        "",
+        "an optimizer keeps the state that it had",
+        _tests("store", "resumed_training_is_that_which_never_stopped"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/dcp.py",
+        "    for prefix, wrapper in outermost.items():\n        wrapper.load_state_dict(own[prefix], strict=False)\n",
+        "",
+        "what rank 0 has does not reach the wrapped modules in one that is not",
+        _tests("dcp", "what_only_rank_0_has_is_handed_out_to_all_kinds_of_models"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/state_dict.py",
+        "destination[key] = RaggedTensor(local, part.shape",
+        "destination[key] = RaggedTensor(local.clone(), part.shape",
+        "what is loaded into state without communication does not reach the model",
+        _tests(
+            "state_dict", "r40_state_without_communication_loads_anywhere", "r41_what_was_saved_stays_and_is_compact"
+        ),
+    ),
+    Mutation(
+        "fsdp/checkpoint/state_dict.py",
+        'check_at_rest(self.unit, "state_dict()")',
+        "pass",
+        "state of a unit that runs",
+        _tests("checkpoints", "r42_state_in_the_middle_of_anything"),
+    ),
 ]

@@ -189,9 +189,48 @@ def test_options_and_several_optimizers() -> None:
     run_ranks(2, check_options)
 
 
+def test_what_only_rank_0_has_is_handed_out_to_all_kinds_of_models() -> None:
+    """R43, user-pain 16: all of it or nothing; partly wrapped and plain models and DDP."""
+    run_ranks(2, check_handed_out)
+
+
 def test_plain_and_wrapped_models_exchange_state() -> None:
     """R44, user-pain 14: plain, DDP, compiled."""
     run_ranks(2, check_plain)
+
+
+def check_handed_out() -> None:
+    """Into modules that are not wrapped themselves: partly wrapped, DDP, plain."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    good = row_major(1).state_dict()
+    for number in range(3):
+        model: Any = row_major()
+        if number == 0:
+            model.blocks[0] = ours(True, module=model.blocks[0])
+            model.conv = ours(False, module=model.conv)
+        elif number == 1:
+            model = DistributedDataParallel(model)
+        found = set_model_state_dict(model, good if dist.get_rank() == 0 else {}, options=options)
+        assert (found.missing_keys, found.unexpected_keys) == ([], [])
+        assert_same(dict(get_model_state_dict(model, options=FULL)), dict(good), "handed out")
+        bad = {key: value + 1 for key, value in good.items() if key != "bias"}
+        bad |= {"conv.bias": torch.ones(9), "blocks.2.scale": torch.ones(1)}
+        with pytest.raises(RuntimeError) as caught:
+            set_model_state_dict(model, bad if dist.get_rank() == 0 else {}, options=options)
+        for words in (
+            'Unexpected key(s) in state_dict: "blocks.2.scale"',
+            'Missing key(s) in state_dict: "bias"',
+            "size mismatch for conv.bias: copying a param with shape torch.Size([9])",
+        ):
+            assert words in str(caught.value)
+        assert_same(dict(get_model_state_dict(model, options=FULL)), dict(good), "nothing was loaded")
+        part = {"bias": good["bias"] + 1, "blocks.0.scale": good["blocks.0.scale"] + 1}
+        loose = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+        found = set_model_state_dict(model, {**part, "x": part["bias"]} if dist.get_rank() == 0 else {}, options=loose)
+        assert set(found.missing_keys) == set(good) - set(part)
+        assert found.unexpected_keys == ["x"]
+        assert_same(dict(get_model_state_dict(model, options=FULL)), {**good, **part}, "not strict")
+        good = row_major(1).state_dict()
 
 
 def parts(model: nn.Module, optimizer: Any, ragged: bool) -> dict[str, Any]:

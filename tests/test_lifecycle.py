@@ -8,8 +8,11 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import shutil
+import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +21,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel, RaggedStateDictConfig, ShardingStrategy, StateDictType, checkpoint
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
@@ -151,6 +155,34 @@ def raise_in_backward(model: nn.Module) -> None:
     raise AssertionError("the hook should have raised")
 
 
+def save_and_load(model: nn.Module) -> None:
+    """In every kind of state, with the optimizer's, and through a directory."""
+    train(model)
+    assert isinstance(model, FullyShardedDataParallel)
+    optimizer = adamw(model.parameters())
+    optimizer.step()
+    sharded = StateDictType.SHARDED_STATE_DICT
+    alive = []
+    for kind in ((StateDictType.FULL_STATE_DICT,), (sharded,), (sharded, RaggedStateDictConfig())):
+        with warnings.catch_warnings(), FullyShardedDataParallel.state_dict_type(model, *kind):
+            warnings.filterwarnings("ignore", "StateDictType.* which is not sharded", UserWarning)
+            state, saved = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
+            model.load_state_dict(state)
+            FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+            alive += [weakref.ref(value) for value in [*state.values(), *saved["state"]["head.weight"].values()]]
+            del state, saved
+    folder = [tempfile.mkdtemp()]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(folder)
+    checkpoint.save(folder[0], model, optimizer)
+    checkpoint.load(folder[0], model, optimizer)
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    assert not any(value() is not None for value in alive)
+    gc.collect()  # torch's own checkpoints leave cycles: classes that are made in functions, no tensors
+
+
 LIVES: dict[str, Callable[[nn.Module], None]] = {
     "never used": do_nothing,
     "trained": train,
@@ -160,6 +192,7 @@ LIVES: dict[str, Callable[[nn.Module], None]] = {
     "accumulated": accumulate,
     "failed in forward": raise_in_forward,
     "failed in backward": raise_in_backward,
+    "saved and loaded": save_and_load,
 }
 
 
@@ -286,12 +319,12 @@ def test_two_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_ori
 
 
 def build_and_delete(use_orig_params: bool) -> tuple[list[int], bool]:
-    """Growth over the first three of 20 cycles, and whether anything else grew."""
+    """Growth over the first three of 50 cycles, and whether anything else grew."""
     meter = Meter()
     live = [meter.at_rest()]
     before = resources()
     with no_collection():
-        for cycle in range(20):
+        for cycle in range(50):
             model = build(STRATEGIES[cycle % 3], use_orig_params)
             train(model)
             del model

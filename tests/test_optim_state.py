@@ -10,6 +10,7 @@ import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,23 +18,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp import StateDictType as TorchKind
 from torch.distributed.fsdp.api import FullOptimStateDictConfig as TorchFullOptim
 from torch.distributed.fsdp.api import ShardedOptimStateDictConfig as TorchShardedOptim
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import (
     FullOptimStateDictConfig,
+    FullStateDictConfig,
     FullyShardedDataParallel,
     OptimStateKeyType,
     RaggedOptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    checkpoint,
 )
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
@@ -114,6 +119,15 @@ def train(optimizer: Optimizer, steps: int = 2) -> Optimizer:
 
 def settle(value: Any) -> Any:
     """Sharded values as (global shape, this rank's rows)."""
+    if isinstance(value, DTensor):
+        return (
+            "distributed",
+            tuple(value.shape),
+            value.stride(),
+            value.placements,
+            str(value.device_mesh),
+            value.to_local(),
+        )
     if isinstance(value, ShardedTensor):
         metadata = value.metadata()
         local = value.local_shards()
@@ -312,6 +326,53 @@ def test_plain_optimizers_take_it_and_give_it() -> None:
     run_ranks(2, check_plain)
 
 
+def check_dtensors() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for uop in (False, True):
+        mine, theirs = ours(uop, module=row_major()), torchs(uop, module=row_major(), device_mesh=mesh)
+        for wrapper in FSDP.fsdp_modules(mine):
+            wrapper._device_mesh = mesh
+        my_optimizer, their_optimizer = train(adamw(mine.parameters())), train(adamw(theirs.parameters()))
+        actual = save(FSDP, mine, my_optimizer, "SHARDED_STATE_DICT")
+        expected = save(TorchFSDP, theirs, their_optimizer, "SHARDED_STATE_DICT", offload_to_cpu=False)
+        assert isinstance(actual["state"]["bias"]["exp_avg"], DTensor)
+        assert_same(actual, expected, f"use_orig_params={uop}")
+        cross_load(mine, my_optimizer, theirs, their_optimizer, actual, f"use_orig_params={uop}, DTensors")
+
+
+def test_with_a_device_mesh_states_are_dtensors() -> None:
+    """R44, U7, Y73: rows placed as torch places them; and both ways."""
+    for world_size in (2, 3):
+        run_ranks(world_size, check_dtensors)
+
+
+def check_group(root: str) -> None:
+    group = dist.new_group([1, 2])
+    for uop in (False, True) if dist.get_rank() > 0 else ():
+        model = ours(uop, process_group=group)
+        optimizer = train(adamw(model.parameters()))
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True, group=group)
+        assert bool(full) is (dist.get_rank() == 1)
+        scattered = FSDP.scatter_full_optim_state_dict(full or None, model, optim=optimizer, group=group)
+        sharded = FSDP.sharded_optim_state_dict(model, optimizer, group=group)
+        directory, fresh = f"{root}/{uop}", adamw(model.parameters())
+        checkpoint.save(directory, model, optimizer, process_group=group)
+        checkpoint.load(directory, model, fresh, process_group=group)
+        flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
+        for loadable in (scattered, flattened, fresh.state_dict()):
+            assert_same_states(loadable, optimizer.state_dict(), f"use_orig_params={uop}")
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+            state = model.state_dict()
+            assert model.load_state_dict(state if dist.get_rank() == 1 else {}) == ([], [])
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def test_a_group_that_does_not_begin_with_rank_0(tmp_path: Path) -> None:
+    """Y72, U8, U15: its own first rank is the one that saves and hands out."""
+    run_ranks(3, check_group, str(tmp_path))
+
+
 # -- which parameters --------------------------------------------------------------------------------------------------
 
 
@@ -404,6 +465,16 @@ def check_named_and_inputs() -> None:
             with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
                 loadable = FSDP.shard_full_optim_state_dict(full, model, given)
             assert_same_states(loadable, raw, "optim_input")
+            with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+                loadable = FSDP.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, given)
+            assert_same_states(loadable, raw, "optim_input, from rank 0")
+            plain = build()
+            weights = [plain.bias, plain.conv.weight]
+            some = {name: full["state"][name] for name in ("bias", "conv.weight")}
+            with pytest.warns(FutureWarning, match="`optim_input` argument is deprecated"):
+                ids = FSDP.rekey_optim_state_dict({"state": some}, OptimStateKeyType.PARAM_ID, plain, weights)
+            assert list(ids["state"]) == [0, 1]
+            assert ids["state"][1] is some["conv.weight"]
         for wrong, error in ((3, TypeError), ([], ValueError), ([next(model.parameters()), {}], TypeError)):
             with pytest.warns(FutureWarning), pytest.raises(error, match="optim_input should be an iterable"):
                 FSDP.full_optim_state_dict(model, optimizer, wrong)
@@ -459,7 +530,8 @@ def check_counts(uop: bool) -> None:
     assert log.records == []
     with record_collectives() as log:
         FSDP.flatten_sharded_optim_state_dict(saved, model, optimizer)
-    assert [record.op for record in log.records] == ["all_to_all"] * 6
+    assert [record.op for record in log.records] == ["all_reduce"] + ["all_to_all"] * 6
+    assert log.records[0].nbytes == 24, "whether every rank has the same to send"
 
 
 def check_memory(uop: bool) -> None:
@@ -477,8 +549,23 @@ def check_memory(uop: bool) -> None:
         # two parts are on their way at a time, and a part holds both states of such a small unit
         assert peak.live - before <= result + 4 * state + NOISE, f"rank0_only={rank0_only}, rank {rank}"
         if not saved:
-            assert peak.live - before <= 4 * state / dist.get_world_size() + NOISE, "a rank that only sends"
+            assert peak.live - before <= 4 * state / dist.get_world_size() + 2 * NOISE, "a rank that only sends"
         del saved
+
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True)
+    for _ in range(2):
+        dist.barrier()
+        gc.collect()
+        before = meter.at_rest()
+        with Peak(meter) as peak:
+            loadable = FSDP.scatter_full_optim_state_dict(full or None, model, optim=optimizer)
+        del loadable
+    # what this rank will hold, and two parts on their way: rank 0 has whole ones, the others their own
+    ours_of_it, part = (
+        2 * units * state / dist.get_world_size(),
+        2 * state / (1 if rank == 0 else dist.get_world_size()),
+    )
+    assert peak.live - before <= ours_of_it + 2 * part + 2 * NOISE, f"handed out, rank {rank}"
 
 
 class Peak:

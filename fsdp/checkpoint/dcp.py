@@ -29,9 +29,11 @@ from fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp.checkpoint.chunks import is_sharded
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_params import ModelParams, param_to_name, rekey
 from fsdp.checkpoint.optim_state import Form, optim_state_dict
+from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import clean_path, wrappers_in
 from fsdp.comm.collectives import default_group
 from fsdp.comm.objects import broadcast_object
@@ -200,9 +202,11 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
     """
     options = StateDictOptions.of(options)
     model = _entered(model, options)
-    rename = _names_now(model)
-    state = {rename(key): value for key, value in model_state_dict.items()}
     with _kind(model, options.settings(loading=True)):
+        if options.broadcast_from_rank0 and "_fsdp_unit" not in model.__dict__ and torch.distributed.is_initialized():
+            return _hand_out(model, model_state_dict, options.strict)
+        rename = _names_now(model)
+        state = {rename(key): value for key, value in model_state_dict.items()}
         return _method(model, "load_state_dict")(state, strict=options.strict)
 
 
@@ -221,8 +225,20 @@ def set_optimizer_state_dict(
         ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
         RuntimeError: the dict does not know a parameter that an optimizer trains (``strict``).
     """
+    for optimizer, loadable in optimizers_to_load(model, optimizers, optim_state_dict, options=options):
+        _method(optimizer, "load_state_dict")(loadable)
+
+
+def optimizers_to_load(
+    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], optim_state_dict: dict[str, Any], *, options: Any
+) -> list[tuple[Optimizer, dict[str, Any]]]:
+    """What :func:`set_optimizer_state_dict` loads into which optimizer. Nothing is loaded yet.
+
+    Raises: as ``set_optimizer_state_dict``.
+    """
     options = StateDictOptions.of(options)
     model = _entered(model, options)
+    planned: list[tuple[Optimizer, dict[str, Any]]] = []
     wrapped = bool(wrappers_in(model))
     params = ModelParams(model) if wrapped else None
     from_rank0 = options.broadcast_from_rank0
@@ -244,7 +260,71 @@ def set_optimizer_state_dict(
         else:
             assert given is not None
             loadable = rekey(given, OptimStateKeyType.PARAM_ID, model, optimizer, None)
-        _method(optimizer, "load_state_dict")(loadable)
+        planned.append((optimizer, loadable))
+    return planned
+
+
+# -- from rank 0 alone, into a module that is not wrapped itself -------------------------------------------------------
+
+
+def _hand_out(model: nn.Module, given: Mapping[str, Any], strict: bool) -> Any:
+    """Load what rank 0 has: the wrapped modules in ``model`` hand out what is theirs, and the rest goes to all ranks.
+
+    Raises, on every rank, before anything is loaded:
+        RuntimeError: something does not fit, in the words of ``nn.Module``.
+    """
+    group, rename = default_group(), _names_now(model)
+    outermost: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        if "_fsdp_unit" in module.__dict__ and not any(f"{clean_path(path)}.".startswith(outer) for outer in outermost):
+            outermost[f"{clean_path(path)}."] = module
+    own: dict[str, dict[str, Any]] = {prefix: {} for prefix in ("", *outermost)}
+    problems: list[str] = []
+    missing: list[str] = []
+    unexpected: list[str] = []
+    expected = get_model_state_dict(model, options=StateDictOptions(ragged=True))  # takes no communication
+    if group.rank() == 0:
+        missing = [key for key in expected if key not in given]
+        unexpected = [key for key in given if key not in expected]
+        if strict and unexpected:
+            problems.append(f"Unexpected key(s) in state_dict: {', '.join(map(_quoted, unexpected))}. ")
+        if strict and missing:
+            problems.append(f"Missing key(s) in state_dict: {', '.join(map(_quoted, missing))}. ")
+        for key in (key for key in expected if key in given):
+            name = rename(key)
+            prefix = next((prefix for prefix in outermost if name.startswith(prefix)), "")
+            own[prefix][name.removeprefix(prefix)] = given[key]
+            problems += _cannot_be_handed_out(key, given[key], expected[key], bool(prefix))
+        if any(wrapper._fsdp_unit.groups.data_parallel_size != group.size() for wrapper in outermost.values()):
+            problems.append("a wrapped module is not sharded over all ranks; pass the dict on every rank.")
+    device = next((wrapper._fsdp_unit.device for wrapper in outermost.values()), torch.device("cpu"))
+    with streams_for(device).on_device():
+        told = broadcast_object((problems, missing, unexpected, own[""]), group, "tell what state rank 0 has")
+    problems, missing, unexpected, rest = told
+    if problems:
+        listed = "".join(f"\n\t{problem}" for problem in problems)
+        raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:{listed}")
+    for prefix, wrapper in outermost.items():
+        wrapper.load_state_dict(own[prefix], strict=False)
+    found = _method(model, "load_state_dict")(rest, strict=False)
+    return type(found)(missing, unexpected)
+
+
+def _cannot_be_handed_out(key: str, value: Any, like: Any, by_wrapper: bool) -> Iterator[str]:
+    if isinstance(like, torch.Tensor) and (not isinstance(value, torch.Tensor) or value.shape != like.shape):
+        found = value.shape if isinstance(value, torch.Tensor) else type(value).__name__
+        yield (
+            f"size mismatch for {key}: copying a param with shape {found} from checkpoint, the shape in current "
+            f"model is {like.shape}."
+        )
+    elif is_sharded(value) or isinstance(value, RaggedTensor):
+        yield f"{key} is sharded, and only rank 0 has a dict."
+    elif by_wrapper and not isinstance(like, torch.Tensor):
+        yield f"{key} is extra state of a wrapped module, which takes it on every rank only."
+
+
+def _quoted(key: str) -> str:
+    return f'"{key}"'
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -90,6 +90,14 @@ class UnitLoading:
             self.sources.append(sources)
         self.hide()
 
+    def given(self) -> Iterator[str]:
+        """What this rank was given, in words: equal on all ranks, which then exchange alike."""
+        for handle, sources in zip(self.unit.handles, self.sources):
+            names = self.names(handle)
+            for index, source in sources.items():
+                kind = "rows of " if isinstance(source, (ShardedTensor, DTensor)) else ""
+                yield f"{kind}{names[index]!r} of {self.unit.name}"
+
     def problems(self, *, assign: bool) -> Iterator[str]:
         """What cannot be loaded, in words."""
         for handle, sources in zip(self.unit.handles, self.sources):
@@ -376,8 +384,10 @@ class Loading:
         self.close()
 
     def _problem_elsewhere(self, problem: str) -> str | None:
+        """A parameter of which one rank would load its part and another would not is a problem as well."""
         self._asked = True
-        return problem_of_others([hooks.unit for hooks in self._hooks], problem)
+        given = {unit.unit: list(unit.given()) for unit in self.units}
+        return problem_of_others([hooks.unit for hooks in self._hooks], problem, given)
 
     def failed(self, error: Exception) -> None:
         """Something raised: let the ranks that wait for this one know, if it has not said so."""

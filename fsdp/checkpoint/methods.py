@@ -87,8 +87,9 @@ class StateDictMethods(nn.Module):
         ``FullStateDictConfig(rank0_only=True)`` the other ranks may pass an empty dict; rank 0 then hands out its
         values unit by unit. Parameters stay the same objects, and keep their dtype and device.
 
-        Nothing is loaded unless everything fits on every rank: keys, shapes and kinds of tensor. (A module that is not
-        wrapped but contains this one loads its own parameters as it goes, and cannot take back what this one refuses.)
+        Nothing is loaded unless everything fits on every rank, and all were given the same parameters of a unit: keys,
+        shapes and kinds of tensor. (A module that is not wrapped but contains this one loads its own parameters as it
+        goes, and cannot take back what this one refuses.)
 
         Args:
             strict: whether missing and unexpected keys are errors.

@@ -8,8 +8,9 @@ that all of them raise or none.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from fsdp.checkpoint.optim_params import (
 )
 from fsdp.checkpoint.optim_state import batch_limit
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.talk import problem_of_others
 from fsdp.comm.collectives import broadcast, default_group, group_ranks
 from fsdp.comm.objects import broadcast_object
 from fsdp.comm.streams import streams_for
@@ -295,9 +297,34 @@ def _same(value: Any, other: Any) -> bool:
 class _FromEveryRank:
     """Each rank was given the dict: with whole tensors, or its chunks of sharded ones."""
 
-    def __init__(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, states: Mapping[str, Mapping[str, Any]], arrivals: Mapping[Unit, list[_Arrival]]) -> None:
+        """
+        Raises:
+            AssertionError: a sharded value is not cut into one chunk of rows per rank of the unit's group.
+            ValueError: an interval without what this rank needs.
+        """
         self._states = states
         self._movers = Movers()
+        self._rows: dict[_Arrival, Rows] = {}
+        for unit, of_unit in arrivals.items():
+            for arrival in of_unit:
+                value = self._value(arrival)
+                if isinstance(value, RaggedTensor):
+                    self._check_ragged(arrival, value)
+                elif is_sharded(value):
+                    self._rows[arrival] = Rows(value, _sharers(unit))
+
+    def _value(self, arrival: _Arrival) -> torch.Tensor:
+        value: torch.Tensor = self._states[arrival.member.name][arrival.state]
+        return value
+
+    def in_chunks(self) -> dict[Unit, list[str]]:
+        """What has to be exchanged, in words: equal on all ranks."""
+        found: dict[Unit, list[str]] = {}
+        for arrival, rows in self._rows.items():
+            words = f"state {arrival.state!r} of {arrival.member.name!r} ({arrival.told.dtype}, rows {rows.ranges})"
+            found.setdefault(arrival.holder.unit, []).append(words)
+        return found
 
     def flush(self) -> None:
         """Everything is where it belongs when this returns."""
@@ -308,33 +335,32 @@ class _FromEveryRank:
         return value if is_sharded(value) else value.detach().clone()
 
     def deliver(self, unit: Unit, arrivals: list[_Arrival], label: str) -> None:
-        """
-        Raises:
-            AssertionError: a sharded value is not cut into one chunk of rows per rank of the unit's group.
-            ValueError: an interval without what this rank needs.
-        """
         in_chunks: list[tuple[_Arrival, Rows]] = []
-        group = unit.groups.shard or unit.groups.replica or default_group()
         for arrival in arrivals:
-            value = self._states[arrival.member.name][arrival.state]
+            value = self._value(arrival)
             if isinstance(value, RaggedTensor):
-                self._take_ragged(arrival, value)
-            elif is_sharded(value):
-                in_chunks.append((arrival, Rows(value, group)))
+                arrival.write(value.start, value.local)
+            elif arrival in self._rows:
+                in_chunks.append((arrival, self._rows[arrival]))
             else:
                 arrival.write_whole(value.to_local() if isinstance(value, DTensor) else value.detach())
         if in_chunks:
+            group = _sharers(unit)
             _from_chunks(unit, self._movers.over(group, group.rank(), group.size(), unit.device), in_chunks, label)
 
     @staticmethod
-    def _take_ragged(arrival: _Arrival, value: RaggedTensor) -> None:
+    def _check_ragged(arrival: _Arrival, value: RaggedTensor) -> None:
         start, end = arrival.start, arrival.start + arrival.holder.piece(arrival.member).numel
         if value.stride() != arrival.member.record.stride or start < value.start or end > value.end:
             raise ValueError(
                 f"state {arrival.state!r} of {arrival.member.name!r}: expected its elements {start} to {end} on this "
                 f"rank, but got {value}"
             )
-        arrival.write(value.start, value.local)
+
+
+def _sharers(unit: Unit) -> Any:
+    """The group whose ranks have chunks of the unit's states."""
+    return unit.groups.shard or unit.groups.replica or default_group()
 
 
 def _from_chunks(unit: Unit, mover: Mover, chunked: list[tuple[_Arrival, Rows]], label: str) -> None:
@@ -477,19 +503,22 @@ def optim_state_dict_to_load(
         ValueError: there is no "state", its keys are not names, or a state does not fit its parameter.
         KeyError: a parameter group names parameters that the optimizer does not hold.
         AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
+        RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
     """
     params = ModelParams(model)
     device = next(iter(params.units)).device
     group = group if group is not None else default_group() if from_rank0 else None
-    told = _told_by_rank0(optim_state_dict, params, group) if from_rank0 else _tell(optim_state_dict, params)
-    keys = _keys(params, model, optim, optim_input, is_named)
-    groups = _keyed_groups(told.groups, params, keys)
-    plan = _Plan(params, told)
     states = None if optim_state_dict is None else optim_state_dict.get("state")
-    if from_rank0:
-        source: Any = _FromRank0(states if group.rank() == 0 else None, group, device)
-    else:
-        source = _FromEveryRank(states or {})
+    with _alike_on_all_ranks(params, None if from_rank0 else states) as chunks:
+        told = _told_by_rank0(optim_state_dict, params, group) if from_rank0 else _tell(optim_state_dict, params)
+        keys = _keys(params, model, optim, optim_input, is_named)
+        groups = _keyed_groups(told.groups, params, keys)
+        plan = _Plan(params, told)
+        if from_rank0:
+            source: Any = _FromRank0(states if group.rank() == 0 else None, group, device)
+        else:
+            source = _FromEveryRank(states or {}, plan.arrivals)
+            chunks.update(source.in_chunks())
     for unit, arrivals in plan.arrivals.items():
         source.deliver(unit, arrivals, f"optimizer state of {params.units[unit]}")
     source.flush()
@@ -507,6 +536,29 @@ def optim_state_dict_to_load(
     if groups is not None:
         loadable["param_groups"] = groups
     return loadable
+
+
+@contextlib.contextmanager
+def _alike_on_all_ranks(
+    params: ModelParams, states: Mapping[str, Mapping[str, Any]] | None
+) -> Iterator[dict[Unit, list[str]]]:
+    """Inside, it is found out what ranks that were given chunks will exchange, and put into the dict that is yielded.
+
+    If that fails on one of them, or comes to different things, no rank gets past the end. What has no chunks needs no
+    exchange, and takes no communication.
+    """
+    of_params = [state for state in (states or {}).values() if isinstance(state, Mapping)]
+    chunked = any(is_sharded(value) for state in of_params for value in state.values())
+    chunks: dict[Unit, list[str]] = {}
+    try:
+        yield chunks
+    except Exception as error:
+        if chunked:
+            problem_of_others(params.units, f"{type(error).__name__}: {error}")
+        raise
+    problem = problem_of_others(params.units, "", chunks) if chunked else None
+    if problem is not None:
+        raise RuntimeError(f"the optimizer state was not loaded, because on another rank: {problem}")
 
 
 def _keys(

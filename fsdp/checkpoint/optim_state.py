@@ -11,6 +11,7 @@ The way in is :mod:`fsdp.checkpoint.optim_load`.
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -152,11 +153,17 @@ def _shown(value: Any) -> str:
     return repr(value.tensor() if isinstance(value, Scalar) else value)
 
 
-def _agree(params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[Holder, States]:
+def _agree(
+    params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None
+) -> dict[Holder, States]:
     """The states of every parameter that has any, the same on all ranks: one exchange of objects per shard group.
 
+    Args:
+        unknown: what is wrong with the parameters that this rank's optimizer holds.
+
     Raises, on every rank of the group:
-        NotImplementedError: a state is neither a scalar nor element-wise.
+        KeyError: ``unknown``.
+        NotImplementedError: a state is neither a scalar nor element-wise, or cannot be told to other ranks.
         RuntimeError, AssertionError: see ``_Disagreements``.
     """
     problems: list[str] = []
@@ -169,20 +176,26 @@ def _agree(params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any
         groups.setdefault(holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None, []).append(holder)
     agreed: dict[Holder, States | None] = {}
     problems_of: dict[int, list[str]] = {}
+    unknown_to: dict[int, str] = {}
     for group, holders in groups.items():
         told = [local[holder] for holder in holders]
         ranks = [0] if group is None else group_ranks(group)
-        everyone: list[Any] = [(told, problems)]
+        everyone: list[Any] = [(told, problems, unknown)]
         if group is not None:
             with streams_for(holders[0].unit.device).on_device():
-                everyone = all_gather_object((_shared_alike(told), problems), group, "agree on the optimizer's states")
-        problems_of.update({rank: theirs for rank, (_, theirs) in zip(ranks, everyone) if theirs})
-        if problems_of:
+                packed = _packed(told, problems, unknown)
+                several = all_gather_object(packed, group, "agree on the optimizer's states")
+            everyone = [pickle.loads(theirs) for theirs in several]
+        problems_of.update({rank: theirs for rank, (_, theirs, _) in zip(ranks, everyone) if theirs})
+        unknown_to.update({rank: theirs for rank, (_, _, theirs) in zip(ranks, everyone) if theirs})
+        if problems_of or unknown_to:
             continue
         wrong = _Disagreements()
         for number, holder in enumerate(holders):
-            agreed[holder] = _merged(holder, [states[number] for states, _ in everyone], wrong)
+            agreed[holder] = _merged(holder, [states[number] for states, _, _ in everyone], wrong)
         wrong.check()
+    if unknown_to:
+        raise KeyError("; ".join(f"on rank {rank}: {what}" for rank, what in unknown_to.items()))
     if problems_of:
         listed = "".join(f"\n  rank {rank}: {problem}" for rank, several in problems_of.items() for problem in several)
         raise NotImplementedError(
@@ -190,6 +203,14 @@ def _agree(params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any
             f"optimizer (factored and block-quantized ones cannot), but{listed}"
         )
     return {holder: states for holder in local if (states := agreed[holder]) is not None}
+
+
+def _packed(told: list[States | None], problems: list[str], unknown: str | None) -> bytes:
+    """What this rank tells the others; they wait for it, whatever it holds."""
+    try:
+        return pickle.dumps((_shared_alike(told), problems, unknown))
+    except Exception as error:  # whatever the values' own ways to be pickled raise
+        return pickle.dumps(([], [*problems, f"a state cannot be pickled: {error}"], unknown))
 
 
 def _shared_alike(told: list[States | None]) -> list[States | None]:
@@ -310,10 +331,9 @@ def optim_state_dict(
     params = ModelParams(model)
     by_key = params.by_current_name() if is_named(raw) else params_by_id(model, optim, optim_input)
     state_of = {by_key[key]: state for key, state in raw["state"].items() if key in by_key}
-    for param in state_of:
-        params.names(param)
     group = group if group is not None else default_group()
-    agreed = _agree(params, state_of)
+    held = [by_key[key] for group_ in raw.get("param_groups", ()) for key in group_["params"] if key in by_key]
+    agreed = _agree(params, state_of, _unknown(params, [*state_of, *held]))
     movers, outgoing = Movers(), []
     for unit, called in params.units.items():
         of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
@@ -339,6 +359,16 @@ def optim_state_dict(
     if "param_groups" in raw:
         full["param_groups"] = [_named_group(params, group_, by_key) for group_ in raw["param_groups"]]
     return full
+
+
+def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter]) -> str | None:
+    """What is wrong with a parameter that is not in the model, if there is one."""
+    try:
+        for param in state_of:
+            params.names(param)
+    except KeyError as error:
+        return str(error.args[0])
+    return None
 
 
 def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:

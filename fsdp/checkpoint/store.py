@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import files
-from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
+from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizers_to_load, set_model_state_dict
 from fsdp.checkpoint.files import Entry, Manifest
 from fsdp.checkpoint.outcome import Outcome
 from fsdp.checkpoint.progress import bar
@@ -184,8 +184,15 @@ def load(
     ((values, optimizer_state),) = loaded
     options = StateDictOptions(ragged=True, strict=strict)
     if optimizer is not None:  # first, since it can still fail
-        assert optimizer_state is not None
-        set_optimizer_state_dict(model, optimizer, optimizer_state, options=options)
+        planned: list[tuple[Optimizer, dict[str, Any]]] = []
+
+        def plan() -> None:
+            assert optimizer_state is not None
+            planned.extend(optimizers_to_load(model, optimizer, optimizer_state, options=options))
+
+        ranks.together("take the optimizer's state", plan)
+        for one, loadable in planned:
+            one.load_state_dict(loadable)
     set_model_state_dict(model, values, options=options)
     return extras
 

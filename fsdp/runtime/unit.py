@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from fsdp.comm.collectives import Communicator, Groups, Tag
+from fsdp.comm.streams import streams_for
 from fsdp.flat.flat_param import BufferState, FlatParameter, FlatParamHandle
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
@@ -421,8 +422,8 @@ class Unit:
 
     def agree_on_maximum(self, values: torch.Tensor) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""
-        assert self._communicator is not None
-        self._communicator.maximum(values, self.device, f"agree on {self.name}")
+        communicator = self._communicator or Communicator(self.groups, streams_for(self.device))  # before its first use
+        communicator.maximum(values, self.device, f"agree on {self.name}")
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
