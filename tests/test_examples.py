@@ -261,6 +261,17 @@ def test_gpu_check_compares_with_a_plain_model() -> None:
     assert lines[-1] == "gpu_check.py: all checks passed"
 
 
+def test_checkpoint_benchmark_measures_everything() -> None:
+    small = ("--width", "16", "--depth", "1", "--vocabulary", "101", "--rounds", "1", "--device", "cpu")
+    result = run(sys.executable, "scripts/bench_checkpoint.py", *small)
+    assert result.returncode == 0, result.stderr
+    title, *rows = result.stdout.strip().split("\n\n")
+    assert title.endswith("million parameters, 2 ranks, gloo, cpu")
+    contenders = {row.splitlines()[0]: len(row.splitlines()) - 1 for row in rows}
+    assert contenders.pop("sharded save in the background, blocked") == 5
+    assert len(contenders) == 9 and set(contenders.values()) == {5}
+
+
 def test_readme_example_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -534,6 +535,34 @@ def check_counts(uop: bool) -> None:
     assert log.records[0].nbytes == 24, "whether every rank has the same to send"
 
 
+def check_direct(uop: bool) -> None:
+    group = dist.new_group()  # its messages are not the same number on all ranks
+    model = ours(uop, process_group=group)
+    optimizer = train(adamw(model.parameters()))
+    found, ops = {}, {}
+    for way in ("native", "direct"):
+        os.environ["FSDP_COLLECTIVES"] = way
+        with record_collectives() as log:
+            on_rank0 = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True)
+            everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+            sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+            scattered = FSDP.scatter_full_optim_state_dict(on_rank0 or None, model, optim=optimizer, group=group)
+            flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
+            weights = [full_model_state(model, rank0_only) for rank0_only in (True, False)]
+        found[way] = [on_rank0, everywhere, sharded, scattered, flattened, *weights]
+        ops[way] = {record.op for record in log.records if record.dtype in (torch.float32, torch.uint8)}
+    os.environ["FSDP_COLLECTIVES"] = "auto"
+    del model
+    dist.destroy_process_group(group)
+    assert_same(found["direct"], found["native"], "direct messages")
+    assert ops["direct"] <= {"exchange"} and "exchange" not in ops["native"]
+
+
+def full_model_state(model: FSDP, rank0_only: bool) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=rank0_only)):
+        return model.state_dict()
+
+
 def check_memory(uop: bool) -> None:
     model, optimizer, state = big(uop)
     units, rank = 6, dist.get_rank()
@@ -595,6 +624,13 @@ class Peak:
 def test_one_collective_per_unit(uop: bool) -> None:
     """U9, U10, Y72: descriptions once, then one collective per unit for all its states; each gets what it asked."""
     run_ranks(2, check_counts, uop)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_direct_messages_carry_the_same(world_size: int) -> None:
+    """Elements that go from where they lie to where they belong, out of the shards and back into them."""
+    for uop in (False, True):
+        run_ranks(world_size, check_direct, uop)
 
 
 @pytest.mark.skipif(not meter_available(), reason="needs a byte meter")

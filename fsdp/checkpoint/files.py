@@ -300,9 +300,9 @@ def _problem(path: Path, entry: Entry, told: Told) -> str | None:
     size = path.stat().st_size
     if size != entry.size:
         return f"{path} has {size} bytes instead of {entry.size}"
-    found = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while block := stream.read(1 << 20):
-            found.update(block)
-            told(len(block))
+    found, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as stream:
+        while nbytes := stream.readinto(block):
+            found.update(block[:nbytes])
+            told(nbytes)
     return None if found.hexdigest() == entry.checksum else f"{path} has another checksum than when it was written"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.comm.collectives import Communicator, Groups, Tag, exchange
+from fsdp.comm.collectives import Communicator, Groups, Letter, Tag, Watch, direct_threshold, exchange, mail
 from fsdp.comm.streams import streams_for
 
 _ALIGNMENT = 16  # bytes; where each message starts, so that every dtype's elements can be viewed in it
@@ -41,11 +41,18 @@ class Item:
         """Of what is held, on all ranks together."""
         return sum(end - start for _, start, end in self.holds) * self.dtype.itemsize
 
+    def for_all(self, size: int) -> Item:
+        """With what every one of ``size`` ranks needs in place of None."""
+        end = max((held.end for held in self.holds), default=0)
+        return Item(self.dtype, self.holds, [Span(rank, 0, end) for rank in range(size)])
+
 
 # (number of the item, start, end) -> those elements, which this rank holds, 1-D
 Read = Callable[[int, int, int], torch.Tensor]
 # (number of the item, start, elements): they have arrived, and may be overwritten when it returns
 Write = Callable[[int, int, torch.Tensor], None]
+# (number of the item, start, end) -> the memory where those elements belong, in one run; None if it is elsewhere
+Place = Callable[[int, int, int], torch.Tensor | None]
 
 
 class _Part(NamedTuple):
@@ -76,7 +83,8 @@ class _Message:
 class Mover:
     """Moves items among the ranks of one group, batch after batch, through memory that is reused.
 
-    While a batch travels, the one before it is written: two are there at a time.
+    While a batch travels, the one before it is written: two are there at a time. What is large goes directly from where
+    it lies to where it belongs, where the group moves large messages best so.
     """
 
     def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
@@ -84,24 +92,40 @@ class Mover:
         self.group, self.rank, self.size, self.device = group, rank, size, device
         self._streams = streams_for(device)
         self._communicator = Communicator(Groups(group, rank, size, None, 0, 1), self._streams)
+        direct = size > 1 and self._streams.asynchronous_work
+        self._direct_min = direct_threshold(group, device) if direct else float("inf")  # bytes
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
-        self._moves = 0
+        self._moves, self._letters = 0, 0
         self._finish: Callable[[], None] | None = None  # of the batch that travels
 
     def move(
-        self, items: Sequence[Item], read: Read, write: Write, label: str, done: Callable[[], None] | None = None
+        self,
+        items: Sequence[Item],
+        read: Read,
+        write: Write,
+        label: str,
+        *,
+        place: Place | None = None,
+        done: Callable[[], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         """Start moving ``items``. All ranks of the group have to come with equal ones.
 
         At most one collective; none where nothing has to travel. When the next batch has started, or in ``flush``,
-        ``write`` has been called for all that this rank needs, and then ``done``.
+        ``write`` has been called for all that this rank needs and that did not arrive in its ``place``, and then
+        ``done``. Nobody touches the elements before.
         """
         order = sorted(range(len(items)), key=lambda number: -items[number].dtype.itemsize)
         numbered = [(number, items[number]) for number in order]
         gathers = any(item.needs is None for item in items)
         assert not gathers or all(item.needs is None for item in items)
+        if gathers and any(self.goes_directly(item, held) for item in items for held in item.holds):
+            numbered, gathers = [(number, item.for_all(self.size)) for number, item in numbered], False
         self._moves += 1
-        arrive = (self._gather if gathers else self._exchange)(numbered, read, write, Tag(label, _TAGS + self._moves))
+        if gathers:
+            arrive = self._gather(numbered, read, write, Tag(label, _TAGS + self._moves), watch)
+        else:
+            arrive = self._exchange(numbered, read, write, place or _nowhere, label, watch)
         self.flush()
 
         def finish() -> None:
@@ -117,28 +141,57 @@ class Mover:
         if finish is not None:
             finish()
 
-    def _exchange(self, items: list[tuple[int, Item]], read: Read, write: Write, tag: Tag) -> Callable[[], None]:
+    def goes_directly(self, item: Item, span: Span) -> bool:
+        """Whether these elements travel by themselves, without being copied on the way."""
+        return (span.end - span.start) * item.dtype.itemsize >= self._direct_min
+
+    def _exchange(
+        self, items: list[tuple[int, Item]], read: Read, write: Write, place: Place, label: str, watch: Watch | None
+    ) -> Callable[[], None]:
         outgoing = [_Message() for _ in range(self.size)]
         incoming = [_Message() for _ in range(self.size)]
         own: list[tuple[int, int, int]] = []
+        letters: list[Letter] = []
+        late: list[tuple[int, int, torch.Tensor]] = []  # what has no place of its own to arrive in
+        first = self._letters = self._letters + 1  # of the messages; then what goes directly
         for number, item in items:
             for held in item.holds:
                 for needed in item.needs or ():
-                    if self.rank not in (held.rank, needed.rank) or (found := _overlap(held, needed)) is None:
+                    if (found := _overlap(held, needed)) is None:
                         continue
                     if held.rank == needed.rank:
-                        own.append((number, *found))
+                        if held.rank == self.rank:
+                            own.append((number, *found))
+                    elif self.goes_directly(item, Span(needed.rank, *found)):
+                        self._letters += 1  # on every rank
+                        if held.rank == self.rank:
+                            values = read(number, *found).to(self.device).contiguous().view(torch.uint8)
+                            letters.append(Letter(True, needed.rank, values, _TAGS + self._letters))
+                        elif needed.rank == self.rank:
+                            goal = place(number, *found)
+                            if goal is None:
+                                goal = torch.empty(found[1] - found[0], dtype=item.dtype, device=self.device)
+                                late.append((number, found[0], goal))
+                            letters.append(Letter(False, held.rank, goal.view(torch.uint8), _TAGS + self._letters))
                     elif held.rank == self.rank:
                         outgoing[needed.rank].append(number, *found, item.dtype.itemsize)
-                    else:
+                    elif needed.rank == self.rank:
                         incoming[held.rank].append(number, *found, item.dtype.itemsize)
         dtypes = {number: item.dtype for number, item in items}
         pending, received = None, self._buffer("received", incoming)
         if any(_travels(item) for _, item in items):
             sent = self._buffer("sent", outgoing)
             _pack(sent, outgoing, dtypes, read)
-            sizes = [message.nbytes for message in incoming], [message.nbytes for message in outgoing]
-            pending = exchange(received, sent, *sizes, self.group, self._streams, tag)
+            arriving, leaving = [message.nbytes for message in incoming], [message.nbytes for message in outgoing]
+            if self._letters == first:
+                tag = Tag(label, _TAGS + first)
+                pending = exchange(received, sent, arriving, leaving, self.group, self._streams, tag, watch)
+            else:
+                for is_sent, pieces in ((True, sent.split(leaving)), (False, received.split(arriving))):
+                    for rank, piece in enumerate(pieces):
+                        if piece.numel() > 0:
+                            letters.append(Letter(is_sent, rank, piece, _TAGS + first))
+                pending = mail(letters, self.group, self._streams, label, watch)
 
         def arrive() -> None:
             for number, start, end in own:
@@ -146,10 +199,14 @@ class Mover:
             if pending is not None:
                 pending.wait()
                 _unpack(received, incoming, dtypes, write)
+                for number, start, values in late:
+                    write(number, start, values)
 
         return arrive
 
-    def _gather(self, items: list[tuple[int, Item]], read: Read, write: Write, tag: Tag) -> Callable[[], None]:
+    def _gather(
+        self, items: list[tuple[int, Item]], read: Read, write: Write, tag: Tag, watch: Watch | None
+    ) -> Callable[[], None]:
         messages = [_Message() for _ in range(self.size)]
         for number, item in items:
             for rank, start, end in item.holds:
@@ -159,7 +216,9 @@ class Mover:
         received = self._resized("received", nbytes * self.size)
         rows = [received[rank * nbytes :][:nbytes] for rank in range(self.size)]
         _pack(rows[self.rank], [messages[self.rank]], dtypes, read)
-        pending = self._communicator.gather(received, rows[self.rank], tag) if self.size > 1 and nbytes > 0 else None
+        pending = (
+            self._communicator.gather(received, rows[self.rank], tag, watch) if self.size > 1 and nbytes > 0 else None
+        )
 
         def arrive() -> None:
             if pending is not None:
@@ -203,6 +262,10 @@ class Movers:
     def flush(self) -> None:
         for mover in self._by_group.values():
             mover.flush()
+
+
+def _nowhere(number: int, start: int, end: int) -> None:
+    return None
 
 
 _TAGS = 1 << 24  # direct messages of a step have smaller numbers

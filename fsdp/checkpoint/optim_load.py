@@ -143,6 +143,13 @@ class _Arrival:
         if first < last:
             self._goal[first - self.start : last - self.start].copy_(values[first - start : last - start])
 
+    def place(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
+        """The memory for these elements, if it is there for all of them and on ``device``."""
+        goal = self._goal
+        if goal is None or start < self.start or end > self.start + goal.numel() or goal.device != device:
+            return None
+        return goal[start - self.start : end - self.start]
+
     def write_whole(self, value: torch.Tensor) -> None:
         """``value`` has the parameter's shape."""
         if self._goal is not None:
@@ -251,8 +258,13 @@ class _Plan:
         dtypes = {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
-        # zero where a member has no state, and in the padding, which then never moves
-        goal = torch.zeros(holder.handle.layout.shard_numel, dtype=values[0].dtype, device=holder.param.device)
+        layout = holder.handle.layout
+        goal = torch.empty(layout.shard_numel, dtype=values[0].dtype, device=holder.param.device)
+        for start, end in layout.shard_gaps(holder.rank):  # which never move
+            goal[start:end].zero_()
+        for member in holder.members:
+            if member not in present:
+                holder.part(member, goal).zero_()
         for member, value in zip(present, values):
             self._expect(holder, member, state, value, holder.part(member, goal))
         return goal
@@ -410,7 +422,10 @@ def _move_chunks(mover: Mover, items: list[Item], chunked: list[tuple[_Arrival, 
             if buffer is not None:
                 arrival.write_whole(buffer)
 
-    mover.move(items, read, write, label, done)
+    def place(number: int, start: int, end: int) -> torch.Tensor | None:
+        return chunked[number][0].place(start, end, mover.device) if whole[number] is None else None
+
+    mover.move(items, read, write, label, place=place, done=done)
 
 
 class _FromRank0:
@@ -458,7 +473,10 @@ class _FromRank0:
             def write(number: int, start: int, values: torch.Tensor, some: list[_Arrival] = some) -> None:
                 some[number].write(start, values)
 
-            self._mover.move([items[number] for number in run], read, write, label)
+            def place(number: int, start: int, end: int, some: list[_Arrival] = some) -> torch.Tensor | None:
+                return some[number].place(start, end, self._mover.device)
+
+            self._mover.move([items[number] for number in run], read, write, label, place=place)
 
     def _broadcast(self, unit: Unit, arrivals: list[_Arrival]) -> None:
         items = [Item(a.told.dtype, [Span(0, 0, a.member.record.numel)], None) for a in arrivals]

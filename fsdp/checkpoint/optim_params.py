@@ -86,12 +86,7 @@ class Holder:
 
     def spans(self, member: Member) -> tuple[Span, ...]:
         """Which rank's shard holds which elements of ``member``, without empty ones."""
-        layout, record = self.handle.layout, member.record
-        if record.numel == 0:
-            return ()
-        first, last = record.offset // layout.shard_numel, (record.end - 1) // layout.shard_numel
-        pieces = ((rank, layout.piece(member.index, rank)) for rank in range(first, last + 1))
-        return tuple(Span(rank, piece.start, piece.end) for rank, piece in pieces)
+        return tuple(Span(*owned) for owned in self.handle.layout.owners(member.index))
 
     @cached_property
     def owners(self) -> tuple[int, ...]:

@@ -294,6 +294,12 @@ class _Target:
         if first < last:
             self._elements[first - self.start : last - self.start].copy_(values[first - start : last - start])
 
+    def place(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
+        """The memory for these elements, if it is there for all of them and on ``device``."""
+        if start < self.start or end > self.end or self._elements.device != device:
+            return None
+        return self._elements[start - self.start : end - self.start]
+
     def value(self) -> torch.Tensor:
         """What was written. Rows are row-major, as torch's sharded tensors have to be."""
         return self._tensor if self._rows is None else self._tensor[slice(*self._rows)].contiguous()
@@ -482,11 +488,17 @@ class _Outgoing:
                 if target is not None:
                     target.write(start, values)
 
+            def place(
+                number: int, start: int, end: int, targets: list[_Target | None] = targets
+            ) -> torch.Tensor | None:
+                target = targets[number]
+                return None if target is None else target.place(start, end, mover.device)
+
             def done(entries: list[_Entry] = entries, targets: list[_Target | None] = targets) -> None:
                 for entry, target in zip(entries, targets):
                     self._tensors[entry.member, entry.state] = self._value(entry, target)
 
-            mover.move([items[number] for number in run], read, write, label, done)
+            mover.move([items[number] for number in run], read, write, label, place=place, done=done)
 
     # -- who gets what -------------------------------------------------------------------------------------------------
 

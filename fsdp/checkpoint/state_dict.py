@@ -24,10 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import FullStateDictConfig, RaggedStateDictConfig, StateDictSettings, StateDictType
 from fsdp.checkpoint.chunks import chunk_of, one_chunk_each
+from fsdp.checkpoint.moves import Item, Mover, Span
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.flat.flat_param import FlatParamHandle, parameter_views
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.ownership import WRAPPED_MODULE, own_modules
+from fsdp.runtime.agreement import GATHER
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Phase, Unit
 
@@ -139,7 +141,11 @@ class Saving:
             shown = [[param.detach() for _, param in views.shown()] for views in unit.views]
             wholes = [values if values and self.receives else None for values in shown]
         else:
-            gathered = unit.gather_shards(self.context, everywhere=not getattr(self.config, "rank0_only", False))
+            everywhere = not getattr(self.config, "rank0_only", False)
+            apart = _Apart(unit, everywhere=everywhere)
+            if copy and apart.pays:
+                return apart.gather(self.context, receives=self.receives)
+            gathered = unit.gather_shards(self.context, everywhere=everywhere)
             wholes = [
                 parameter_views(handle.layout, full) if full is not None and self.receives else None
                 for handle, full in zip(unit.handles, gathered)
@@ -216,6 +222,63 @@ class SavingLocal(Saving):
             local = part.local.cpu() if self.config.offload_to_cpu else part.local
             destination[key] = one_chunk_each(local, flat_ranges(handle.layout), part.shape, handle.groups.shard)
         self._collect_buffers(destination, prefix)
+
+
+class _Apart:
+    """A unit's parameters, gathered each into memory of its own: what is large travels without being copied.
+
+    Attributes:
+        pays: whether any is that large, and the unit's group moves large messages best so. The same on all ranks.
+    """
+
+    def __init__(self, unit: Unit, *, everywhere: bool) -> None:
+        """On all ranks of the shard group, or on its rank 0 alone."""
+        groups = unit.groups
+        self._unit = unit
+        self._mover = Mover(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
+        self._params = [(handle, index) for handle in unit.handles for index in range(len(handle.layout.params))]
+        self._items = []
+        for handle, index in self._params:
+            holds = [Span(*owned) for owned in handle.layout.owners(index)]
+            needs = None if everywhere else [Span(0, 0, handle.layout.params[index].numel)]
+            self._items.append(Item(handle.layout.dtype, holds, needs))
+        self.pays = groups.sharded and any(
+            self._mover.goes_directly(item, held) for item in self._items for held in item.holds
+        )
+
+    def gather(self, context: RootContext, *, receives: bool) -> list[list[torch.Tensor] | None]:
+        """By bucket, the parameters; None where this rank does not receive them."""
+        if not receives:
+            self._move(context, [])
+            return [None for _ in self._unit.handles]
+        records = [handle.layout.params[index] for handle, index in self._params]
+        values = [
+            torch.empty_strided(record.shape, record.stride, dtype=item.dtype, device=self._unit.device)
+            for record, item in zip(records, self._items)
+        ]
+        self._move(context, [value.as_strided((value.numel(),), (1,)) for value in values])
+        arrived = iter(values)
+        return [[next(arrived) for _ in handle.layout.params] for handle in self._unit.handles]
+
+    def _move(self, context: RootContext, goals: list[torch.Tensor]) -> None:
+        rank = self._unit.groups.shard_rank
+
+        def read(number: int, start: int, end: int) -> torch.Tensor:
+            handle, index = self._params[number]
+            piece = handle.layout.piece(index, rank)
+            first = piece.shard_offset + start - piece.start
+            return handle.shard[first : first + end - start]
+
+        def write(number: int, start: int, values: torch.Tensor) -> None:
+            goals[number][start : start + values.numel()].copy_(values)
+
+        def place(number: int, start: int, end: int) -> torch.Tensor:
+            return goals[number][start:end]
+
+        ticket = context.about_to(GATHER, self._unit)
+        label = f"gather {self._unit.name}"
+        self._mover.move(self._items, read, write, label, place=place, watch=ticket)
+        self._mover.flush()
 
 
 def shard_parts(handle: FlatParamHandle, origins: list[Any] | None = None) -> list[RaggedTensor]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -116,7 +116,7 @@ class Saving:
 
         Raises: as ``fsdp.checkpoint.save``.
         """
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
         def plan() -> SavePlan:
             planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
@@ -215,6 +215,22 @@ def _packed(extra: Any) -> bytes:
 
 
 # -- through torch.distributed.checkpoint ------------------------------------------------------------------------------
+
+
+class _Planner(DefaultSavePlanner):
+    """Has tensors written from the memory in which they lie, though that is a part of a larger one's."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        value = super().transform_object(write_item, object)
+        return _by_itself(value.detach()) if isinstance(value, torch.Tensor) else value
+
+
+def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, as if there were nothing else in its memory: what is written is the whole memory, and a writer of
+    ``torch.distributed.checkpoint`` would copy it first."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
+        return tensor
+    return torch.from_dlpack(tensor.view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
 
 
 class _DurableFiles(FileSystem):

@@ -282,28 +282,19 @@ class Communicator:
     def _goes_direct(self, full: torch.Tensor) -> bool:
         if self._direct_min is None:
             self._direct_min = (
-                _direct_threshold(self.groups.shard, full.device) if self.streams.asynchronous_work else float("inf")
+                direct_threshold(self.groups.shard, full.device) if self.streams.asynchronous_work else float("inf")
             )
         return full.numel() * full.element_size() >= self._direct_min and self.groups.shard_size > 1
 
     def _exchange(self, tag: Tag, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> Sequence[Any]:
         """Send ``sends[i]`` to and receive ``receives[i]`` from each other rank i, all at once."""
-        global current_label
-        group: Any = self.groups.shard
-        rank = self.groups.shard_rank
-        number = _TAG_BASE + tag.number
-        operations = []
-        for distance in range(1, self.groups.shard_size):  # each rank starts with another peer
-            to, source = (rank + distance) % self.groups.shard_size, (rank - distance) % self.groups.shard_size
-            operations.append(dist.P2POp(dist.isend, sends[to], dist.get_global_rank(group, to), group, number))
-            operations.append(
-                dist.P2POp(dist.irecv, receives[source], dist.get_global_rank(group, source), group, number)
-            )
-        current_label = tag.label
-        try:
-            return dist.batch_isend_irecv(operations)
-        finally:
-            current_label = None
+        rank, size = self.groups.shard_rank, self.groups.shard_size
+        letters = []
+        for distance in range(1, size):  # each rank starts with another peer
+            to, source = (rank + distance) % size, (rank - distance) % size
+            letters.append(Letter(True, to, sends[to], tag.number))
+            letters.append(Letter(False, source, receives[source], tag.number))
+        return _mail(letters, self.groups.shard, tag.label)
 
     def _direct_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Sequence[Any]:
         pieces = list(_wire(full).view(self.groups.shard_size, -1).unbind())
@@ -322,6 +313,39 @@ class Communicator:
         works = self._exchange(tag, [_wire(piece) for piece in pieces], [_wire(piece) for piece in received])
 
         return works, lambda: sum_in_rank_order(out, received)
+
+
+class Letter(NamedTuple):
+    """A tensor to send to, or to receive from, a rank of a group; ``number`` is the same at both ends."""
+
+    sent: bool
+    rank: int
+    tensor: torch.Tensor
+    number: int
+
+
+def mail(letters: list[Letter], group: Any, streams: Streams, label: str, watch: Watch | None = None) -> Pending:
+    """Start sending and receiving ``letters``, all at once. No tensor may be touched before ``wait()``."""
+    return Pending(_mail(letters, group, label), None, streams, Tag(label, 0), watch, group)
+
+
+def _mail(letters: list[Letter], group: Any, label: str) -> Sequence[Any]:
+    global current_label
+    operations = [
+        dist.P2POp(
+            dist.isend if letter.sent else dist.irecv,
+            letter.tensor,
+            dist.get_global_rank(group, letter.rank),
+            group,
+            _TAG_BASE + letter.number,
+        )
+        for letter in letters
+    ]
+    current_label = label
+    try:
+        return dist.batch_isend_irecv(operations) if operations else ()
+    finally:
+        current_label = None
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
@@ -475,6 +499,7 @@ def exchange(
     group: Any,
     streams: Streams,
     tag: Tag,
+    watch: Watch | None = None,
 ) -> Pending:
     """Start sending each rank of ``group`` its piece of ``sent`` and receiving a piece of ``received`` from each.
 
@@ -488,7 +513,7 @@ def exchange(
         work = dist.all_to_all_single(received, sent, received_nbytes, sent_nbytes, group=group, async_op=asynchronous)
     finally:
         current_label = None
-    return Pending((work,) if asynchronous else (), None, streams, tag, None, group)
+    return Pending((work,) if asynchronous else (), None, streams, tag, watch, group)
 
 
 def group_ranks(group: Any) -> list[int]:
@@ -515,7 +540,7 @@ def debug_detail() -> bool:
     return bool(level == dist.DebugLevel.DETAIL)
 
 
-def _direct_threshold(group: Any, device: torch.device) -> float:
+def direct_threshold(group: Any, device: torch.device) -> float:
     """From how many bytes on the direct exchange is used in ``group``."""
     choice = os.environ.get("FSDP_COLLECTIVES", "auto")
     if choice not in ("auto", "native", "direct"):

@@ -189,6 +189,15 @@ class FlatLayout:
         """What ``rank`` owns of each parameter, in the order of ``params``."""
         return tuple(self.piece(index, rank) for index in range(len(self.params)))
 
+    def owners(self, index: int) -> tuple[tuple[int, int, int], ...]:
+        """The (rank, start, end) of every rank's part of ``params[index]``, without empty ones."""
+        param = self.params[index]
+        if param.numel == 0:
+            return ()
+        first, last = param.offset // self.shard_numel, (param.end - 1) // self.shard_numel
+        pieces = ((rank, self.piece(index, rank)) for rank in range(first, last + 1))
+        return tuple((rank, piece.start, piece.end) for rank, piece in pieces)
+
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a row-major tensor of this shape, as torch counts them (a size of 0 counts as 1)."""
