@@ -11,7 +11,8 @@ every sharding strategy, both values of ``use_orig_params``, with and without ac
   that a missing wait between streams reads what is not there yet or overwrites what is still needed.
 * memory: the allocator's peak is the same at every step from the second.
 * features: parity with mixed precision, with shards and gradients offloaded to the host, with gradients clipped, with a
-  scaled loss that overflows now and then, and with a copy of the model that takes over half way.
+  scaled loss that overflows now and then, with a copy of the model that takes over half way, and with saves in the
+  background of which nothing is lost that is overwritten at once.
 * host (NCCL only): a step neither trips the synchronisation debug mode nor waits for work that was queued before it.
 
 Prints one line per check. Exits with 1 if one failed, with 0 if none did or if there is no accelerator, which it says.
@@ -23,6 +24,7 @@ import copy
 import gc
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import traceback
@@ -42,6 +44,7 @@ from torch import Tensor, nn
 
 from fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.checkpoint import async_save, load
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
 
@@ -50,7 +53,7 @@ ROWS = 32  # per rank and pass
 MEMORY_STEPS = 8
 BOUND = 1e-9  # float64: only the order of additions may differ
 MIXED_BOUND = 1e-5  # parameters and gradients are float32, and what computes with them float64
-FEATURES = ("mixed precision", "offload", "clipping", "scaling", "copying")
+FEATURES = ("mixed precision", "offload", "clipping", "scaling", "copying", "saving")
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 COLLECTIVES = (
     "all_gather_into_tensor",
@@ -184,7 +187,22 @@ class Training:
             self.optimizer.step()
         if self.feature == "copying" and not self.plain and self.steps == 4:
             self.model, self.optimizer = copy.deepcopy((self.model, self.optimizer))  # the recorder hears of both
+        if self.feature == "saving" and not self.plain and self.steps % 4 == 0:
+            self.save_spoil_and_load()
         return total
+
+    def save_spoil_and_load(self) -> None:
+        checkpoints = Path(tempfile.gettempdir(), f"gpu_check_{os.getppid()}")  # the parent of all ranks
+        saved = async_save(checkpoints, self.model, self.optimizer)
+        with torch.no_grad():
+            for value in [*self.model.parameters(), *(v for of in self.optimizer.state.values() for v in of.values())]:
+                value.mul_(3.0)
+        saved.result()
+        load(checkpoints, self.model, self.optimizer)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(checkpoints)
+        dist.barrier()
 
     def forward(self, x: Tensor) -> Tensor:
         if not (self.plain and self.mixed):
@@ -374,7 +392,7 @@ def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -
         options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "feature": feature}
         case = f"{title}, {feature}, {strategy.name}, use_orig_params={use_orig_params}"
         results.append(check(f"{case}, parity", check_parity, device, PASSES["no_sync"], steps, options))
-        if device.type != "cpu" and feature != "copying":
+        if device.type != "cpu" and feature not in ("copying", "saving"):
             results.append(check(f"{case}, memory", check_memory, device, PASSES["no_sync"], options))
         if backend == "nccl" and feature in ("mixed precision", "clipping"):
             results.append(check(f"{case}, host", check_host, device, PASSES["no_sync"], options))
