@@ -695,8 +695,15 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/state_dict.py",
-        'everywhere=not getattr(self.config, "rank0_only", False)',
-        "everywhere=True",
+        "first = handle.layout.piece(index, rank).shard_offset",
+        "first = 0",
+        "what goes directly to another rank is taken from the start of this rank's part",
+        _tests("optim_state", "direct_messages_carry_the_same[3]"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/state_dict.py",
+        "unit.gather_shards(self.context, everywhere=everywhere)",
+        "unit.gather_shards(self.context, everywhere=True)",
         "every rank gathers what rank 0 alone asked for",
         _tests("state_dict", "one_gather_per_unit_and_none_where_nothing_need_move"),
     ),
