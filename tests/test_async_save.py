@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import pytest
 import torch
@@ -21,7 +23,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.checkpoint import StateDictOptions, async_save, files, get_state_dict, load, load_plain, progress, save
+from fsdp.checkpoint import (
+    StateDictOptions,
+    async_save,
+    files,
+    get_state_dict,
+    load,
+    load_plain,
+    progress,
+    save,
+    writing,
+)
 from fsdp.checkpoint.files import Disk
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
@@ -273,6 +285,64 @@ def test_errors_in_the_background(tmp_path: Path) -> None:
     run_ranks(2, errors_in_the_background, str(tmp_path / "run"))
 
 
+def no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def paths_and_threads(root: str) -> None:
+    path, rank, gate = Path(root), dist.get_rank(), Gate()
+    model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
+    home = os.getcwd()
+    files.disk = gate
+    try:
+        os.chdir(path / ("here", "there")[rank])
+        outcome = async_save("run" if rank == 0 else cast(Any, None), model, optimizer)
+        os.chdir(path)
+        gate.opened.set()
+        assert outcome.result() == path / "here" / "run" / "00000001"
+    finally:
+        os.chdir(home)
+        files.disk = Disk()
+    for failing in range(2):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match=f"rank {failing}: can't start"):
+            if rank == failing:
+                patch.setattr(threading.Thread, "start", no_thread)
+            async_save(path, model, optimizer)
+        assert save(path, model, optimizer).name == f"{failing + 1:08d}"
+
+
+def test_paths_and_threads_of_one_rank(tmp_path: Path) -> None:
+    """Relative paths are rank 0's at the call; a rank that can have no thread keeps no other waiting."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, paths_and_threads, str(tmp_path))
+
+
+def test_nothing_of_a_save_is_kept_when_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by its outcome, though it may be kept, nor by an error, nor for a warning at the exit."""
+    copies: list[weakref.ref[Tensor]] = []
+
+    def staged(state: dict[str, Any]) -> dict[str, Any]:
+        result = stage(state)
+        copies.extend(weakref.ref(value) for value in result.values() if isinstance(value, Tensor))
+        return result
+
+    stage = writing._staged
+    monkeypatch.setattr(writing, "_staged", staged)
+    async_save(tmp_path, nn.Linear(2, 2)).result()
+    monkeypatch.setattr(files, "disk", Full())
+    failed = async_save(tmp_path, nn.Linear(2, 2))
+    error = failed.exception()
+    assert isinstance(error, OSError) and error.__traceback__ is not None
+    assert len(copies) == 4 and all(copy() is None for copy in copies)
+    outcome, error = weakref.ref(failed), None
+    del failed
+    monkeypatch.setattr(files, "disk", Disk())
+    save(tmp_path, nn.Linear(2, 2))
+    gc.collect()
+    assert outcome() is None
+
+
 class Deadly(Disk):
     def write(self, stream: BinaryIO, data: Any) -> int:
         os._exit(9)
@@ -288,15 +358,18 @@ def a_rank_dies(root: str) -> str:
     try:
         outcome.result()
     except RuntimeError as error:
-        with open(f"{root}/told", "w") as told:
+        with open(f"{root}/told{dist.get_rank()}", "w") as told:
             told.write(str(error))
     return ""
 
 
 def test_a_rank_dies_while_it_saves(tmp_path: Path) -> None:
-    """R45, R47: the other learns which one it waited for; the checkpoint before is the latest."""
-    assert isinstance(run_fresh(2, a_rank_dies, str(tmp_path))[1], Died)
-    assert "write a checkpoint: waiting for rank 1, which is gone" in (tmp_path / "told").read_text()
+    """R45, R47: rank 0 learns which one it waited for, and the others at once that it does no longer; the checkpoint
+    before is the latest."""
+    assert isinstance(run_fresh(3, a_rank_dies, str(tmp_path))[1], Died)
+    assert "write a checkpoint: waiting for rank 1, which is gone" in (tmp_path / "told0").read_text()
+    others = (tmp_path / "told2").read_text()
+    assert "write a checkpoint: waiting for rank 0, which is gone" in others and "Timed out" not in others
     assert (tmp_path / "latest").read_text().startswith("00000001 ")
     load_plain(tmp_path)
 

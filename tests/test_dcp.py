@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -199,6 +199,14 @@ def test_plain_and_wrapped_models_exchange_state() -> None:
     run_ranks(2, check_plain)
 
 
+class Told(nn.Module):
+    def get_extra_state(self) -> None:
+        return None
+
+    def set_extra_state(self, state: Any) -> None:
+        raise AssertionError("not to be loaded")
+
+
 def check_handed_out() -> None:
     """Into modules that are not wrapped themselves: partly wrapped, DDP, plain."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -231,6 +239,12 @@ def check_handed_out() -> None:
         assert found.unexpected_keys == ["x"]
         assert_same(dict(get_model_state_dict(model, options=FULL)), {**good, **part}, "not strict")
         good = row_major(1).state_dict()
+    for given, kind, words in (
+        (None, RuntimeError, "Expected state_dict to be dict-like, got NoneType"),
+        ({"_extra_state": lambda: None}, TypeError, "rank 0 has cannot be sent to the other ranks: AttributeError"),
+    ):
+        with pytest.raises(kind, match=words):
+            set_model_state_dict(Told(), cast(Any, given) if dist.get_rank() == 0 else {}, options=loose)
 
 
 def parts(model: nn.Module, optimizer: Any, ragged: bool) -> dict[str, Any]:
@@ -262,3 +276,17 @@ def test_through_torchs_storage_to_another_number_of_ranks(tmp_path: Path, there
         path = str(tmp_path / str(number))
         run_ranks(there, save_here, path, uop, writes)
         run_ranks(here, load_here, path, reads)
+
+
+class Breaks(torch.optim.Adam):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        raise RuntimeError("in the middle of a step")
+
+
+def test_state_that_could_not_be_made_leaves_none() -> None:
+    module = nn.Linear(2, 2)
+    optimizer = Breaks(module.parameters())
+    with pytest.raises(RuntimeError, match="in the middle"):
+        get_optimizer_state_dict(module, optimizer)
+    assert not optimizer.state and all(param.grad is None for param in module.parameters())

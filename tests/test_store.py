@@ -255,6 +255,26 @@ def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
         assert_bit_equal(module.state_dict(), saved.model)
 
 
+def goes_on_from_the_first_step(root: str) -> None:
+    for mode, kind in itertools.product((False, True), (torch.optim.Adam, torch.optim.Rprop)):
+        models = [wrap(LORA, FULL_SHARD, mode, seed=1) for _ in range(2)]
+        optimizers = [kind([p for p in model.parameters() if p.requires_grad], lr=0.01) for model in models]
+        steps(models[1], optimizers[1], 2)
+        load(save(f"{root}/{mode}-{kind.__name__}", models[0], optimizers[0]), models[1], optimizers[1])
+        for model, optimizer in zip(models, optimizers):
+            steps(model, optimizer, 0)
+        assert_bit_equal(whole(models[1], optimizers[1]), whole(models[0], optimizers[0]))
+
+
+def test_an_optimizer_that_has_not_stepped_has_not_when_it_was_saved(tmp_path: Path) -> None:
+    """R40: no step is counted, no state made up that a rate of zero leaves, and no step made for it."""
+    run_ranks(2, goes_on_from_the_first_step, str(tmp_path))
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(module.parameters())  # whose steps want a function
+    load(save(tmp_path / "plain", module, optimizer), module, optimizer)
+    assert not optimizer.state
+
+
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
@@ -429,6 +449,14 @@ class Interrupting(Disk):
     )
 
 
+def test_an_error_is_told_though_latest_is_damaged(tmp_path: Path) -> None:
+    save(tmp_path, small(1.0))
+    (tmp_path / "latest").write_bytes(b"\xff" * 20)
+    with on(Faulty(9, OSError(errno.ENOSPC, "full"))), pytest.raises(OSError, match="full"):
+        save(tmp_path, small(2.0))
+    assert sorted(os.listdir(tmp_path)) == ["00000001", "latest"]
+
+
 def test_two_savers(tmp_path: Path) -> None:
     """R47: each gets a checkpoint of its own, whenever the other comes."""
     for at in range(1, 14):
@@ -446,6 +474,10 @@ def train(model: nn.Module) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.randn(2, 5)).square().mean().backward()
     optimizer.step()
+
+
+def refuses_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    raise ValueError("not here")
 
 
 def faults_on_one_rank(root: str) -> None:
@@ -469,8 +501,14 @@ def faults_on_one_rank(root: str) -> None:
         save(root, model, keep=0 if rank == 0 else 1)
     with pytest.raises(NotADirectoryError, match=r"rank 0: .*latest"):
         save(f"{root}/latest/deeper", model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match=r"rank 0: .* has no optimizer state, and nothing was loaded"):
-        load(root, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        load(root, model, optimizer)
+    save(f"{root}-optimizer", model, optimizer)
+    if rank == 1:
+        optimizer.register_load_state_dict_pre_hook(refuses_state)
+    with pytest.raises(ValueError, match="rank 1: not here"):
+        load(f"{root}-optimizer", model, optimizer)
     train(model)
     assert load(root, model) == [{"step": 1}] * world_size
     assert_bit_equal(full_state(model), before)
@@ -548,6 +586,75 @@ def test_damage_to_any_file(tmp_path: Path) -> None:
     module = Rich(100)
     load(tmp_path, module)
     assert_bit_equal(tensors(module.state_dict()), tensors(Rich(2).state_dict()))
+
+
+class Unusual(nn.Module):
+    """Values that a backend or a storage could stumble over, and extra state with a tensor within."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.linear, self.number = nn.Linear(3, 2), nn.Parameter(torch.randn(()))
+        self.again, self.complex = self.linear.weight, nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        values = torch.randn(3, 5, dtype=torch.complex64)
+        for number, buffer in enumerate(
+            (
+                values.real > 0,
+                values.conj(),
+                values.conj().imag,
+                values.real.t(),
+                torch.randn(8)[::2],
+                torch.randn(4).to(torch.float8_e4m3fn),
+                torch.randn(()).to(torch.float8_e5m2),
+                torch.randint(-9, 9, (5,), dtype=torch.int8)[1:3],
+                torch.empty(0, 3, dtype=torch.uint16),
+            )
+        ):
+            self.register_buffer(f"buffer{number}", buffer)
+        self.history = torch.randn(2)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"history": self.history}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.history = state["history"]
+
+
+def values_of(module: Unusual) -> dict[str, tuple[torch.dtype, list[int], Any]]:
+    named = {**tensors(module.state_dict()), "history": module.history}
+    return {
+        name: (value.dtype, list(value.shape), value.to(torch.complex128).tolist()) for name, value in named.items()
+    }
+
+
+def test_unusual_tensors(tmp_path: Path) -> None:
+    """Views, conjugates, small dtypes; nor does a default device get between."""
+    module = Unusual(1)
+    save(tmp_path, module)
+    async_save(tmp_path, module).result()
+    for path in ("00000001", "00000002"):
+        other = Unusual(2)
+        with torch.device("meta"):
+            load(tmp_path / path, other)
+        assert values_of(other) == values_of(module)
+
+
+def test_what_was_saved_on_another_device_comes_to_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors within extra state and groups, too: else all ranks had them on rank 0's device, or could not load them.
+    A rate then goes where the optimizer has its own."""
+    module = Unusual(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.serialization.location_tag", lambda storage: "cuda:0")
+        save(tmp_path, module, torch.optim.Adam(module.parameters(), lr=torch.tensor(0.5)), extra=torch.ones(2))
+    saved = load_plain(tmp_path)
+    assert saved.optimizer is not None and saved.optimizer["param_groups"][0]["lr"].item() == 0.5
+    other = Unusual(2)
+    optimizer = torch.optim.Adam(other.parameters())
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    (extra,) = load(tmp_path, other, optimizer)
+    assert extra.tolist() == [1.0, 1.0]
+    assert values_of(other) == values_of(module)
+    assert optimizer.param_groups[0]["lr"].device.type == "meta"
 
 
 def save_two(root: str) -> None:

@@ -166,11 +166,22 @@ def get_optimizer_state_dict(
     Raises: as ``FullyShardedDataParallel.optim_state_dict``.
     """
     options = StateDictOptions.of(options)
+    with contextlib.ExitStack() as stack:
+        several = _several(optimizers)
+        for optimizer in several:
+            stack.enter_context(_initialised(optimizer))
+        return optimizer_state_as_it_is(model, several, options)
+
+
+def optimizer_state_as_it_is(
+    model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], options: StateDictOptions
+) -> dict[str, Any]:
+    """As :func:`get_optimizer_state_dict`, but with no state for an optimizer that has none: one that goes on from what
+    a first step would make, would not do what a new one does."""
     model = _entered(model, options)
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in _several(optimizers):
-        with _initialised(optimizer):
-            saved = _saved(model, optimizer, options)
+        saved = _saved(model, optimizer, options)
         joined["state"].update((_plain_name(name), state) for name, state in saved.get("state", {}).items())
         for group in saved.get("param_groups", ()):
             joined["param_groups"].append({**group, "params": [_plain_name(name) for name in group["params"]]})
@@ -267,7 +278,7 @@ def optimizers_to_load(
 # -- from rank 0 alone, into a module that is not wrapped itself -------------------------------------------------------
 
 
-def _hand_out(model: nn.Module, given: Mapping[str, Any], strict: bool) -> Any:
+def _hand_out(model: nn.Module, given: Any, strict: bool) -> Any:
     """Load what rank 0 has: the wrapped modules in ``model`` hand out what is theirs, and the rest goes to all ranks.
 
     Raises, on every rank, before anything is loaded:
@@ -283,7 +294,9 @@ def _hand_out(model: nn.Module, given: Mapping[str, Any], strict: bool) -> Any:
     missing: list[str] = []
     unexpected: list[str] = []
     expected = get_model_state_dict(model, options=StateDictOptions(ragged=True))  # takes no communication
-    if group.rank() == 0:
+    if group.rank() == 0 and not isinstance(given, Mapping):
+        problems.append(f"Expected state_dict to be dict-like, got {type(given).__name__}.")
+    elif group.rank() == 0:
         missing = [key for key in expected if key not in given]
         unexpected = [key for key in given if key not in expected]
         if strict and unexpected:
@@ -358,22 +371,22 @@ def _initialised(optimizer: Optimizer) -> Iterator[None]:
     # some move parameters without a rate
     values = [] if all(rate is not None for rate in rates) else [param.detach().clone() for param in params]
     try:
-        for group, rate in zip(optimizer.param_groups, rates):
-            if rate is not None:
-                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-        for param in params:
-            if param.requires_grad and param.numel() > 0:
-                param.grad = torch.zeros_like(param)
-        optimizer.step()
-    finally:
-        for group, rate in zip(optimizer.param_groups, rates):
-            if rate is not None:
-                group["lr"] = rate
-        for param in params:
-            param.grad = None
-        for param, value in zip(params, values):
-            param.detach().copy_(value)
-    try:
+        try:
+            for group, rate in zip(optimizer.param_groups, rates):
+                if rate is not None:
+                    group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+            for param in params:
+                if param.requires_grad and param.numel() > 0:
+                    param.grad = torch.zeros_like(param)
+            optimizer.step()
+        finally:
+            for group, rate in zip(optimizer.param_groups, rates):
+                if rate is not None:
+                    group["lr"] = rate
+            for param in params:
+                param.grad = None
+            for param, value in zip(params, values):
+                param.detach().copy_(value)
         yield
     finally:
         optimizer.state.clear()
@@ -408,7 +421,11 @@ def _part_of(
         if not mine and len(groups) == len(own):
             matching = [groups[number]]
         kept = {key: value for key, value in group.items() if key != "params"}
-        result["param_groups"].append({**copy.deepcopy(matching[0] if matching else kept), "params": mine})
+        values = copy.deepcopy(matching[0] if matching else kept)
+        for key, value in values.items():  # capturable optimizers have rates that are tensors on the device
+            if isinstance(value, torch.Tensor) and isinstance(kept.get(key), torch.Tensor):
+                values[key] = value.to(kept[key].device)
+        result["param_groups"].append({**values, "params": mine})
         result["state"].update({name: states[name] for name in mine if name in states})
     return result
 

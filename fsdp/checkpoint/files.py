@@ -197,7 +197,7 @@ def discard(temporary: Path) -> None:
     """
     root, name = temporary.parent, temporary.name[1:9]
     with contextlib.suppress(OSError):
-        if not (root / LATEST).exists() or (root / LATEST).read_text()[:8] != name:
+        if not (root / LATEST).exists() or (root / LATEST).read_bytes()[:8] != name.encode():
             for path in (temporary, root / name):
                 if path.exists():
                     disk.remove(path)

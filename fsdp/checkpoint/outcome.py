@@ -23,18 +23,23 @@ class Outcome(Future[Path]):
         try:
             return super().result(timeout)
         finally:
-            self._asked = self._asked or self.done()
+            self._is_asked()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         try:
             return super().exception(timeout)
         finally:
-            self._asked = self._asked or self.done()
+            self._is_asked()
 
     def unasked(self) -> BaseException | None:
         """The error that nobody has asked for, if there is one. Waits until the save has ended."""
         error = super().exception()
         return None if self._asked else error
+
+    def _is_asked(self) -> None:
+        if self.done():
+            self._asked = True
+            atexit.unregister(self._tell)
 
     def _need_not_tell(self, ended: Future[Path]) -> None:
         if self.unasked() is None:

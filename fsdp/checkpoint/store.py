@@ -9,7 +9,9 @@ well: an error on one is an error on all.
 
 from __future__ import annotations
 
+import io
 import threading
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -64,6 +66,7 @@ def save(
     any moment. The directory has to be one that all ranks see.
 
     Args:
+        path: rank 0's counts; if relative, then to what is rank 0's working directory at the call.
         model: a wrapped module, a module with wrapped ones in it, or a plain one, whose parameters may be ``DTensor``
             (``fully_shard`` makes such models). Each rank writes its shards; what is not sharded (buffers, ignored
             parameters, extra state) is written as rank 0 has it.
@@ -88,9 +91,9 @@ def save(
         RuntimeError: a forward or backward is under way; or another process has removed or changed what was written.
         NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
     """
-    saving = Saving(Ranks.of(process_group), keep)
+    saving = Saving(Ranks.of(process_group), path, keep)
     saving.take(model, optimizer, extra, stage=False)
-    return saving.write(Path(path), progress=progress)
+    return saving.write(progress=progress)
 
 
 def async_save(
@@ -116,21 +119,36 @@ def async_save(
     Raises: at once, and on every rank if on one, what ``save`` raises before it writes.
     """
     ranks = Ranks.of(process_group)
-    saving = Saving(ranks, keep)
+    saving = Saving(ranks, path, keep)
     saving.take(model, optimizer, extra, stage=True)
-    outcome = ranks.saving = Outcome()
+    begun: Future[Outcome | None] = Future()
 
     def rest() -> None:
+        outcome = begun.result()
+        if outcome is None:  # a rank has no thread
+            return
         try:
-            outcome.set_result(saving.write(Path(path), progress=False))
+            outcome.set_result(saving.write(progress=False))
         except BaseException as error:
-            outcome.set_exception(error)
+            outcome.set_exception(_without_variables(error))
 
+    outcome: Outcome | None = None
     try:
-        threading.Thread(target=rest, name=f"saving to {path}", daemon=False).start()
-    except RuntimeError as error:  # there can be no more threads
-        outcome.set_exception(error)
+        thread = threading.Thread(target=rest, name=f"saving to {path}", daemon=False)
+        ranks.together("begin to save in the background", thread.start)
+        outcome = ranks.saving = Outcome()
+    finally:
+        begun.set_result(outcome)
     return outcome
+
+
+def _without_variables(error: BaseException) -> BaseException:
+    """The copies of what was to be saved are in them, and who asks for the error may keep it."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def load(
@@ -167,7 +185,7 @@ def load(
     """
     ranks = Ranks.of(process_group)
     progress = progress and ranks.rank == 0
-    directory, manifest = ranks.first("find a checkpoint", lambda: files.find(Path(path)))
+    directory, manifest = ranks.first("find a checkpoint", lambda: files.find(Path(path).absolute()))
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
     ranks.together("verify a checkpoint", lambda: _verify(directory, mine, progress))
 
@@ -191,8 +209,12 @@ def load(
             planned.extend(optimizers_to_load(model, optimizer, optimizer_state, options=options))
 
         ranks.together("take the optimizer's state", plan)
-        for one, loadable in planned:
-            one.load_state_dict(loadable)
+
+        def give() -> None:
+            for one, loadable in planned:
+                one.load_state_dict(loadable)
+
+        ranks.together("load the optimizer's state", give)
     set_model_state_dict(model, values, options=options)
     return extras
 
@@ -286,11 +308,16 @@ def _read(
 
 
 class _Planner(DefaultLoadPlanner):
-    """Tells of the bytes of tensors that are read."""
+    """Tells of the bytes of tensors that are read. Tensors within other values come to CPU memory as well, and not to
+    the device on which rank 0 had them."""
 
     def __init__(self, told: files.Told) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._told = told
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, map_location="cpu", weights_only=False)
+        self.state_dict[read_item.dest_index.fqn] = loaded
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         super().commit_tensor(read_item, tensor)
@@ -321,8 +348,8 @@ def _empty(what: TensorStorageMetadata | BytesStorageMetadata, like: Any) -> Any
     if not isinstance(what, TensorStorageMetadata):
         return None
     if isinstance(like, RaggedTensor) and like.shape == what.size and like.dim() > 0:
-        local = torch.empty(like.local.numel(), dtype=what.properties.dtype)
+        local = torch.empty(like.local.numel(), dtype=what.properties.dtype, device="cpu")
         return RaggedTensor(local, like.shape, like.start, like.stride())
     if isinstance(like, DTensor) and like.shape == what.size:
         return torch.empty_like(like, dtype=what.properties.dtype, device="cpu")
-    return torch.empty(what.size, dtype=what.properties.dtype)
+    return torch.empty(what.size, dtype=what.properties.dtype, device="cpu")

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from fsdp.checkpoint import files
-from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.files import Entry
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
@@ -61,8 +61,8 @@ class _Written(NamedTuple):
 class Saving:
     """One checkpoint on its way to the disk. All ranks go through the same steps, and an error on one is one on all."""
 
-    def __init__(self, ranks: Ranks, keep: int | None) -> None:
-        self._ranks, self._keep = ranks, keep
+    def __init__(self, ranks: Ranks, path: str | Path, keep: int | None) -> None:
+        self._ranks, self._path, self._keep = ranks, path, keep
         self._state: dict[str, Any] = {}
         self._extra = b""
         self._directory: Path | None = None  # on rank 0
@@ -88,13 +88,15 @@ class Saving:
                 ) from error
             if self._keep is not None and (not isinstance(self._keep, int) or self._keep < 1):
                 raise ValueError(f"keep must be a positive number of checkpoints or None, but got {self._keep!r}")
+            if self._ranks.rank == 0:
+                self._path = Path(self._path).absolute()  # wherever the process goes meanwhile, or other ranks are
             self._extra = _packed(extra)
             values = get_model_state_dict(model, options=options)
             self._state.update((MODEL + name, value) for name, value in values.items())
 
         def of_optimizer() -> None:
             if optimizer is not None:
-                given = get_optimizer_state_dict(model, optimizer, options=options)
+                given = optimizer_state_as_it_is(model, optimizer, options)
                 for name, states in given["state"].items():
                     self._state.update((f"{STATE}{name}.{state}", value) for state, value in states.items())
                 self._state[GROUPS] = given["param_groups"]
@@ -108,8 +110,8 @@ class Saving:
 
     # -- into files ----------------------------------------------------------------------------------------------------
 
-    def write(self, root: Path, *, progress: bool) -> Path:
-        """Write it as a new checkpoint in ``root``, and publish that.
+    def write(self, *, progress: bool) -> Path:
+        """Write it as a new checkpoint in rank 0's ``path``, and publish that. Nothing of what was taken is kept.
 
         Returns:
             where it is.
@@ -123,7 +125,7 @@ class Saving:
             return planner.create_local_plan()
 
         def deal(plans: list[SavePlan]) -> list[_Task]:
-            self._directory = files.begin(root)
+            self._directory = files.begin(Path(self._path))
             of_ranks, self._metadata = planner.create_global_plan(plans)
             of_ranks = _Writer(self._directory, True).prepare_global_plan(of_ranks)
             return [_Task(its, self._directory) for its in of_ranks]
@@ -137,6 +139,8 @@ class Saving:
             if self._directory is not None:
                 files.discard(self._directory)
             raise
+        finally:
+            self._state.clear()
 
     def _written(self, task: _Task, planner: DefaultSavePlanner, *, progress: bool) -> _Written:
         """This rank's file of tensors, if it has any, and its ``extra``."""
@@ -227,7 +231,8 @@ class _Planner(DefaultSavePlanner):
 
 def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor``, as if there were nothing else in its memory: what is written is the whole memory, and a writer of
-    ``torch.distributed.checkpoint`` would copy it first."""
+    ``torch.distributed.checkpoint`` would copy it first. Bits that stand for an operation on it are resolved."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
         return tensor
     return torch.from_dlpack(tensor.view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)

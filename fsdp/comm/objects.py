@@ -40,11 +40,23 @@ def all_gather_object(value: Any, group: Any, label: str) -> list[Any]:
 
 
 def broadcast_object(value: Any, group: Any, label: str) -> Any:
-    """What rank 0 of ``group`` has as ``value`` (anything that pickles)."""
-    values = [value]
+    """What rank 0 of ``group`` has as ``value`` (anything that pickles).
+
+    Raises, on every rank:
+        TypeError: it does not pickle, as rank 0 alone can notice.
+    """
+    first, packed, problem = group.rank() == 0, b"", ""
+    try:
+        packed = pickle.dumps(value) if first else b""
+    except Exception as error:  # whatever its class does
+        problem = f"{label}: what rank 0 has cannot be sent to the other ranks: {type(error).__name__}: {error}"
+    values: list[Any] = [packed, problem]
     with _labelled(label):
         dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
-    return values[0]
+    packed, problem = values
+    if problem:
+        raise TypeError(problem)
+    return value if first else pickle.loads(packed)
 
 
 class SideGroup:
@@ -66,7 +78,10 @@ class SideGroup:
             raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
         # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
         prefixed = dist.PrefixStore(f"fsdp beside {number}/", store)
-        self._group: Any = dist.ProcessGroupGloo(prefixed, self.rank, self.size, group_timeout(group))
+        try:
+            self._group: Any = dist.ProcessGroupGloo(prefixed, self.rank, self.size, group_timeout(group))
+        except RuntimeError as error:
+            raise RuntimeError(f"waiting for all {self.size} ranks to meet, and some do not come: {error}") from error
         _made[group] = number + 1
         self._tag = 0  # a new one for every message, so that a late one is not taken for another
 
@@ -115,6 +130,7 @@ class SideGroup:
         except RuntimeError as error:
             for group in [group for group, side in _sides.items() if side is self]:
                 del _sides[group]  # who knows what is still on its way
+            self._group = None  # so that the connections end, and with them the wait of other ranks for this one
             raise RuntimeError(f"{label}: waiting for rank {rank}, which is gone or does not come: {error}") from error
 
 
