@@ -82,7 +82,7 @@ def save(
         progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
 
     Returns:
-        the directory of the new checkpoint.
+        the directory of the new checkpoint, as an absolute path.
 
     Raises, on every rank if on one, with the checkpoint before intact, and the model as it was:
         OSError: something could not be written. (``PermissionError``, ``FileNotFoundError`` and so on.)
