@@ -877,8 +877,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/store.py",
-        "        for one, loadable in planned:\n            one.load_state_dict(loadable)\n",
-        "",
+        "                one.load_state_dict(loadable)\n",
+        "                pass\n",
         "an optimizer keeps the state that it had",
         _tests("store", "resumed_training_is_that_which_never_stopped"),
     ),
