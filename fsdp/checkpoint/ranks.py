@@ -77,12 +77,12 @@ class Ranks:
         them have to call. Returns when what they saved in the background has ended: one conversation at a time."""
         if process_group is None:
             process_group = default_group() if dist.is_available() and dist.is_initialized() else None
-        ranks = _alone
-        if process_group is not None and process_group.size() > 1:
-            ranks = _known.setdefault(process_group, Ranks())
-            ranks._side = side_group(process_group)
+        several = process_group is not None and process_group.size() > 1
+        ranks = _known.setdefault(process_group, Ranks()) if several else _alone
         if ranks.saving is not None:
             futures.wait([ranks.saving])
+        if several:  # only now: if it failed, all ranks need a new one
+            ranks._side = side_group(process_group)
         return ranks
 
     def round(self, what: str, mine: Callable[[], _T], then: Callable[[list[_T]], Sequence[_U]]) -> _U:

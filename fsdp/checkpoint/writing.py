@@ -34,8 +34,6 @@ from fsdp.checkpoint.ranks import Ranks
 from fsdp.comm.streams import Event, streams_for
 
 MODEL, STATE, GROUPS = "model.", "optim.state.", "optim.param_groups"  # what keys begin with
-
-
 _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
 
 
@@ -77,7 +75,6 @@ class Saving:
         Raises: as ``fsdp.checkpoint.save``.
         """
         options = StateDictOptions(ragged=True)
-
         before, self._ranks.saving = self._ranks.saving, None
 
         def of_model() -> None:
