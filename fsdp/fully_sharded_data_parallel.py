@@ -1,4 +1,5 @@
-"""The wrapper: ``FullyShardedDataParallel``, thin methods over the rooms below."""
+"""The wrapper: ``FullyShardedDataParallel``, thin methods over the rooms below. Beside it lie, as in torch's module of
+this name, all kinds of choices and policies, the flat parameter, and the names that wrapping adds."""
 
 from __future__ import annotations
 
@@ -13,14 +14,27 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed._composable_state import _State
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    HandleTrainingState,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
     StateDictType,
     TrainingState,
     as_backward_prefetch,
@@ -37,6 +51,7 @@ from fsdp.checkpoint.optim_params import name_to_param as _get_fqn_to_param  # n
 from fsdp.checkpoint.optim_params import param_to_name as _get_param_to_fqn  # noqa: F401
 from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.comm.collectives import Groups, default_group
+from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.ownership import (
     WRAPPED_MODULE,
@@ -61,11 +76,49 @@ from fsdp.runtime.nested import to_device
 from fsdp.runtime.order import PrefetchLimits
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import WRAPPER_PARTS, Phase, Unit, units_in
-from fsdp.wrap import auto_wrap
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FLAT_PARAM",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
+    "FlatParamHandle",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "HYBRID_SHARDING_STRATEGIES",
+    "HandleTrainingState",
+    "LOW_PRECISION_HOOKS",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ProcessGroupType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+    "UnshardHandle",
+    "full_params",
+    "register_forward_method",
+    "shard_info",
+]
 
 FLAT_PARAM = "_flat_param"
+FSDP_WRAPPED_MODULE = WRAPPED_MODULE
+FSDP_PREFIX = f"{WRAPPED_MODULE}."
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+ProcessGroupType = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
 _CHECKPOINTED_MODULE = "_checkpoint_wrapped_module"
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 class FullyShardedDataParallel(StateDictMethods, _State):
@@ -187,7 +240,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
             raise ValueError("forward_prefetch=True asks for a gather ahead, and forward_prefetch_distance is 0")
         _check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
         for present, feature in (
-            (strategy in _HYBRID, f"sharding_strategy={strategy}"),
+            (strategy in HYBRID_SHARDING_STRATEGIES, f"sharding_strategy={strategy}"),
             (device_mesh is not None, "device_mesh"),
         ):
             if present:
@@ -543,7 +596,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
             yield self._clean(name), buffer
 
     def _clean(self, name: str) -> str:
-        return name.replace(f"{WRAPPED_MODULE}.", "") if self._fsdp_unit.phase is Phase.SUMMONED else name
+        return name.replace(FSDP_PREFIX, "") if self._fsdp_unit.phase is Phase.SUMMONED else name
 
     @property
     def _use_full_prec_in_eval(self) -> bool:
@@ -681,7 +734,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
                 "on the outermost wrapped module"
             )
         for wrapper in self.fsdp_modules(self):
-            if wrapper.sharding_strategy in _HYBRID:
+            if wrapper.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
                 raise AssertionError(
                     f"register_comm_hook(): {wrapper._fsdp_unit.name} has {wrapper.sharding_strategy}; communication "
                     "hooks are not supported for hybrid strategies"
@@ -846,7 +899,7 @@ def _unit_policy(
 
 
 def _check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
-    if strategy not in _HYBRID:
+    if strategy not in HYBRID_SHARDING_STRATEGIES:
         if isinstance(group, tuple):
             raise ValueError(f"a pair of process groups is for hybrid strategies, and sharding_strategy is {strategy}")
         return

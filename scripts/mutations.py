@@ -23,6 +23,7 @@ LAYOUT = ("tests/test_layout.py",)
 AGREEMENT = ("tests/test_agreement.py",)
 CLIP = ("tests/test_clip.py",)
 COMM_HOOKS = ("tests/test_comm_hooks.py",)
+NAMES = ("tests/test_names.py",)
 GRAD_SCALER = ("tests/test_grad_scaler.py",)
 CASTS = ("tests/test_precision_casts.py",)
 REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
@@ -35,6 +36,20 @@ def _tests(file: str, *names: str) -> tuple[str, ...]:
 
 
 MUTATIONS = [
+    Mutation(
+        "fsdp/fully_sharded_data_parallel.py",
+        "    HandleTrainingState,\n    LocalOptim",
+        "    LocalOptim",
+        "a name that torch's module has is not where users look for it",
+        NAMES,
+    ),
+    Mutation(
+        "fsdp/checkpoint/methods.py",
+        'prefix: str = "", keep_vars: bool = False\n    ) -> dict',
+        'keep_vars: bool = False, prefix: str = ""\n    ) -> dict',
+        "a method's arguments come in another order than torch's",
+        NAMES,
+    ),
     Mutation(
         "fsdp/flat/layout.py",
         "offset=_round_up(numel, param_multiple)",

@@ -52,7 +52,9 @@ class StateDictMethods(nn.Module):
     def _state_dict_settings(self) -> StateDictSettings:
         return StateDictSettings(self._state_dict_type, self._state_dict_config, self._optim_state_dict_config)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """The state of the wrapped module under its original names, in the form that ``set_state_dict_type`` chose.
 
         All ranks have to call it alike, and not in the middle of a forward or backward. ``state_dict()`` of a module
@@ -74,11 +76,15 @@ class StateDictMethods(nn.Module):
         Raises:
             RuntimeError: a forward or backward is under way; or ``LOCAL_STATE_DICT`` with a device mesh.
         """
-        prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         with collecting(self):
-            destination: dict[str, Any] = super().state_dict(*args, **kwargs)
-        strip_wrapper(destination, prefix)
-        return destination
+            state: dict[str, Any] = super().state_dict(
+                *args,
+                destination=destination,  # type: ignore[arg-type]  # torch's own default is None
+                prefix=prefix,
+                keep_vars=keep_vars,
+            )
+        strip_wrapper(state, args[1] if len(args) > 1 and not prefix else prefix)
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what ``state_dict()`` gives, or a plain module's or torch's FSDP1's.

@@ -52,10 +52,10 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     which looks for exact types (optimizers, serialisation) sees nothing special.
     """
 
-    def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> FlatParameter:
+    def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> FlatParameter:
         if cls is not FlatParameter:
             raise TypeError("FlatParameter cannot be subclassed")
-        flat: Any = nn.Parameter(data, requires_grad=requires_grad)
+        flat: Any = nn.Parameter(torch.empty(0) if data is None else data, requires_grad=requires_grad)
         flat._is_flat_param = True
         flat._fsdp_flattened = True
         return flat
