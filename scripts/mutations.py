@@ -83,6 +83,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/collectives.py",
+        "tensor if tensor.dtype in _TRAVEL_AS_THEY_ARE else tensor.view(torch.uint8)",
+        "tensor",
+        "float8 and unsigned parameters are given to the backend in their own dtypes, which gloo has no type for",
+        _tests("precision", "fd28_what_gloo_has_no_type_for_travels_as_bytes"),
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
         "        for work in works:\n            wait_for(work",
         "        for work in works[:0]:\n            wait_for(work",
         "a collective is not waited for",

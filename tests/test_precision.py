@@ -9,6 +9,7 @@ double count shows. The order of arithmetic is the engine's on 1 and 2 ranks, an
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import nullcontext
 from copy import deepcopy
@@ -20,7 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp import (
+    CPUOffload,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from tests.harness.models import ZOO, Case
 from tests.harness.oracle import (
     OPTIMIZERS,
@@ -217,3 +225,60 @@ def without(tensors: Any, names: set[str]) -> dict[str, Any]:
     return {
         name: value for name, value in tensors.items() if name.rpartition("/")[0] not in names and name not in names
     }
+
+
+# Frozen parameters and buffers in dtypes that gloo has no type for: quantised weights, for instance. All are one byte
+# or more per element, and nothing ever adds them up.
+WITHOUT_A_TYPE = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.uint32, torch.uint64]
+
+
+class Quantised(nn.Module):
+    """A trainable layer times what a frozen parameter and a buffer add up to; their values depend on the rank."""
+
+    def __init__(self, dtype: torch.dtype, rank: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.codes = nn.Parameter((torch.arange(7) + rank).to(dtype), requires_grad=False)
+        self.register_buffer("table", (torch.arange(4) + rank).view(2, 2).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * (self.codes.to(x.dtype).sum() + self.table.to(x.dtype).sum())
+
+
+@pytest.mark.parametrize("way", ["native", "direct"])
+def test_fd28_what_gloo_has_no_type_for_travels_as_bytes(way: str) -> None:
+    """FD28: synchronised, gathered for forward, summoned, saved and loaded, from all ranks and from rank 0."""
+    run_ranks(2, train_and_save_quantised, way)
+
+
+def train_and_save_quantised(way: str) -> None:
+    os.environ["FSDP_COLLECTIVES"] = way
+    rank = dist.get_rank()
+    for dtype, use_orig_params in itertools.product(WITHOUT_A_TYPE, (False, True)):
+        plain, what = Quantised(dtype, 0), f"{dtype}, use_orig_params={use_orig_params}"
+        ours = FullyShardedDataParallel(
+            Quantised(dtype, rank), use_orig_params=use_orig_params, sync_module_states=True
+        )
+        other = FullyShardedDataParallel(Quantised(dtype, rank + 1), use_orig_params=use_orig_params)
+        plain.load_state_dict(ours.state_dict())
+        assert torch.equal(plain.codes, Quantised(dtype, 0).codes) and torch.equal(
+            plain.table, Quantised(dtype, 0).table
+        )
+        x = torch.ones(2, 3)
+        assert torch.equal(ours(x), plain(x)), what
+        ours(x).sum().backward()
+        with FullyShardedDataParallel.summon_full_params(ours):
+            assert_bit_equal(dict(ours.named_parameters()), dict(plain.named_parameters()), what)
+        for kind, config in (
+            (StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)),
+            (StateDictType.SHARDED_STATE_DICT, None),
+            (StateDictType.LOCAL_STATE_DICT, None),
+        ):
+            with torch.no_grad():
+                other.load_state_dict(Quantised(dtype, rank + 1).state_dict())
+            for model in (ours, other):
+                FullyShardedDataParallel.set_state_dict_type(model, kind, config)
+            other.load_state_dict(ours.state_dict())
+            for model in (ours, other):
+                FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
+            assert_bit_equal(other.state_dict(), plain.state_dict(), f"{what}, {kind}")

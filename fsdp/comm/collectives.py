@@ -28,6 +28,8 @@ from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
+_TRAVEL_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_TRAVEL_AS_THEY_ARE |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
 # What the collective being issued is for ("gather blocks.3", ...), or None; recorders read it.
 current_label: str | None = None
@@ -522,8 +524,11 @@ def group_ranks(group: Any) -> list[int]:
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as the backends know it: complex numbers travel as pairs."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+    """The tensor, 1-D, as every backend knows it: complex numbers travel as pairs, and what some backend has no type
+    for (float8, int16, uint16 to uint64) as bytes. Frozen parameters and buffers have these; nothing adds them up."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor).view(-1)
+    return tensor if tensor.dtype in _TRAVEL_AS_THEY_ARE else tensor.view(torch.uint8)
 
 
 def _backend(group: Any, device: torch.device) -> str:
