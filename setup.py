@@ -16,6 +16,7 @@ setup(
     extras_require={
         "test": ["pytest>=8", "numpy"],
         "examples": ["tqdm", "numpy"],
+        "libraries": ["transformers>=4.40", "peft>=0.10"],  # for tests/test_libraries.py, which is skipped without
         "dev": ["ruff==0.17.5", "mypy==2.4.1"],
     },
     classifiers=[

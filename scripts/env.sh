@@ -1,5 +1,5 @@
-# Sourced by the other scripts: `ensure_env demo` or `ensure_env test` makes .venv at the repository root, with what that
-# kind needs, and sets `python` to its interpreter. It installs only when something is missing, so later runs need no
+# Sourced by the other scripts: `ensure_env demo`, `ensure_env test` or `ensure_env libraries` (test, and what others wrote
+# for it to be tested with) makes .venv at the repository root, with what that kind needs, and sets `python` to its interpreter. It installs only when something is missing, so later runs need no
 # network. PYTHON=/path/to/python3 chooses the interpreter that .venv is made from.
 # shellcheck shell=bash
 
@@ -33,7 +33,8 @@ ensure_env() {
   case "$kind" in
     demo) extras="examples" ;;
     test) extras="test,examples,dev" ;;
-    *) echo "error: ensure_env takes demo or test, got '$kind'" >&2; return 1 ;;
+    libraries) extras="test,examples,dev,libraries" ;;
+    *) echo "error: ensure_env takes demo, test or libraries, got '$kind'" >&2; return 1 ;;
   esac
   python="$venv/bin/python"
   stamp="$venv/.installed-$kind"

@@ -626,6 +626,7 @@ def _memory() -> None:
             held(0, "cleared after an unsynchronised pass")
 
 
+@pytest.mark.serial  # it waits a limited time for what threads hold
 @pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
 def test_memory_of_accumulated_gradients() -> None:
     """R27: the full gradients while they are not reduced, then a shard of them, and nothing once cleared."""

@@ -1811,6 +1811,7 @@ def _growth() -> None:
         assert growth() < 500_000, f"{growth():,} bytes more after faults, {describe(mode)}"
 
 
+@pytest.mark.serial  # it waits a limited time for what threads hold
 @pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
 def test_faults_leave_no_memory_behind() -> None:
     """R48"""

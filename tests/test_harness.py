@@ -93,6 +93,7 @@ def fail_alone_in_a_collective() -> None:
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.serial  # it has a time limit
 def test_pool_does_not_wait_for_ranks_that_wait_for_the_failed_one() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of 2 failed:(?s:.*)ValueError: no batch left"):
@@ -111,6 +112,7 @@ def kill_rank_one() -> str:
     return "nothing noticed"
 
 
+@pytest.mark.serial  # it has a time limit
 def test_pool_names_the_signal_of_a_dead_rank_at_once() -> None:
     start = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank 1 of 2 was killed by SIGKILL\n  . last words") as caught:

@@ -1,0 +1,353 @@
+"""Runs the test suite in two pytest processes side by side, with the type checker beside them.
+
+    python scripts/run_tests.py [-x] [--quick] [--workers N] [--no-types] [FILE ...]
+
+Most of the suite's time is waiting: ranks for each other, and everything for time limits that have to pass. So files
+are handed out to several pytest processes, the longest first; each keeps its rank processes from file to file. Tests
+marked `serial` come last, when nothing else runs. A failure is shown in full as soon as it happens; the run goes on,
+unless -x ends it there. The last line counts as pytest's does. Exits with 0 only if at least one test passed, none
+failed, every collected test was run, and the type checker found nothing.
+
+For one file or one test use pytest itself: `bash scripts/test.sh tests/test_layout.py -k gaps`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.harness.handout import PIPE, SERIAL, Ask, Collected, Done, Report, Started  # noqa: E402
+
+# Seconds of the files that take longest, roughly: only their order matters. A file that is not here counts as SHORT.
+COSTS: dict[str, float] = {
+    "tests/test_examples.py": 158,
+    "tests/test_parity.py": 76,
+    "tests/test_async_save.py": 63,
+    "tests/test_reliability_numerics.py": 60,
+    "tests/test_stages.py": 50,
+    "tests/test_checkpoints.py": 46,
+    "tests/test_backward.py": 41,
+    "tests/test_lifecycle.py": 34,
+    "tests/test_precision.py": 29,
+    "tests/test_store.py": 29,
+    "tests/test_streams.py": 29,
+    "tests/test_agreement.py": 27,
+    "tests/test_harness.py": 24,
+    "tests/test_accumulation.py": 18,
+    "tests/test_precision_values.py": 17,
+    "tests/test_communication.py": 16,
+    "tests/test_full_params.py": 16,
+    "tests/test_reduce_unused.py": 12,
+    "tests/test_reliability_faults.py": 10,
+}
+SHORT = 5.0
+
+# The answer within a minute: what most mistakes break first.
+QUICK = [
+    "tests/test_architecture.py",
+    "tests/test_api.py",
+    "tests/test_layout.py",
+    "tests/test_members.py",
+    "tests/test_wrap.py",
+    "tests/test_wrapper.py",
+    "tests/test_errors.py",
+    "tests/test_optim_state.py",
+    "tests/test_state_dict.py",
+    "tests/test_interplay.py",
+    "tests/test_clip.py",
+    "tests/test_ragged.py",
+    "tests/test_names.py",
+]
+
+PATIENCE = 15.0  # seconds that a pytest process gets to end after it was interrupted
+
+
+class Queue:
+    """Which part of the suite goes to which process. Serial parts go out one by one, when nothing else runs."""
+
+    def __init__(self, busy: int = 0) -> None:
+        self._changed = threading.Condition()
+        self._parts: dict[str, int] | None = None  # all, with their numbers of tests
+        self._parallel: list[str] = []
+        self._serial: list[str] = []
+        self._busy = busy  # parts that run, and other work that serial tests must not have beside them
+        self.stopped = False
+
+    def offer(self, parts: dict[str, int]) -> None:
+        with self._changed:
+            if self._parts is None:
+                self._parts = parts
+                self._serial = sorted(name for name in parts if name.endswith(f" {SERIAL}"))
+                rest = sorted(set(parts) - set(self._serial))
+                self._parallel = sorted(rest, key=lambda name: COSTS.get(name, SHORT), reverse=True)
+            elif parts != self._parts:
+                different = sorted(name for name, _ in set(parts.items()) ^ set(self._parts.items()))
+                raise RuntimeError(f"the processes collected different tests in {', '.join(different)}")
+
+    def take(self) -> str | None:
+        with self._changed:
+            while not self.stopped and not self._parallel and self._serial and self._busy:
+                self._changed.wait()
+            waiting = self._parallel or self._serial
+            if self.stopped or not waiting:
+                return None
+            self._busy += 1
+            return waiting.pop(0)
+
+    def done(self) -> None:
+        with self._changed:
+            self._busy -= 1
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self.stopped = True
+            self._changed.notify_all()
+
+    @property
+    def left(self) -> bool:
+        """True until everything has been handed out, and before anything is known."""
+        with self._changed:
+            return not self.stopped and (self._parts is None or bool(self._parallel or self._serial))
+
+    def number_of_parts(self) -> int:
+        with self._changed:
+            return len(self._parts or {})
+
+    def number_of_tests(self) -> int:
+        with self._changed:
+            return sum((self._parts or {}).values())
+
+
+@dataclass
+class Results:
+    """What happened, and its printing. Methods may be called from any thread."""
+
+    stop_at_failure: bool
+    queue: Queue
+    outcomes: Counter[str] = field(default_factory=Counter)
+    tests: set[str] = field(default_factory=set)
+    failures: list[str] = field(default_factory=list)  # one line each
+    skips: Counter[str] = field(default_factory=Counter)
+    slowest: list[tuple[float, str]] = field(default_factory=list)
+    costs: dict[str, float] = field(default_factory=dict)
+    start: float = field(default_factory=time.monotonic)
+    _printing: threading.Lock = field(default_factory=threading.Lock)
+
+    def report(self, report: Report) -> None:
+        with self._printing:
+            self.outcomes[report.outcome] += 1
+            self.tests.add(report.test)
+            self.slowest = sorted([*self.slowest, (report.seconds, report.test)], reverse=True)[:10]
+            if report.outcome == "skipped":
+                self.skips[f"{report.test.partition('::')[0]}: {report.text}"] += 1
+        if report.outcome in ("failed", "error", "xpassed"):
+            self.fail(f"{report.outcome.upper()} {report.test}", report.text or "it passed, marked as a known failure")
+
+    def fail(self, line: str, text: str) -> None:
+        with self._printing:
+            self.failures.append(line)
+            print(f"\n{_rule(line, '_')}\n{text}\n", flush=True)
+        if self.stop_at_failure:
+            self.queue.stop()
+
+    def finished(self, part: str, outcomes: Counter[str], seconds: float) -> None:
+        with self._printing:
+            self.costs[part] = seconds
+            total = str(self.queue.number_of_parts())
+            print(
+                f"[{len(self.costs):{len(total)}}/{total}] {part:<42} {_count(outcomes)} in {seconds:.1f} s", flush=True
+            )
+
+    def conclude(self) -> int:
+        """Print the summary; the exit code."""
+        ran, collected = len(self.tests), self.queue.number_of_tests()
+        if ran < collected and not self.queue.stopped:
+            self.failures.append(f"ERROR {collected - ran} collected tests did not run")
+        print(_rule("slowest tests", "="))
+        for seconds, test in self.slowest:
+            print(f"{seconds:8.1f} s  {test}")
+        if self.skips or self.failures:
+            print(_rule("short test summary", "="))
+        for reason, count in sorted(self.skips.items()):
+            print(f"SKIPPED [{count}] {reason}")
+        print(*self.failures, sep="\n", end="\n" if self.failures else "")
+        if self.queue.stopped:
+            print(f"stopped early: {ran} of {collected} tests were run")
+        seconds = time.monotonic() - self.start
+        minutes = f" ({int(seconds) // 60}:{int(seconds) % 60:02d})" if seconds >= 60 else ""
+        print(_rule(f"{_count(self.outcomes)} in {seconds:.2f}s{minutes}", "="), flush=True)
+        if not self.outcomes["passed"]:
+            print("no test passed: nothing has been shown")
+        return int(bool(self.failures) or not self.outcomes["passed"] or self.queue.stopped)
+
+
+def _count(outcomes: Counter[str]) -> str:
+    order = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
+    found = [
+        f"{outcomes[kind]} {kind}{'s' * (kind == 'error' and outcomes[kind] > 1)}" for kind in order if outcomes[kind]
+    ]
+    return ", ".join(found) or "no tests ran"
+
+
+def _rule(text: str, line: str) -> str:
+    return f" {text} ".center(100, line)
+
+
+class Worker:
+    """One place for a pytest process: a new one takes over where one died."""
+
+    def __init__(self, number: int, queue: Queue, results: Results, arguments: Sequence[str], folder: Path) -> None:
+        self._number, self._queue, self._results = number, queue, results
+        self._arguments, self._log = arguments, folder / f"worker{number}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._collected = False
+        self._part: str | None = None
+        self._test = ""
+
+    def run(self) -> None:
+        try:
+            while self._queue.left and self._run_process():
+                pass
+        except Exception as error:  # a thread's error is shown and ends the run like any other failure
+            self._results.fail(f"ERROR worker {self._number}", repr(error))
+            self._queue.stop()
+
+    def _run_process(self) -> bool:
+        """One pytest process from start to end. False if another one would have no better luck."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=auto", "-p", "tests.harness.handout", *self._arguments]
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        with open(self._log, "wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=REPOSITORY,
+                env={**os.environ, "PYTHONPATH": path, PIPE: str(theirs.fileno())},
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        theirs.close()
+        self._collected, self._part, self._test = False, None, ""
+        with Connection(ours.detach()) as pipe:
+            try:
+                self._serve(pipe)
+            except (EOFError, ConnectionError):
+                pass
+        code = self._process.wait()
+        if self._part is not None:
+            self._queue.done()
+        if self._queue.stopped or (code in (0, 1) and self._part is None):  # 0: all passed, 1: some failed
+            return False
+        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        doing = f"in {self._test}" if self._test else f"in {self._part}" if self._part else "between files"
+        if not self._collected:
+            doing = "while it collected the tests"
+        self._results.fail(f"ERROR pytest {ended} {doing}", self._log.read_text(errors="replace")[-20_000:])
+        if not self._collected:
+            self._queue.stop()
+        return self._collected
+
+    def _serve(self, pipe: Connection) -> None:
+        outcomes: Counter[str] = Counter()
+        start = time.monotonic()
+        while True:
+            message = pipe.recv()
+            match message:
+                case Collected():
+                    self._queue.offer(message.parts)
+                    self._collected = True
+                case Ask():
+                    self._part, self._test = self._queue.take(), ""
+                    outcomes, start = Counter(), time.monotonic()
+                    pipe.send(self._part)
+                case Started():
+                    self._test = message.test
+                case Report():
+                    outcomes[message.outcome] += 1
+                    self._results.report(message)
+                case Done():
+                    assert self._part is not None
+                    self._results.finished(self._part, outcomes, time.monotonic() - start)
+                    self._part, self._test = None, ""
+                    self._queue.done()
+
+    def interrupt(self) -> None:
+        """End the process as Ctrl-C does, so that it ends its ranks and removes their files; if that fails, kill it."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+
+
+def check_types(queue: Queue, results: Results) -> None:
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode:
+        results.fail("ERROR mypy", done.stdout + done.stderr)
+    else:
+        print(f"mypy: {done.stdout.strip()}", flush=True)
+    queue.done()
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-x", "--exitfirst", action="store_true", help="end the run at the first failure")
+    parser.add_argument("--quick", action="store_true", help="a choice of files that takes about a minute")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="pytest processes side by side (2)")
+    parser.add_argument("--no-types", action="store_true", help="without the type checker")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="test files (default: all)")
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error(f"--workers must be at least 1, got {options.workers}")
+    if options.quick and options.files:
+        parser.error("--quick chooses the files itself")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    chosen = QUICK if options.quick else options.files
+    arguments = [*chosen, *(["-x"] if options.exitfirst else [])]
+    queue = Queue(busy=0 if options.no_types else 1)
+    results = Results(options.exitfirst, queue)
+    with tempfile.TemporaryDirectory(prefix="run-tests-") as folder:
+        workers = [Worker(i, queue, results, arguments, Path(folder)) for i in range(options.workers)]
+        threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
+        if not options.no_types:
+            threads.append(threading.Thread(target=check_types, args=(queue, results), daemon=True))
+        try:
+            for thread in threads:
+                thread.start()
+            while any(thread.is_alive() for thread in threads) and not queue.stopped:
+                threads[0].join(0.2) if threads[0].is_alive() else time.sleep(0.2)
+        except KeyboardInterrupt:
+            results.failures.append("interrupted")
+            queue.stop()
+        if queue.stopped:
+            for worker in workers:
+                worker.interrupt()
+        for thread in threads:
+            thread.join()
+    return results.conclude()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""pytest plugin of `scripts/run_tests.py`: a pytest process that takes the files it runs from a queue outside.
+
+Loaded with `-p tests.harness.handout` and a pipe's number in HANDOUT_PIPE. After collection it says which parts there
+are, then asks for one part after another, runs it as pytest would, and tells every report. A part is a file's tests, in
+their order, without those marked `serial`, or those alone: tests that must not have the machine's load of another
+process beside them.
+
+Messages to the parent are `Collected`, `Ask` (answered with a part's name, or None at the end), `Started`, `Report` and
+`Done`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import pytest
+
+PIPE = "HANDOUT_PIPE"
+SERIAL = "serial"  # the marker, and what ends the name of a part that holds such tests
+
+
+@dataclass(frozen=True)
+class Collected:
+    parts: dict[str, int]  # number of tests by the name of their part
+
+
+@dataclass(frozen=True)
+class Ask:
+    pass
+
+
+@dataclass(frozen=True)
+class Started:
+    test: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """One outcome that counts, in pytest's words: "passed", "failed", "error", "skipped", "xfailed", "xpassed"."""
+
+    test: str
+    outcome: str
+    text: str  # what pytest shows of a failure, or why it was skipped
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Done:
+    part: str
+
+
+class Handout:
+    def __init__(self, config: pytest.Config, pipe: Connection) -> None:
+        self.config, self.pipe = config, pipe
+        self._seconds = 0.0  # of the running test, so far
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        if session.testsfailed:
+            raise session.Interrupted(f"{session.testsfailed} errors during collection")
+        parts: dict[str, list[pytest.Item]] = {}
+        for item in session.items:
+            parts.setdefault(part_of(item), []).append(item)
+        self.pipe.send(Collected({name: len(items) for name, items in parts.items()}))
+        while (name := self._ask()) is not None:
+            items = parts[name]
+            for item, following in zip(items, [*items[1:], None]):
+                self.pipe.send(Started(item.nodeid))
+                self.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+                if session.shouldfail:
+                    raise session.Failed(session.shouldfail)
+                if session.shouldstop:
+                    raise session.Interrupted(session.shouldstop)
+            self.pipe.send(Done(name))
+        return True
+
+    def _ask(self) -> str | None:
+        self.pipe.send(Ask())
+        return self.pipe.recv()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
+        yield
+        self._seconds = report.duration + (0.0 if report.when == "setup" else self._seconds)
+        outcome, _, _ = self.config.hook.pytest_report_teststatus(report=report, config=self.config)
+        if outcome:
+            self.pipe.send(Report(report.nodeid, outcome, _text(report), self._seconds))
+
+
+def part_of(item: pytest.Item) -> str:
+    file = item.nodeid.partition("::")[0]
+    return f"{file} {SERIAL}" if item.get_closest_marker(SERIAL) else file
+
+
+def _text(report: pytest.TestReport) -> str:
+    if report.passed:
+        return ""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        return report.longrepr[2]
+    sections = "".join(f"\n--- {title} ---\n{content.rstrip()}" for title, content in report.sections)
+    return report.longreprtext + sections
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("collectonly"):
+        config.pluginmanager.register(Handout(config, Connection(int(os.environ[PIPE]))), "handout")
