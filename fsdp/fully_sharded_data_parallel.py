@@ -152,7 +152,8 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         param_init_fn: called on each module of a unit that has meta parameters or buffers, to give that module's own
             ones memory and values; without it, ``reset_parameters()`` of each module is.
         device_id: where the parameters are moved before they are flattened, and where the unit computes: anything that
-            ``torch.device()`` accepts. Without it they stay where they are.
+            ``torch.device()`` accepts. Without it they stay where they are if that is an accelerator; parameters on
+            CPU are moved to the accelerator's current device, with a warning, where there is one.
         sync_module_states: give parameters and buffers the values that rank 0 of the group has.
         forward_prefetch: changes nothing: with or without it, ``forward_prefetch_distance`` units are gathered before
             the current one computes.
@@ -310,7 +311,8 @@ class FullyShardedDataParallel(StateDictMethods, _State):
                 for wrapper in inner:
                     wrapper._parent_is_built = False
             owned = owned_params(module, ignored, unit_name)
-            self.compute_device = move_to(module, owned, ignored, device_id)
+            devices = [wrapper.compute_device for wrapper in inner]
+            self.compute_device: torch.device = move_to(module, owned, ignored, device_id, devices)
             if sync_module_states:
                 synchronize(module, owned, self.process_group)
             buckets: list[tuple[Any, BucketViews]] = []

@@ -73,7 +73,8 @@ class ShardedGradScaler(GradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None
-            return (outputs * self._scale.to(outputs.device, non_blocking=True)).to(outputs.dtype)
+            there = self._scale.to(outputs.device, non_blocking=outputs.device.type != "cpu")  # the CPU reads at once
+            return (outputs * there).to(outputs.dtype)
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
             if not isinstance(outputs, (list, tuple)):

@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp.flat.flat_param as flat_param_module
-from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, full_params
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.collectives import Communicator
 from fsdp.flat.flat_param import FlatParamHandle, MemoryPool
+from fsdp.runtime import hooks
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
+from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.pool import run_ranks
@@ -144,6 +146,38 @@ def test_what_makes_a_host_wait_is_noted() -> None:
         torch.accelerator.synchronize()
     noted = [text.partition(" at ")[0] for text in tracer.host_synchronisations]
     assert noted == ["aten._local_scalar_dense.default", "aten.index.Tensor", "synchronize"]
+
+
+def trace_backward_on_other_streams() -> list[list[str]]:
+    """A leaf's hook that does not order itself, one whose caller's stream reads what it made, and forwards' nodes."""
+    found = []
+    for reads_in_hook, reads_after in ((True, False), (False, True)):
+        with trace_streams(check=False) as tracer:
+            streams, other = tracer.streams, SimulatedStream("other")
+            leaf, memory, made = torch.ones(3, requires_grad=True), torch.zeros(3), []
+            with tracer.on(other):
+                node = hooks.accumulator_of(leaf)
+
+            def hook(param: Tensor) -> None:
+                made.append(memory.clone() if reads_in_hook else param.detach().clone())  # noqa: B023
+
+            hooks.on_accumulated(leaf, hook)
+            loss = leaf.square().sum()
+            with streams.on_reduce_stream():
+                memory.add_(1) if reads_in_hook else None
+            tracer.races.clear()
+            loss.backward()
+            if reads_after:
+                made[0].clone()  # the caller has waited for the leaves' streams
+            del node
+        found.append(tracer.races)
+    return found
+
+
+def test_autograd_runs_a_node_on_the_stream_it_was_made_on() -> None:
+    unordered, ordered = trace_backward_on_other_streams()
+    assert len(unordered) == 1 and "aten.clone.default on the other stream" in unordered[0]
+    assert ordered == []
 
 
 def trace_collectives() -> tuple[list[str], list[str]]:
@@ -565,6 +599,73 @@ def test_no_race_on_a_stream_that_the_user_made_current() -> None:
     assert run_ranks(1, trace_other_stream) == [[]]
 
 
+def strays(model: nn.Module, stream: SimulatedStream) -> list[str]:
+    """The units that have leaves whose hooks run on another stream."""
+    return [
+        unit.name
+        for _, unit, _ in units_in(model)
+        if any(node.metadata["stream"] is not stream for _, node in unit._accumulators.values())
+    ]
+
+
+def trace_wrapped_elsewhere(use_orig_params: bool) -> tuple[list[str], list[str]]:
+    """Wrapped on one stream and trained on another; some layers are unfrozen on a third."""
+    force_sharded()
+    with trace_streams(check=False) as tracer:
+        streams, other, third = tracer.streams, SimulatedStream("wrapping"), SimulatedStream("third")
+        with tracer.on(other):
+            training = Training(tracer, Tower(), use_orig_params=use_orig_params)
+            made = streams.record()
+        streams.wait(made)
+        training.steps()
+        found = strays(training.model, tracer.compute)
+        training.accumulation()
+        pending = training.loss()  # its graph holds the nodes of the stream it was made on
+        before = streams.record()
+        with tracer.on(third):
+            streams.wait(before)
+            pending.backward()
+            del pending
+            for name, param in training.model.named_parameters():
+                if "base" in name:
+                    param.requires_grad_(True)
+            training.steps()
+            training.failures()
+            found += strays(training.model, third)
+            after = streams.record()
+        streams.wait(after)
+        training.steps()
+        training.accumulation()
+    return tracer.races, found
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_no_race_wherever_the_model_was_wrapped(use_orig_params: bool) -> None:
+    """FD61: autograd runs a leaf's hook on the stream on which its accumulator was made, which is made anew."""
+    ((races, found),) = run_ranks(1, trace_wrapped_elsewhere, use_orig_params)
+    assert not races, "\n".join(races)
+    assert not found
+
+
+def trace_unshard_elsewhere() -> list[str]:
+    force_sharded()
+    with trace_streams(check=False) as tracer:
+        training = Training(tracer, Tower())
+        training.steps()
+        streams = tracer.streams
+        before = streams.record()
+        with tracer.on(SimulatedStream("side")):
+            streams.wait(before)
+            training.model._unshard(async_op=True).wait()
+        training.steps()
+    return tracer.races
+
+
+def test_each_stream_waits_for_a_gather_before_it_reads() -> None:
+    """FD62: a side stream has waited for the gather, and the forward's has not."""
+    assert run_ranks(1, trace_unshard_elsewhere) == [[]]
+
+
 def trace_joining() -> list[str]:
     force_sharded()
     with trace_streams(check=False) as tracer:
@@ -708,13 +809,29 @@ def trace_offloaded(strategy: ShardingStrategy, use_orig_params: bool, broken: s
                 training.loss()
             update(average)
             training.skipped = {step}
+        if broken is None:
+            for read in (
+                training.loss,  # no backward follows
+                lambda: training.model._unshard(async_op=True).wait(),
+                lambda: [param.sum() for _, param in full_params(training.model)],
+                training.model.state_dict,
+                partial(read_summoned, training.model),
+            ):
+                read()
+                update(average)
     return tracer.races
+
+
+def read_summoned(model: FSDP) -> None:
+    with FSDP.summon_full_params(model, writeback=False):
+        pass
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 def test_the_host_waits_before_it_touches_what_is_offloaded(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """O1, Y66, R37: gradients have arrived before the optimizer reads them, shards are read before it writes them."""
+    """O1, Y66, R37, FD60: gradients have arrived before the optimizer reads them, shards are read before anybody writes
+    them, also where no backward follows."""
     assert run_ranks(1, trace_offloaded, strategy, use_orig_params, None) == [[]]
     for broken in ("settle", "on_host"):
         assert run_ranks(1, trace_offloaded, strategy, use_orig_params, broken) != [[]], broken

@@ -8,6 +8,9 @@ own stream recording, the same bytes are used at every step, and the host never 
 Three streams take part: the compute stream (whatever is current when the user's code runs), one for gathers and one for
 reductions. On CPU there are none: a collective is an asynchronous ``Work``, launched before the compute that hides it
 and waited for at its first use.
+
+Autograd runs a hook on the stream on which its node was made, and a leaf's node may be older than the training: so the
+engine does what it does to gradients on the stream of the forward, ``joined`` with the hook's.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 
 Event = Any  # torch.Event, or None on devices without streams
+Stream = Any  # torch.Stream, or None on devices without streams
 
 _NOWHERE_ELSE: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -39,11 +43,20 @@ class HostStreams:
     def on_device(self) -> AbstractContextManager[None]:
         return _NOWHERE_ELSE
 
+    def current(self) -> Stream:
+        return None
+
+    def joined(self, stream: Stream) -> AbstractContextManager[None]:
+        return _NOWHERE_ELSE
+
     def record(self) -> Event:
         return None
 
     def wait(self, event: Event) -> None:
         return None
+
+    def upload(self, tensor: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
+        return tensor
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return tensor, None
@@ -61,8 +74,9 @@ class AcceleratorStreams:
     asynchronous_work = False  # collectives run on the stream that is current when they are called
 
     def __init__(self, device: torch.device) -> None:
-        self._gather = torch.Stream(device, priority=-1)  # a gather that queues behind the compute stalls everything
-        self._reduce = torch.Stream(device)
+        # What queues behind the compute stalls everything: a gather, and a reduction that a gather comes after, since a
+        # communicator keeps the order in which its collectives were issued.
+        self._gather, self._reduce = torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
         self._device = device
 
     def on_gather_stream(self) -> AbstractContextManager[None]:
@@ -75,14 +89,38 @@ class AcceleratorStreams:
         """The device is the current one inside: for what torch.distributed puts on whatever device that is."""
         return self._on(torch.accelerator.current_stream(self._device))
 
+    def current(self) -> Stream:
+        """The stream that is current now."""
+        return torch.accelerator.current_stream(self._device)
+
+    @contextlib.contextmanager
+    def joined(self, stream: Stream) -> Iterator[None]:
+        """``stream`` is the current one inside. It follows what the one that is current now was given before, and that
+        follows what ``stream`` is given inside. None: the current stream."""
+        before = self.current()
+        if stream is None or stream == before:
+            yield
+            return
+        stream.wait_stream(before)
+        try:
+            with self._on(stream):
+                yield
+        finally:
+            before.wait_stream(stream)
+
     def record(self) -> Event:
         """An event on the stream that is current *now*; hooks may run on another stream than the forward did."""
-        return torch.accelerator.current_stream(self._device).record_event()
+        return self.current().record_event()
 
     def wait(self, event: Event) -> None:
         """The current stream, not the host, waits for ``event``."""
         if event is not None:
-            torch.accelerator.current_stream(self._device).wait_event(event)
+            self.current().wait_event(event)
+
+    def upload(self, tensor: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
+        """``tensor`` on the device, the same object if it is there. Host memory may be written only after ``settle``
+        on the gather stream, or with ``wait`` at once."""
+        return tensor.to(self._device, non_blocking=not wait)
 
     def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """A copy in host memory, and the event after which it holds the values; the host does not wait."""

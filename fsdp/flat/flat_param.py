@@ -470,14 +470,17 @@ class FlatParamHandle:
         shard = self._shard
         if self.groups.sharded:  # else it is moved and cast as it is copied
             kept, self._cast = self._cast, None
-            shard = kept if kept is not None and kept.dtype == copy.tensor.dtype else self._shard_as(copy.tensor.dtype)
+            if kept is not None and kept.dtype == copy.tensor.dtype:
+                shard = kept
+            else:
+                shard = self._shard_as(copy.tensor.dtype, communicator.streams)
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
         copy.pending = communicator.gather(copy.tensor, shard, tag, watch)
 
-    def _shard_as(self, dtype: torch.dtype) -> torch.Tensor:
+    def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
-        return self._shard.to(self.device, non_blocking=True).to(dtype)
+        return streams.upload(self._shard).to(dtype)
 
     def gather_in_vain(
         self, communicator: Communicator, tag: Tag, watch: Watch | None, *, full_precision: bool
@@ -486,7 +489,7 @@ class FlatParamHandle:
         alone. Returns what to wait for and the memory to hold until then."""
         dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
         unread = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        return communicator.gather(unread, self._shard_as(dtype), tag, watch), unread
+        return communicator.gather(unread, self._shard_as(dtype, communicator.streams), tag, watch), unread
 
     def forget_cast(self) -> None:
         """The shard may have changed: the next gather casts it again."""
@@ -495,18 +498,18 @@ class FlatParamHandle:
     def wait(self) -> None:
         """The full buffer is filled when this returns (for the current stream)."""
         copy = self.copy
-        if copy.state is BufferState.GATHERING:
-            pending, copy.pending = copy.pending, None
-            assert pending is not None
-            copy.state = BufferState.UNSHARDED
-            pending.wait()
+        if copy.state in (BufferState.GATHERING, BufferState.UNSHARDED):  # another stream may have waited before
+            assert copy.pending is not None
+            if copy.state is BufferState.GATHERING:
+                copy.state = BufferState.UNSHARDED
+            copy.pending.wait()
 
     def release(self, pool: MemoryPool, last_use: Event) -> None:
         """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""
         copy = self.copy
         if copy.state is not BufferState.UNSHARDED:
             return
-        copy.state = BufferState.SHARDED
+        copy.state, copy.pending = BufferState.SHARDED, None
         assert copy.lent is not None
         pool.take_back(copy.lent, last_use)
 

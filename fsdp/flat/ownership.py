@@ -322,11 +322,17 @@ def _resets(owner: nn.Module) -> bool:
 
 
 def move_to(
-    module: nn.Module, owned: list[OwnedParam], ignored: Ignored, device_id: int | str | torch.device | None
+    module: nn.Module,
+    owned: list[OwnedParam],
+    ignored: Ignored,
+    device_id: int | str | torch.device | None,
+    inner: Iterable[torch.device] = (),
 ) -> torch.device:
-    """Move the unit's parameters and its modules' buffers to ``device_id`` if given; returns where the unit computes.
+    """Move the unit's parameters and its modules' buffers to where the unit computes, which is returned.
 
-    Parameters stay the same objects.
+    That is ``device_id`` if given, or where parameters are if not on CPU. Else a unit without parameters computes where
+    the units in it do (``inner``), and any other on the current accelerator, which is said in a warning if it has
+    parameters, or on CPU where there is none. Parameters stay the same objects.
 
     Raises:
         RuntimeError: parameters lie on several accelerator devices, or partly on one without ``device_id``.
@@ -341,10 +347,23 @@ def move_to(
             raise RuntimeError(
                 f"a unit's parameters lie on CPU and on {away[0]}: pass device_id= to move them to one device"
             )
-        return away[0] if away else torch.device("cpu")
-    target = resolve_device(device_id)
-    if target.index is not None and torch.device(device_id).index is None:
-        warnings.warn(f"device_id={device_id!r} has no index; the current device, {target}, is used", stacklevel=3)
+        if away:
+            return away[0]
+        target = default_device()
+        inner = [] if owned else sorted(set(inner), key=lambda device: device.type == "cpu")
+        if inner or target.type == "cpu":
+            return inner[0] if inner else target
+        if owned:
+            warnings.warn(
+                f"the parameters lie on CPU, and there is an accelerator: they are moved to its current device, "
+                f"{target}, and the unit computes there. Pass device_id= to say where it is to compute, "
+                "device_id='cpu' for the CPU",
+                stacklevel=3,
+            )
+    else:
+        target = resolve_device(device_id)
+        if target.index is not None and torch.device(device_id).index is None:
+            warnings.warn(f"device_id={device_id!r} has no index; the current device, {target}, is used", stacklevel=3)
     if away and away[0] != target:
         raise ValueError(
             f"device_id is {target}, but parameters lie on {away[0]}: move them there first or drop device_id"

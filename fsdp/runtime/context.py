@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp.comm.streams import Streams, streams_for
+from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.flat.flat_param import FlatParamHandle, pool_for
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import Agreements, Pass, Ticket
@@ -96,6 +97,8 @@ class TreeUnit(Protocol):
 
     def refresh(self, context: RootContext) -> None: ...
 
+    def renew_accumulators(self) -> None: ...
+
     def gather(self, context: RootContext) -> None: ...
 
     def reshard(self, context: RootContext) -> None: ...
@@ -133,6 +136,7 @@ class RootContext:
     def __init__(self, root: TreeUnit, units: Iterable[tuple[str, TreeUnit, frozenset[int]]]) -> None:
         """Takes the units over from the contexts they were in. ``units`` are (name, unit, the units around it)."""
         self.streams: Streams = streams_for(root.device)
+        self.compute: Stream = None  # that of the latest outermost forward: all that is done to gradients is done on it
         self.root = root
         self.order: ExecutionOrder[TreeUnit] = ExecutionOrder()
         self.gather_pool = pool_for(root.device, self.streams)
@@ -195,6 +199,7 @@ class RootContext:
     def _begin_forward(self, unit: TreeUnit) -> None:
         if self.failed or self.in_backward:  # the last pass ended in an error
             self._clear()
+        self._adopt_stream()
         self._forget_casts()
         for other in self.units:
             other.forget_output(self)
@@ -205,6 +210,18 @@ class RootContext:
         self.order.start(unit, backward=False)
         self._agreements.begin(Pass(f"forward of {unit.name}", unit, trains=unit.module.training))
         self.gathers_follow_compute()
+
+    def _adopt_stream(self) -> None:
+        """What the backward does to gradients, and allocates for them, will be on the stream that is current now."""
+        stream = self.streams.current()
+        if stream != self.compute:
+            self.compute = stream
+            for unit in self.units:  # autograd would run the leaves' hooks on another stream, with a warning
+                unit.renew_accumulators()
+
+    def joined(self) -> AbstractContextManager[None]:
+        """Inside, work goes to the stream that owns the gradients' memory, in order with that of the current one."""
+        return self.streams.joined(self.compute)
 
     @property
     def backward_follows(self) -> bool:
@@ -233,9 +250,9 @@ class RootContext:
         self._agreements.end(wait=False)
         for unit in list(self.gathered if not backward_follows else self.idle):
             unit.reshard(self)
+        self.settle_offloaded()  # in any case: no backward may come, and the shards may be written
         if not backward_follows:
             self._forget_casts()
-            self._settle_offloaded()
             self._trim()
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -256,7 +273,7 @@ class RootContext:
 
     def finish_backward(self) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.joined():
                 for unit in self.units:
                     unit.end_backward(self)
                 self._agreements.end(wait=True)
@@ -268,10 +285,10 @@ class RootContext:
         self.order.stop()
         self.in_backward = False
         self._forget_casts()
-        self._settle_offloaded()
+        self.settle_offloaded()
         self._trim()
 
-    def _settle_offloaded(self) -> None:
+    def settle_offloaded(self) -> None:
         """Shards in host memory may be written from here on: what the device reads of them has been read."""
         if any(handle.offload.offload_params for unit in self.units for handle in unit.handles):
             self.streams.settle()
@@ -280,8 +297,9 @@ class RootContext:
         """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet
         are dropped. Waits for nothing: other ranks may be gone. What is still under way is waited for by the next pass.
         """
-        for unit in self.units:
-            unit.reset(self)
+        with self.joined():
+            for unit in self.units:
+                unit.reset(self)
         self._agreements.forget_pass()
         self._forget_casts()
         self.order.stop()
@@ -292,9 +310,10 @@ class RootContext:
     def _clear(self) -> None:
         """Wait for what a failed pass left under way."""
         self.reset()
-        for unit in self.units:
-            unit.reshard(self)
-        self.reductions.drain(attach=False)
+        with self.joined():
+            for unit in self.units:
+                unit.reshard(self)
+            self.reductions.drain(attach=False)
         self.failed = False
         self._trim()
 

@@ -81,9 +81,12 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``; copies do not block the host where memory allows it."""
+    """``value`` with its tensors on ``device``. Whoever had them may change them at once: the host waits for a copy of
+    page-locked memory, and for one that it will read itself."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+        if tensor.device == device:
+            return tensor
+        return tensor.to(device, non_blocking=device.type != "cpu" and not tensor.is_pinned())
 
     return map_tensors(move, value)

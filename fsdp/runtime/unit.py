@@ -216,7 +216,8 @@ class Unit:
         if kind == REDUCE:
             if self._phase is Phase.IDLE:
                 self.compute_in_full_precision(context, full_precision)
-            self._reduce(context, ticket)
+            with context.joined():
+                self._reduce(context, ticket)
             return
         with context.streams.on_gather_stream():
             gathers = [
@@ -318,13 +319,20 @@ class Unit:
             views.follow()
             for visible, grad in zip(views.visible, grads):
                 visible.param.grad = None if grad is None else change(grad).detach()
+        self.renew_accumulators()
+        return self.device
+
+    def renew_accumulators(self) -> None:
+        """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
+        there. Where a graph holds an old one, it stays."""
+        hooked = set(self._accumulators)
+        self._accumulators.clear()  # a node lives as long as somebody holds it
         self._accumulators = {
             id(leaf): ((bucket, index), hooks.accumulator_of(leaf))
             for bucket, handle in enumerate(self.handles)
             for index, leaf in handle.all_leaves
-            if id(leaf) in self._accumulators
+            if id(leaf) in hooked
         }
-        return self.device
 
     # -- gathered by hand ----------------------------------------------------------------------------------------------
 
@@ -346,6 +354,7 @@ class Unit:
             self.gather(context)
             self._generation = context.generation + 1
             context.idle[self] = Idle.AHEAD
+            context.settle_offloaded()
 
         def wait() -> None:
             for handle in self.handles:
@@ -380,6 +389,7 @@ class Unit:
         self._shown = self._refuses_forward = False
         self._phase = Phase.IDLE
         self.reshard(context)
+        context.settle_offloaded()
         self.precision.cast_buffers(self.device, full_precision=self.precision.wants_full)
         context.trim_at_rest()
 
@@ -397,7 +407,7 @@ class Unit:
         gathered: list[torch.Tensor | None] = []
         for bucket, handle in enumerate(self.handles):
             assert self._communicator is not None
-            shard, tag = handle.shard.to(self.device), self._tag(bucket, "gather")
+            shard, tag = context.streams.upload(handle.shard, wait=True), self._tag(bucket, "gather")
             full = None
             if everywhere or self.groups.shard_rank == 0:
                 full = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=self.device)
@@ -720,8 +730,11 @@ def _leaf_door(unit_ref: weakref.ref[Unit], key: tuple[int, int]) -> Callable[[t
         unit = unit_ref()
         if unit is None:
             return
+        context = unit.context
+        assert context is not None
         try:
-            unit.leaf_ready(key, leaf)
+            with context.joined():
+                unit.leaf_ready(key, leaf)
         except BaseException as error:
             unit.backward_failed(error, "gradient of a parameter")
             raise

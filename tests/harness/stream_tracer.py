@@ -15,7 +15,16 @@ stamped with the clock of the stream that is current then. Reported are
   collective that hands out a work object.
 
 Memory that is offloaded belongs to the host, which is one more stream: it waits for what was fetched and for the gather
-stream, and whatever is launched after it has worked follows it.
+stream, and whatever is launched after it has worked follows it. `upload()` reads host memory on the current stream,
+and the host waits for it only where it is asked to.
+
+Autograd runs a node on the stream that was current when the node was made, and so its hooks; between two nodes on
+different streams it has the later one wait. `AccumulateGrad` nodes are made by `hooks.accumulator_of`, whatever is
+current then. What they were handed is safe from reuse (autograd records it with the allocator), and what they made is
+waited for by the caller of the backward alone, at its end. So it is here.
+
+The collectives of one group run in the order in which they were issued, whatever their streams. That is noted in their
+clocks, to judge what can overlap; no access is taken as ordered for it.
 
 A block of memory is identified by its address while something holds it, so memory that moves between storages
 (`_swap_data_ptr_`) stays one block. Blocks are whole: two parts of one block are not told apart.
@@ -26,6 +35,7 @@ A block of memory is identified by its address while something holds it, so memo
 
 from __future__ import annotations
 
+import bisect
 import linecache
 import sys
 import weakref
@@ -37,11 +47,13 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp.runtime.context as context_module
+import fsdp.runtime.hooks as hooks_module
 from fsdp.comm import collectives
 from fsdp.runtime.unit import units_in
 
@@ -150,7 +162,8 @@ class Access:
 
 
 class Collective(NamedTuple):
-    """One collective: what for, and the clock of its stream when it was issued."""
+    """One collective: what for, and what it follows: the clock of its stream when it was issued, and the collectives
+    that were issued in its group before."""
 
     label: str
     stream: SimulatedStream
@@ -205,6 +218,22 @@ class TracingStreams:
     def on_reduce_stream(self) -> Any:
         return self._tracer.on(self.reduce)
 
+    def current(self) -> SimulatedStream:
+        return self._tracer.current
+
+    @contextmanager
+    def joined(self, stream: SimulatedStream | None) -> Iterator[None]:
+        before = self._tracer.current
+        if stream is None or stream is before:
+            yield
+            return
+        stream.follow(before.clock)
+        try:
+            with self._tracer.on(stream):
+                yield
+        finally:
+            before.follow(stream.clock)
+
     def record(self) -> _Event:
         return _Event(self._tracer.current, _site(sys._getframe(1)))
 
@@ -216,6 +245,14 @@ class TracingStreams:
         self._tracer.syncs.add(sync)
         if sync not in self._tracer.drop:
             stream.follow(event.clock)
+
+    def upload(self, tensor: Tensor, *, wait: bool = False) -> Tensor:
+        if not self._tracer.is_offloaded(tensor):
+            return tensor
+        copy = tensor.clone()
+        if wait:
+            self._tracer.host.follow(self._tracer.current.clock)
+        return copy
 
     def fetch(self, tensor: Tensor) -> tuple[Tensor, _Event]:
         copy = tensor.clone()
@@ -252,12 +289,17 @@ class StreamTracer(TorchDispatchMode):
         self.drop = frozenset(drop)
         self.compute = SimulatedStream("compute")
         self.host = SimulatedStream("host")
-        self.current = self.compute
+        self._stack: list[tuple[SimulatedStream, Any]] = [(self.compute, None)]  # with the node that runs meanwhile
+        self._since: list[tuple[int, SimulatedStream]] = [(0, self.compute)]  # sequence number -> current from there on
+        self._node: Any = None  # the node that autograd ran when it was last looked at
+        self._before_node = self.compute  # where the last node that has others after it ran
+        self._leaf_streams: set[SimulatedStream] = set()  # of this backward: its caller waits for them in the end
         self.streams = TracingStreams(self)
         self.syncs: set[Sync] = set()
         self.races: list[str] = []
         self.host_synchronisations: list[str] = []
         self.collectives: list[Collective] = []
+        self._issued: dict[str, dict[SimulatedStream, int]] = {}  # group -> what its latest collective follows
         self.marks: dict[str, dict[SimulatedStream, int]] = {}  # name -> the compute stream's clock
         self._reported: set[tuple[str, str, str, str]] = set()
         self._models: list[weakref.ref[nn.Module]] = []
@@ -275,6 +317,16 @@ class StreamTracer(TorchDispatchMode):
         """No stream's allocator has `tensor`: who reuses it once it is freed is not looked at."""
         self._find(tensor.untyped_storage()).owner = None
 
+    def is_offloaded(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the shard of a unit of a watched model that lives in the host's memory."""
+        address = tensor.untyped_storage()._cdata
+        return any(
+            handle.offload.offload_params and handle.shard.untyped_storage()._cdata == address
+            for model in filter(None, (reference() for reference in self._models))
+            for _, unit, _ in units_in(model)
+            for handle in unit.handles
+        )
+
     def mark(self, name: str) -> None:
         """Note the compute stream's clock as it is now, in place of what `name` noted before."""
         self.marks[name] = dict(self.compute.clock)
@@ -286,13 +338,65 @@ class StreamTracer(TorchDispatchMode):
             more = f"\n  and {len(self.races) - 5} more" if len(self.races) > 5 else ""
             raise StreamRace("streams are not ordered:\n  " + "\n  ".join(self.races[:5]) + more)
 
+    @property
+    def current(self) -> SimulatedStream:
+        node = torch._C._current_autograd_node()
+        stream, under = self._stack[-1]
+        if node is None:
+            if self._node is not None:  # the backward is over
+                for leaf_stream in self._leaf_streams:
+                    stream.follow(leaf_stream.clock)
+                self._leaf_streams.clear()
+                self._node, self._before_node = None, stream
+            self._before_node = stream
+            return stream
+        if node is not self._node:
+            self._node = node
+            self._run(node)
+        return stream if node is under else self._stream_of(node)
+
+    def _run(self, node: Any) -> None:
+        """Autograd goes on to `node`."""
+        stream = self._stream_of(node)
+        if stream is not self._before_node:
+            stream.follow(self._before_node.clock)
+        if _accumulates(node):
+            self._leaf_streams.add(stream)
+        else:
+            self._before_node = stream
+
+    def _stream_of(self, node: Any) -> SimulatedStream:
+        if _accumulates(node):
+            return node.metadata.get("stream") or self._stack[0][0]
+        number = node._sequence_nr()
+        return self._since[bisect.bisect(self._since, number, key=lambda since: since[0]) - 1][1]
+
+    def made_accumulator(self, node: Any) -> None:
+        """The node that accumulates a leaf's gradient may just have been made."""
+        node.metadata.setdefault("stream", self.current)
+
+    def accumulated(self, leaf: Tensor) -> None:
+        """Autograd has recorded with the allocator what it handed to another stream than that which made it."""
+        if leaf.grad is not None and self._before_node is not self.current:
+            storage = _storage(leaf.grad)
+            if storage is not None:
+                self.is_host_memory(leaf.grad)
+
     @contextmanager
     def on(self, stream: SimulatedStream) -> Iterator[None]:
-        before, self.current = self.current, stream
+        self._stack.append((stream, torch._C._current_autograd_node()))
+        self._note_since(stream)
         try:
             yield
         finally:
-            self.current = before
+            self._stack.pop()
+            self._note_since(self.current)
+
+    def _note_since(self, stream: SimulatedStream) -> None:
+        number = torch.autograd._get_sequence_nr()
+        while self._since and self._since[-1][0] >= number:
+            self._since.pop()
+        self._since.append((number, stream))
 
     @contextmanager
     def on_host(self, after: dict[SimulatedStream, int]) -> Iterator[None]:
@@ -335,7 +439,12 @@ class StreamTracer(TorchDispatchMode):
         given = dict(zip([argument.name for argument in func._schema.arguments], args)) | kwargs
         if given.get("async_op", True) and not label.startswith("agree"):  # those are about numbers in host memory
             self._note_host(f"{operation} hands out a work object")
-        self.collectives.append(Collective(label, self.current, dict(self.current.clock)))
+        clock = dict(self.current.clock)
+        issued = self._issued.setdefault(_group_name(given), {})
+        for stream, time in issued.items():
+            clock[stream] = max(clock.get(stream, -1), time)
+        issued.update(clock)
+        self.collectives.append(Collective(label, self.current, clock))
         return operation
 
     def _note_host(self, operation: str) -> None:
@@ -450,6 +559,8 @@ def trace_streams(*, drop: Collection[Sync] = (), check: bool = True) -> Iterato
         _wrap_storage(stack, "resize_", lambda storage, size: tracer._resizing(storage), tracer._resized)
         for module in (torch.accelerator, torch.cuda):
             _replace(stack, module, "synchronize", lambda *_: tracer._note_host("synchronize"))
+        _replace(stack, hooks_module, "accumulator_of", _announced(hooks_module.accumulator_of, tracer))
+        _replace(stack, hooks_module, "on_accumulated", _told(hooks_module.on_accumulated, tracer))
         with tracer:
             yield tracer
         for stream in {block.owner for block in tracer._shared if block.owner is not None}:
@@ -457,6 +568,26 @@ def trace_streams(*, drop: Collection[Sync] = (), check: bool = True) -> Iterato
             tracer._settle(stream)
     if check:
         tracer.check()
+
+
+def _announced(accumulator_of: Callable[[Tensor], Any], tracer: StreamTracer) -> Callable[[Tensor], Any]:
+    def make(leaf: Tensor) -> Any:
+        node = accumulator_of(leaf)
+        tracer.made_accumulator(node)
+        return node
+
+    return make
+
+
+def _told(on_accumulated: Callable[..., Any], tracer: StreamTracer) -> Callable[..., Any]:
+    def register(leaf: Tensor, callback: Callable[[Tensor], None]) -> Any:
+        def tell(leaf: Tensor) -> None:
+            tracer.accumulated(leaf)
+            callback(leaf)
+
+        return on_accumulated(leaf, tell)
+
+    return register
 
 
 def _replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -488,6 +619,14 @@ def _wrap_storage(
 
 def _name(func: Any) -> str:
     return func._schema.name.partition("::")[2]
+
+
+def _accumulates(node: Any) -> bool:
+    return "AccumulateGrad" in node.name()
+
+
+def _group_name(given: dict[str, Any]) -> str:
+    return str(dist.ProcessGroup.unbox(given["process_group"]).group_name)
 
 
 def _schema_of(func: Any) -> _Schema:
