@@ -33,8 +33,10 @@ from fsdp.checkpoint import (
     load,
     load_plain,
     save,
+    writing,
 )
 from fsdp.checkpoint.files import Disk
+from fsdp.comm import consensus
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import assert_bit_equal
@@ -521,6 +523,76 @@ def faults_on_one_rank(root: str) -> None:
 def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
     """R47: no space, read-only, no permission, a bad `extra`; the old checkpoint is intact, and training goes on."""
     run_ranks(2, faults_on_one_rank, str(tmp_path / "run"))
+
+
+class Interrupted(Disk):
+    """Ctrl-C at the `at`-th directory or file that is made."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def _step(self) -> None:
+        self.at -= 1
+        if self.at < 0:
+            self.at = 1 << 30
+            raise KeyboardInterrupt
+
+    def make_directory(self, path: Path) -> None:
+        self._step()
+        super().make_directory(path)
+
+    def create(self, path: Path) -> BinaryIO:
+        self._step()
+        return super().create(path)
+
+
+def interrupted_on(ranks: set[int], at: int, root: str, model: nn.Module, step: int) -> None:
+    """Every rank raises, and the next save works and holds one step alone."""
+    rank = dist.get_rank()
+    with on(Interrupted(at) if rank in ranks else Disk()):
+        if rank in ranks:
+            with pytest.raises((KeyboardInterrupt, RuntimeError) if rank and 0 in ranks else KeyboardInterrupt):
+                save(root, model, extra={"step": step})
+        else:
+            with pytest.raises(RuntimeError, match=rf"rank {min(ranks)} left '.*': KeyboardInterrupt"):
+                save(root, model, extra={"step": step})
+    train(model)
+    made = save(root, model, extra={"step": step + 1})
+    assert load(root, model) == [{"step": step + 1}] * dist.get_world_size(), made
+
+
+def interruptions(root: str) -> None:
+    torch.manual_seed(3)
+    model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)))
+    world_size, step = dist.get_world_size(), 0
+    for failing in range(world_size):
+        for at in (0, 1):  # the two files of a rank; on rank 0 the directory, and its first file
+            interrupted_on({failing}, at, root, model, step := step + 2)
+    interrupted_on(set(range(world_size)), 0, root, model, step := step + 2)
+    if dist.get_rank() == 1:  # between two rounds: one rank has its answer, and does not come for the next
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(writing.Saving, "write", interrupted)
+            save(root, model)
+    else:
+        with pytest.raises(RuntimeError, match="rank 1 left 'take what is to be saved': KeyboardInterrupt"):
+            save(root, model)
+    save(root, model, extra="last", keep=1)
+    assert load(root, model) == ["last"] * world_size
+    if dist.get_rank() == 0:  # one rank left the call before when the others were through with it
+        consensus.Ranks.of(None)._side.spoil(consensus.Ranks.of(None)._place.call, "rank 0 left")
+    save(root, model, extra="after", keep=1)
+    with pytest.raises(RuntimeError, match="rank 1: it is at 'find a checkpoint' of its call"):
+        save(root, model) if dist.get_rank() == 0 else load(root, model)
+    assert load(root, model) == ["after"] * world_size
+
+
+def interrupted(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_fd09_an_interrupted_save_leaves_no_half_done_round(tmp_path: Path) -> None:
+    """FD09: an error on all ranks that names who was interrupted, and a next save that holds one step on all ranks."""
+    run_ranks(3, interruptions, str(tmp_path / "run"))
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

@@ -36,8 +36,7 @@ from fsdp.checkpoint.optim_state import Form, optim_state_dict
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import clean_path, wrappers_in
 from fsdp.comm.collectives import default_group
-from fsdp.comm.objects import broadcast_object
-from fsdp.comm.streams import streams_for
+from fsdp.comm.consensus import broadcast_object
 from fsdp.flat.ownership import torchs_own
 
 _COMPILED = "_orig_mod"
@@ -311,8 +310,7 @@ def _hand_out(model: nn.Module, given: Any, strict: bool) -> Any:
         if any(wrapper._fsdp_unit.groups.data_parallel_size != group.size() for wrapper in outermost.values()):
             problems.append("a wrapped module is not sharded over all ranks; pass the dict on every rank.")
     device = next((wrapper._fsdp_unit.device for wrapper in outermost.values()), torch.device("cpu"))
-    with streams_for(device).on_device():
-        told = broadcast_object((problems, missing, unexpected, own[""]), group, "tell what state rank 0 has")
+    told = broadcast_object((problems, missing, unexpected, own[""]), group, "tell what state rank 0 has", device)
     problems, missing, unexpected, rest = told
     if problems:
         listed = "".join(f"\n\t{problem}" for problem in problems)
@@ -556,8 +554,7 @@ def told_by_rank0(value: Any, model: nn.Module, what: str) -> Any:
     """What rank 0 has as ``value``."""
     wrappers = wrappers_in(model)
     device = wrappers[0]._fsdp_unit.device if wrappers else torch.device("cpu")
-    with streams_for(device).on_device():
-        return broadcast_object(value, default_group(), what)
+    return broadcast_object(value, default_group(), what, device)
 
 
 def _rank() -> int:

@@ -7,7 +7,6 @@ the values, a bucket at a time.
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +19,8 @@ from fsdp.api import FullStateDictConfig, StateDictType
 from fsdp.checkpoint.loading import Loading, forget_gathered, persistent_buffers
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import clean_path, wrappers_in
-from fsdp.checkpoint.talk import share
 from fsdp.comm.collectives import broadcast
+from fsdp.comm.consensus import broadcast_object
 from fsdp.flat.flat_param import parameter_views
 from fsdp.flat.views import registered_params
 from fsdp.runtime.unit import Phase, Unit
@@ -47,7 +46,7 @@ def load(
         loading.begin(wrappers_in(wrapper))
         try:
             return into_module(state_dict, strict, assign)
-        except Exception as error:
+        except BaseException as error:
             loading.failed(error)
             if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
                 raise Mismatch(str(error)) from error
@@ -79,12 +78,10 @@ def load_from_first(wrapper: Any, into_module: Callable[..., Any], state_dict: M
             with contextlib.closing(loading):
                 loading.begin(wrappers_in(wrapper))
                 plan = _plan(loading, into_module, state_dict, strict)
-        except Exception as error:
-            share(root, pickle.dumps(str(error)))
+        except BaseException as error:
+            _from_first(root, str(error) or type(error).__name__)
             raise
-    said = share(root, pickle.dumps(plan) if first else None)
-    assert said is not None
-    plan = pickle.loads(said)
+    plan = _from_first(root, plan)
     if isinstance(plan, str):
         raise RuntimeError(plan)
     incompatible, present, rest = plan
@@ -101,6 +98,14 @@ def load_from_first(wrapper: Any, into_module: Callable[..., Any], state_dict: M
             if group is not None:
                 broadcast(tensors, group)
     return incompatible
+
+
+def _from_first(root: Unit, value: Any) -> Any:
+    """What rank 0 of the unit's ranks has as ``value``."""
+    for group in (root.groups.shard, root.groups.replica):
+        if group is not None and group.size() > 1:
+            value = broadcast_object(value, group, "tell what state rank 0 has", root.device)
+    return value
 
 
 def _plan(

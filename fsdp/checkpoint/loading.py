@@ -11,7 +11,7 @@ that takes no communication and no unit's memory; rows of torch's sharded tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from fsdp.checkpoint.state_dict import (
     unpadded,
     wrappers_in,
 )
-from fsdp.checkpoint.talk import problem_of_others
+from fsdp.comm.consensus import failures_in
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import WRAPPED_MODULE, own_modules
 from fsdp.flat.views import BucketViews, register_instead, registered_params
@@ -373,7 +373,7 @@ class Loading:
         if self.strict:
             words += [f'Missing key(s) in state_dict: "{key}"' for key in missing]
             words += [f'Unexpected key(s) in state_dict: "{key}"' for key in unexpected]
-        elsewhere = None if self.alone else self._problem_elsewhere("; ".join(words))
+        elsewhere = None if self.alone else self._problem_elsewhere(RuntimeError("; ".join(words)) if words else None)
         with torch.inference_mode(False), torch.no_grad():
             if words or elsewhere is not None:
                 self._rest.undo()
@@ -383,16 +383,16 @@ class Loading:
                 self.write()
         self.close()
 
-    def _problem_elsewhere(self, problem: str) -> str | None:
+    def _problem_elsewhere(self, error: BaseException | None) -> str | None:
         """A parameter of which one rank would load its part and another would not is a problem as well."""
         self._asked = True
         given = {unit.unit: list(unit.given()) for unit in self.units}
-        return problem_of_others([hooks.unit for hooks in self._hooks], problem, given)
+        return problem_elsewhere([hooks.unit for hooks in self._hooks], error, given)
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: BaseException) -> None:
         """Something raised: let the ranks that wait for this one know, if it has not said so."""
         if not self._asked and not self.alone:
-            self._problem_elsewhere(f"{type(error).__name__}: {error}")
+            self._problem_elsewhere(error)
 
     def write(self) -> None:
         assert self._rest is not None
@@ -413,6 +413,24 @@ class Loading:
                 kept.append(part)
             module = child
         return self.prefix + ".".join(kept)
+
+
+def problem_elsewhere(
+    units: Iterable[Unit], error: BaseException | None, given: Mapping[Unit, Iterable[str]]
+) -> str | None:
+    """What is wrong on some other rank of the units' groups, or None. All of their ranks have to call.
+
+    Args:
+        error: what is wrong here.
+        given: names what this rank was given for each unit, which has to be the same on all ranks.
+    """
+    alike: dict[Any, list[str]] = {}
+    for unit in units:
+        for group in (unit.groups.shard, unit.groups.replica):
+            alike.setdefault(group, []).extend(given.get(unit, ()))
+    device = next((unit.device for unit in units), torch.device("cpu"))
+    failures = failures_in(list(alike), error, "load a state dict", device, alike)
+    return next((failure.text for failure in failures.values()), None)
 
 
 def forget_gathered(unit: Unit) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp.checkpoint.chunks import Rows, is_sharded, kind_of
+from fsdp.checkpoint.loading import problem_elsewhere
 from fsdp.checkpoint.moves import Item, Mover, Movers, Span, batches
 from fsdp.checkpoint.optim_params import (
     Holder,
@@ -34,10 +35,8 @@ from fsdp.checkpoint.optim_params import (
 )
 from fsdp.checkpoint.optim_state import batch_limit
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.talk import problem_of_others
 from fsdp.comm.collectives import broadcast, default_group, group_ranks
-from fsdp.comm.objects import broadcast_object
-from fsdp.comm.streams import streams_for
+from fsdp.comm.consensus import broadcast_object
 from fsdp.runtime.unit import Unit
 
 
@@ -115,8 +114,8 @@ def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelPara
                 )
         except Exception as caught:
             error = caught
-    with streams_for(next(iter(params.units)).device).on_device():
-        told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has")
+    device = next(iter(params.units)).device
+    told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has", device)
     if error is not None:
         raise error
     assert told is not None
@@ -570,11 +569,11 @@ def _alike_on_all_ranks(
     chunks: dict[Unit, list[str]] = {}
     try:
         yield chunks
-    except Exception as error:
+    except BaseException as error:
         if chunked:
-            problem_of_others(params.units, f"{type(error).__name__}: {error}")
+            problem_elsewhere(params.units, error, chunks)
         raise
-    problem = problem_of_others(params.units, "", chunks) if chunked else None
+    problem = problem_elsewhere(params.units, None, chunks) if chunked else None
     if problem is not None:
         raise RuntimeError(f"the optimizer state was not loaded, because on another rank: {problem}")
 

@@ -40,7 +40,7 @@ from fsdp.checkpoint.optim_params import (
 )
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm.collectives import default_group, group_ranks
-from fsdp.comm.objects import all_gather_object
+from fsdp.comm.consensus import all_gather_object
 from fsdp.comm.streams import streams_for
 from fsdp.runtime.unit import Unit
 

@@ -31,8 +31,8 @@ from fsdp.checkpoint.files import Entry, Manifest
 from fsdp.checkpoint.outcome import Outcome
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.ranks import Ranks
 from fsdp.checkpoint.writing import GROUPS, MODEL, STATE, Saving, extra_name, held_nbytes
+from fsdp.comm.consensus import Ranks
 
 
 class Plain(NamedTuple):
@@ -91,9 +91,11 @@ def save(
         RuntimeError: a forward or backward is under way; or another process has removed or changed what was written.
         NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
     """
-    saving = Saving(Ranks.of(process_group), path, keep)
-    saving.take(model, optimizer, extra, stage=False)
-    return saving.write(progress=progress)
+    ranks = Ranks.of(process_group)
+    saving = Saving(ranks, path, keep)
+    with ranks.call("save a checkpoint"):
+        saving.take(model, optimizer, extra, stage=False)
+        return saving.write(progress=progress)
 
 
 def async_save(
@@ -120,7 +122,6 @@ def async_save(
     """
     ranks = Ranks.of(process_group)
     saving = Saving(ranks, path, keep)
-    saving.take(model, optimizer, extra, stage=True)
     begun: Future[Outcome | None] = Future()
 
     def rest() -> None:
@@ -128,17 +129,22 @@ def async_save(
         if outcome is None:  # a rank has no thread
             return
         try:
-            outcome.set_result(saving.write(progress=False))
+            with ranks.call("save a checkpoint in the background", resumed=True):
+                path = saving.write(progress=False)
         except BaseException as error:
             outcome.set_exception(_without_variables(error))
+        else:
+            outcome.set_result(path)
 
     outcome: Outcome | None = None
-    try:
-        thread = threading.Thread(target=rest, name=f"saving to {path}", daemon=False)
-        ranks.together("begin to save in the background", thread.start)
-        outcome = ranks.saving = Outcome()
-    finally:
-        begun.set_result(outcome)
+    with ranks.call("save a checkpoint in the background"):
+        saving.take(model, optimizer, extra, stage=True)
+        try:
+            thread = threading.Thread(target=rest, name=f"saving to {path}", daemon=False)
+            ranks.together("begin to save in the background", thread.start)
+            outcome = ranks.underway = Outcome()
+        finally:
+            begun.set_result(outcome)
     return outcome
 
 
@@ -184,8 +190,32 @@ def load(
             them; or there is no optimizer state; or a forward or backward is under way.
     """
     ranks = Ranks.of(process_group)
-    progress = progress and ranks.rank == 0
-    directory, manifest = ranks.first("find a checkpoint", lambda: files.find(Path(path).absolute()))
+    with ranks.call("load a checkpoint"):
+        return _load(ranks, Path(path), model, optimizer, strict, progress and ranks.rank == 0)
+
+
+def load_plain(path: str | Path, *, progress: bool = True) -> Plain:
+    """A checkpoint, or the latest in a directory of them, as whole tensors in this process, which needs no model and no
+    process group. Every file is verified first.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        RuntimeError: a file is damaged or missing, with its path.
+    """
+    directory, manifest = files.find(Path(path))
+    _verify(directory, manifest.files, progress)
+    return Plain(*_read(directory, None, strict=True, optimizer=True, progress=progress), _extras(directory, manifest))
+
+
+def _load(
+    ranks: Ranks,
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+    strict: bool,
+    progress: bool,
+) -> list[Any]:
+    directory, manifest = ranks.first("find a checkpoint", lambda: files.find(path.absolute()))
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
     ranks.together("verify a checkpoint", lambda: _verify(directory, mine, progress))
 
@@ -217,19 +247,6 @@ def load(
         ranks.together("load the optimizer's state", give)
     set_model_state_dict(model, values, options=options)
     return extras
-
-
-def load_plain(path: str | Path, *, progress: bool = True) -> Plain:
-    """A checkpoint, or the latest in a directory of them, as whole tensors in this process, which needs no model and no
-    process group. Every file is verified first.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        RuntimeError: a file is damaged or missing, with its path.
-    """
-    directory, manifest = files.find(Path(path))
-    _verify(directory, manifest.files, progress)
-    return Plain(*_read(directory, None, strict=True, optimizer=True, progress=progress), _extras(directory, manifest))
 
 
 # -- what is in a checkpoint -------------------------------------------------------------------------------------------

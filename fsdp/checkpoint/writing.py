@@ -28,9 +28,10 @@ from torch.utils._pytree import tree_map
 from fsdp.checkpoint import files
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.files import Entry
+from fsdp.checkpoint.outcome import Outcome
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.ranks import Ranks
+from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import Event, streams_for
 
 MODEL, STATE, GROUPS = "model.", "optim.state.", "optim.param_groups"  # what keys begin with
@@ -75,10 +76,10 @@ class Saving:
         Raises: as ``fsdp.checkpoint.save``.
         """
         options = StateDictOptions(ragged=True)
-        before, self._ranks.saving = self._ranks.saving, None
+        before, self._ranks.underway = self._ranks.underway, None
 
         def of_model() -> None:
-            if before is not None and (error := before.unasked()) is not None:
+            if isinstance(before, Outcome) and (error := before.unasked()) is not None:
                 raise RuntimeError(
                     "the save in the background before this one has failed, and nobody had asked for its result; this "
                     f"one was not begun, and can be tried again: {error}"

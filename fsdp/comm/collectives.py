@@ -1,6 +1,6 @@
 """How gathered and reduced bytes move: the groups, and the algorithm for each backend and size.
 
-No other file calls ``torch.distributed``'s collectives, but :mod:`fsdp.comm.objects` for objects. They are called as
+No other file calls ``torch.distributed``'s collectives, but :mod:`fsdp.comm.consensus`. They are called as
 attributes of ``torch.distributed`` at call time, so whoever replaces them (profilers, recorders) sees every call.
 
 [Note: Direct exchange]

@@ -1,0 +1,485 @@
+"""Agreement among ranks: what one rank could not do, none takes for done.
+
+Every rank does something, and then either all of them go on or all of them raise, with the words of those that failed.
+There are two ways to agree, for two places:
+
+* :func:`unanimous`, in the groups and the thread of the training: one all-reduce of three numbers where all is well.
+* :class:`Ranks`, beside the training, as for a checkpoint that is being written: :meth:`Ranks.round` after round over a
+  side group.
+
+Both number what they say and label it, so that what one rank says in one call is never taken for an answer in another.
+
+[Note: A group of its own]
+What goes on beside the training must not get between the training's collectives, which all ranks issue in one order. So
+it talks over a gloo group of its own, from any one thread at a time, through the group object itself:
+``torch.distributed`` may be told to destroy its groups meanwhile, and whoever is in a round can still end it.
+
+[Note: Spoiled groups]
+A rank that leaves a call in any other way than by an error that all ranks have agreed on (it is interrupted, or fails
+between two rounds) writes into the store why, and closes its side group. Whoever waits for it sees the connection end,
+reads why, raises, and closes its own. The next call begins with a new side group, for which all ranks have to come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fsdp.comm import collectives
+from fsdp.comm.collectives import agree, default_group, group_ranks, group_store, group_timeout
+from fsdp.comm.streams import streams_for
+
+HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
+SLOWEST = timedelta(days=1)  # how long a rank may take in a round; one that is dead is noticed at once
+
+CPU = torch.device("cpu")
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+
+
+class Failure(NamedTuple):
+    """An exception on its way to other ranks."""
+
+    kind: str
+    number: int | None  # of an OSError
+    text: str
+
+    @staticmethod
+    def of(error: BaseException) -> Failure:
+        if isinstance(error, OSError) and error.errno is not None:
+            where = f": {error.filename}" if error.filename is not None else ""
+            return Failure("OSError", error.errno, f"{error.strerror}{where}")
+        kind = type(error).__name__
+        return Failure(kind, None, str(error) if isinstance(error, Exception) and str(error) else f"{kind} {error}")
+
+    def as_error(self, text: str) -> Exception:
+        if self.number is not None:
+            return OSError(self.number, text)  # an instance of the fitting subclass
+        kinds = (TypeError, ValueError, KeyError, NotImplementedError, AssertionError, FileNotFoundError, OSError)
+        return {kind.__name__: kind for kind in kinds}.get(self.kind, RuntimeError)(text)
+
+
+def joint_error(failures: Mapping[int, Failure]) -> Exception:
+    """Of the kind that the first rank met, with all their words."""
+    text = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failures.items())
+    return next(iter(failures.values())).as_error(text)
+
+
+# -- in the groups of the training -------------------------------------------------------------------------------------
+
+
+def unanimous(groups: Sequence[Any], action: Callable[[], _T], label: str, device: torch.device = CPU) -> _T:
+    """Do ``action`` on every rank of ``groups``. All of them have to call, with the same ``label``.
+
+    Args:
+        groups: the process groups of this rank that take part: equally many on all ranks, in the same order.
+        device: where the ranks' models compute.
+
+    Returns:
+        what ``action`` returns here, if it does on every rank.
+
+    Raises, on every rank if on one:
+        BaseException: where ``action`` raised, that; elsewhere an error of the kind that the first rank met, with the
+            words of all that failed.
+    """
+    try:
+        result = action()
+    except BaseException as error:
+        failures_in(groups, error, label, device)
+        raise
+    if failures := failures_in(groups, None, label, device):
+        raise joint_error(failures)
+    return result
+
+
+def failures_in(
+    groups: Sequence[Any],
+    error: BaseException | None,
+    label: str,
+    device: torch.device,
+    alike: Mapping[Any, Sequence[str]] | None = None,
+) -> dict[int, Failure]:
+    """What other ranks of ``groups`` failed with, by rank; ``error`` is what this one did. All of them have to call.
+
+    It is a failure, too, if ranks were given different things: ``alike`` names what this one has for each group, and is
+    compared where no rank has failed.
+    """
+    several = [group for group in dict.fromkeys(groups) if group is not None]
+    if all(group.size() == 1 for group in several):
+        return {}
+    failures = {} if error is None else {dist.get_rank(): Failure.of(error)}
+    for number, group in enumerate([*several, *several[-2::-1]]):  # and back, so that the first learn of the last
+        if group.size() > 1:
+            names = (alike or {}).get(group, ()) if number < len(several) else ()
+            failures.update(_failures_of(group, failures, list(names), label, device))
+    return {rank: failure for rank, failure in sorted(failures.items()) if rank != dist.get_rank()}
+
+
+class _Words(NamedTuple):
+    """What a rank has to say where not all is well."""
+
+    label: str
+    number: int
+    failures: dict[int, Failure]
+    names: list[str]
+
+
+_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the calls in each group
+
+
+def _failures_of(
+    group: Any, failures: dict[int, Failure], names: list[str], label: str, device: torch.device
+) -> dict[int, Failure]:
+    own = _Words(label, _numbers.get(group, 0) + 1, failures, names)
+    _numbers[group] = own.number
+    packed = "\n".join([label, str(own.number), *names]).encode()
+    digest = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "big")
+    votes = torch.tensor([int(bool(failures)), digest, -digest], device="cpu")
+    agree(votes, group, device, label)
+    if votes.tolist() == [0, digest, -digest]:
+        return {}
+    said = _heard(group, own, "/".join(map(str, votes.tolist())))
+    _numbers[group] = max(words.number for words in said.values())
+    found = {rank: failure for words in said.values() for rank, failure in words.failures.items()}
+    if not found:
+        for rank, words in said.items():
+            if words[:2] != own[:2]:
+                text = f"it is at {words.label!r}, its call {words.number}, and others at {label!r}, call {own.number}"
+                found[rank] = Failure("RuntimeError", None, text)
+            elif words.names != names:
+                found[rank] = Failure("RuntimeError", None, _differences(names, words.names))
+    silent = next((rank for rank in group_ranks(group) if rank not in said), dist.get_rank())
+    return found or {silent: Failure("RuntimeError", None, f"it failed, or does something else than {label!r}")}
+
+
+def _heard(group: Any, own: _Words, key: str) -> dict[int, _Words]:
+    """What the ranks say that have voted so, by rank, as far as they do in time: through the store, where nothing can
+    meet anything else."""
+    store, ranks = group_store(group), group_ranks(group)
+    said = {dist.get_rank(): own}
+    if store is None:
+        return said
+    store = dist.PrefixStore(f"fsdp consensus/{key}/", store)
+    store.set(str(dist.get_rank()), pickle.dumps(own).hex())
+    until = time.monotonic() + HEARING.total_seconds()
+    while len(said) < len(ranks) and time.monotonic() < until:
+        for rank in ranks:
+            if rank not in said and store.check([str(rank)]):
+                said[rank] = pickle.loads(bytes.fromhex(store.get(str(rank)).decode()))
+        time.sleep(0.001)
+    return dict(sorted(said.items()))
+
+
+def _differences(here: list[str], theirs: list[str]) -> str:
+    different = [*(name for name in theirs if name not in here), *(name for name in here if name not in theirs)]
+    if not different:
+        return "the state dict has the same in another order"
+    return f"the state dict differs from that here in {', '.join(different)}"
+
+
+@contextlib.contextmanager
+def _labelled(label: str) -> Iterator[None]:
+    collectives.current_label = label
+    try:
+        yield
+    finally:
+        collectives.current_label = None
+
+
+def all_gather_object(value: Any, group: Any, label: str, device: torch.device = CPU) -> list[Any]:
+    """Every rank's ``value`` (anything that pickles), in rank order. ``device`` is where the models compute."""
+    values: list[Any] = [None] * group.size()
+    with _labelled(label), streams_for(device).on_device():
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def broadcast_object(value: Any, group: Any, label: str, device: torch.device = CPU) -> Any:
+    """What rank 0 of ``group`` has as ``value`` (anything that pickles). ``device`` is where the models compute.
+
+    Raises, on every rank:
+        TypeError: it does not pickle, as rank 0 alone can notice.
+    """
+    first, packed, problem = group.rank() == 0, b"", ""
+    try:
+        packed = pickle.dumps(value) if first else b""
+    except Exception as error:  # whatever its class does
+        problem = f"{label}: what rank 0 has cannot be sent to the other ranks: {type(error).__name__}: {error}"
+    values: list[Any] = [packed, problem]
+    with _labelled(label), streams_for(device).on_device():
+        dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+    packed, problem = values
+    if problem:
+        raise TypeError(problem)
+    return value if first else pickle.loads(packed)
+
+
+# -- beside the training -----------------------------------------------------------------------------------------------
+
+
+class _Share(NamedTuple):
+    """What one rank has to say in a round, or has been told: a value, or why there is none."""
+
+    value: Any
+    failures: dict[int, Failure]  # by rank
+
+    @staticmethod
+    def of(rank: int, action: Callable[[], Any]) -> tuple[_Share, Exception | None]:
+        try:
+            return _Share(action(), {}), None
+        except Exception as error:
+            return _Share(None, {rank: Failure.of(error)}), error
+
+
+class _Place(NamedTuple):
+    """Where a rank is: the number of its call, and of the round in it."""
+
+    call: int
+    round: int
+    label: str
+
+
+class _Gone(Exception):
+    """A rank that was waited for."""
+
+
+class Ranks:
+    """The ranks of a process group, or this process alone. They talk over a side group, so also beside the training.
+
+    Attributes:
+        underway: what these ranks do in the background, or did. The next call waits for it.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        """
+        Raises:
+            RuntimeError: ``group`` is a stand-in, whose ranks have no store to meet at.
+        """
+        self.rank: int = 0 if group is None else group.rank()
+        self.size: int = 1 if group is None else group.size()
+        self.underway: futures.Future[Any] | None = None
+        self._side = None if group is None else _SideGroup(group)
+        self._place = _Place(0, 0, "begin")
+        self._agreed: BaseException | None = None  # an error that all ranks raise
+
+    @staticmethod
+    def of(process_group: Any) -> Ranks:
+        """Those of ``process_group``; None for the default group, or for this process alone if there is none."""
+        if process_group is None:
+            process_group = default_group() if dist.is_available() and dist.is_initialized() else None
+        if process_group is None or process_group.size() == 1:
+            return _alone
+        if process_group not in _known:
+            _known[process_group] = Ranks(process_group)
+        return _known[process_group]
+
+    @contextlib.contextmanager
+    def call(self, label: str, *, resumed: bool = False) -> Iterator[None]:
+        """Around all rounds of one call, which all ranks make. Begins when what is under way has ended. ``resumed``: in
+        another thread the rest of a call is made.
+
+        A rank that leaves it by an error that others do not know of tells them; see [Note: Spoiled groups].
+        """
+        if not resumed and self.underway is not None:
+            futures.wait([self.underway])
+        try:
+            if not resumed:
+                self._place = _Place(self._place.call + 1, 0, label)
+                if self._side is not None:
+                    self._side.join()
+            yield
+        except BaseException as error:
+            if self._side is not None and error is not self._agreed:
+                words = f"rank {self.rank} left {self._place.label!r}: {Failure.of(error).text}"
+                self._side.spoil(self._place.call, words)
+            raise
+        finally:
+            self._agreed = None
+
+    def round(self, label: str, mine: Callable[[], _T], then: Callable[[list[_T]], Sequence[_U]]) -> _U:
+        """Every rank does ``mine``; then rank 0 makes of all results, by rank, one for each rank.
+
+        A rank that does not live to hear its own is none of the others' concern before the next round.
+
+        Returns:
+            this rank's.
+
+        Raises:
+            Exception: on every rank, if ``mine`` failed on one or ``then`` did: an error of the kind that the first of
+                them met, with all their words.
+            RuntimeError: a rank is gone, or has left the call, or is in another one.
+        """
+        self._place = _Place(self._place.call, self._place.round + 1, label)
+        share, error = _Share.of(self.rank, mine)
+        if self._side is None:
+            if error is not None:
+                raise error
+            return then([share.value])[0]
+        while True:
+            try:
+                answer, failed = self._exchange(self._side, share, then)
+                break
+            except _Gone as gone:
+                said = self._side.why()
+                self._side.spoil(self._place.call, f"rank {self.rank} left {label!r}: {gone}")
+                if self._place.round > 1 or said is None or said[0] >= self._place.call:
+                    raise RuntimeError(f"{label}: {gone if said is None else said[1]}") from gone
+                self._side.join()  # somebody left the call before, when this rank was through with it
+        if answer.failures:
+            self._agreed = joint_error(answer.failures)
+            raise self._agreed from (error or failed)
+        result: _U = answer.value
+        return result
+
+    def _exchange(
+        self, side: _SideGroup, share: _Share, then: Callable[[list[Any]], Sequence[Any]]
+    ) -> tuple[_Share, Exception | None]:
+        """This rank's answer, and on rank 0 the error of ``then``."""
+        error: Exception | None = None
+        if self.rank != 0:
+            side.send(0, (self._place, share))
+            call, answer = side.receive(0)
+        else:
+            said = [(self._place, share), *(side.receive(rank) for rank in range(1, self.size))]
+            call = max(place.call for place, _ in said)
+            failures = {rank: failure for _, theirs in said for rank, failure in theirs.failures.items()}
+            for rank, (place, _) in enumerate(said):
+                if place != self._place and not failures:
+                    text = f"it is at {place.label!r} of its call {place.call}, and rank 0 at {self._place.label!r} of"
+                    failures[rank] = Failure("RuntimeError", None, f"{text} {self._place.call}")
+            answers = [_Share(None, failures)] * self.size
+            if not failures:
+                result, error = _Share.of(0, lambda: then([theirs.value for _, theirs in said]))
+                values = [None] * self.size if result.failures else result.value
+                answers = [_Share(value, result.failures) for value in values]
+            for rank in range(1, self.size):
+                with contextlib.suppress(_Gone):  # the next round will tell
+                    side.send(rank, (call, answers[rank]))
+            answer = answers[0]
+        self._place = self._place._replace(call=call)  # the same for all, whatever they have left out
+        return answer, error
+
+    def together(self, label: str, action: Callable[[], Any]) -> None:
+        """Do something on every rank.
+
+        Raises: as ``round``.
+        """
+        self.round(label, action, lambda results: [None] * self.size)
+
+    def first(self, label: str, action: Callable[[], _T]) -> _T:
+        """Do something on rank 0; every rank gets the result.
+
+        Raises: as ``round``.
+        """
+        return self.round(label, lambda: None, lambda results: [action()] * self.size)
+
+
+class _SideGroup:
+    """The ranks of a process group, once more; see [Note: A group of its own] and [Note: Spoiled groups]."""
+
+    def __init__(self, group: Any) -> None:
+        self._rank, self._size, self._timeout = group.rank(), group.size(), group_timeout(group)
+        store = group_store(group)
+        if store is None:
+            raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
+        self._store = dist.PrefixStore("fsdp beside/", store)
+        self._group: Any = None
+        self._number = 0  # of the group: the first that is not spoiled
+        self._tags: dict[int, int] = {}  # of the last message to or from each rank: a late one is not taken for another
+
+    def join(self) -> None:
+        """Have a group. All ranks have to come if it has to be made.
+
+        Raises:
+            RuntimeError: not all ranks came.
+        """
+        if self._group is not None and self.why() is None:
+            return
+        self._group = None
+        until = time.monotonic() + self._timeout.total_seconds()
+        while not self._meet(until):
+            self._number += 1
+        # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
+        prefixed = dist.PrefixStore(f"{self._number}/", self._store)
+        try:
+            self._group = dist.ProcessGroupGloo(prefixed, self._rank, self._size, self._timeout)
+        except RuntimeError as error:
+            raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: {error}") from error
+        self._tags = {}
+
+    def _meet(self, until: float) -> bool:
+        """Wait for all ranks to come for the group of this number; False if it is spoiled."""
+        here = [f"{self._number}/here/{rank}" for rank in range(self._size)]
+        everybody, pause = f"{self._number}/everybody", 0.001
+        if self.why() is not None:
+            return False
+        self._store.set(here[self._rank], "")
+        if self._store.add(f"{self._number}/count", 1) == self._size:
+            self._store.set(everybody, "")
+        while not self._store.check([everybody]):
+            if self.why() is not None:
+                return False
+            if time.monotonic() > until:
+                missing = ", ".join(str(rank) for rank in range(self._size) if not self._store.check([here[rank]]))
+                raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: rank {missing}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return self.why() is None
+
+    def why(self) -> tuple[int, str] | None:
+        """Why the group is spoiled, after the number of the call in which it was; None if it is not."""
+        key = f"{self._number}/spoiled"
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that served it
+            if self._store.check([key]):
+                number, _, words = self._store.get(key).decode().partition(" ")
+                return int(number), words
+        return None
+
+    def spoil(self, call: int, words: str) -> None:
+        """Close the connections, and let whoever notices know why, unless somebody else has."""
+        with contextlib.suppress(RuntimeError):
+            if self.why() is None:
+                self._store.set(f"{self._number}/spoiled", f"{call} {words}")
+        self._group = None
+
+    def send(self, rank: int, value: Any) -> None:
+        """
+        Raises:
+            _Gone: that rank is gone.
+        """
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._finish(lambda tag: self._group.send([torch.tensor([data.numel()], device="cpu")], rank, tag), rank)
+        self._finish(lambda tag: self._group.send([data], rank, tag), rank)
+
+    def receive(self, rank: int) -> Any:
+        """
+        Raises:
+            _Gone: that rank is gone, or does not come.
+        """
+        size = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._finish(lambda tag: self._group.recv([size], rank, tag), rank)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        self._finish(lambda tag: self._group.recv([data], rank, tag), rank)
+        return pickle.loads(data.numpy().tobytes())
+
+    def _finish(self, message: Callable[[int], Any], rank: int) -> None:
+        self._tags[rank] = tag = self._tags.get(rank, 0) + 1
+        try:
+            message(tag).wait(SLOWEST)
+        except RuntimeError as error:
+            raise _Gone(f"waiting for rank {rank}, which is gone or does not come: {error}") from error
+
+
+_alone = Ranks()
+_known: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
