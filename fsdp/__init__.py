@@ -39,6 +39,7 @@ from fsdp.fully_sharded_data_parallel import (
     register_forward_method,
     shard_info,
 )
+from fsdp.runtime.backward import mark_side_output
 
 __all__ = [
     "BackwardPrefetch",
@@ -64,6 +65,7 @@ __all__ = [
     "StateDictType",
     "UnitInfo",
     "full_params",
+    "mark_side_output",
     "register_forward_method",
     "shard_info",
 ]

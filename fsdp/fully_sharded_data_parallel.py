@@ -65,6 +65,7 @@ from fsdp.flat.ownership import (
     synchronize,
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
+from fsdp.runtime.backward import Running
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, warn_of_local_norm
 from fsdp.runtime.comm_hook import register_comm_hook
@@ -381,7 +382,9 @@ class FullyShardedDataParallel(StateDictMethods, _State):
             args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
         call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))
         try:
-            return unit.post_forward(context, call, function(*args, **kwargs))
+            with Running(call):
+                output = function(*args, **kwargs)
+            return unit.post_forward(context, call, output)
         except BaseException:
             unit.abort_forward(context)
             raise

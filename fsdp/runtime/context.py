@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.flat.flat_param import FlatParamHandle, pool_for
@@ -143,7 +142,6 @@ class RootContext:
         self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams)
         self.gathered: dict[TreeUnit, None] = {}  # in the order in which they were gathered
         self.idle: dict[TreeUnit, Idle] = {}  # those of them that nothing uses now; see [Note: Idle units]
-        self.watched = WeakIdKeyDictionary()  # the inputs of units in this forward
         self.generation = 0  # counts outermost forwards: what was gathered before is not trusted by the next
         self.expects_backward = False  # whether the outermost forward runs with gradients enabled
         self.failed = False  # a forward raised
@@ -205,7 +203,6 @@ class RootContext:
             other.forget_output(self)
             other.refresh(self)
         self.generation += 1
-        self.watched.clear()
         self.expects_backward = torch.is_grad_enabled()
         self.order.start(unit, backward=False)
         self._agreements.begin(Pass(f"forward of {unit.name}", unit, trains=unit.module.training))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -41,9 +42,21 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def gradient_node(tensor: torch.Tensor) -> Any:
-    """The graph node behind which ``tensor``'s gradient is complete."""
-    return tensor.grad_fn if tensor.grad_fn is not None else accumulator_of(tensor)
+def next_node_number() -> int:
+    """The sequence number that the next graph node made on this thread will have."""
+    return int(torch.autograd._get_sequence_nr())
+
+
+def number_of(node: Any) -> int:
+    """The sequence number of a graph node: the later it was made, the larger."""
+    return int(node._sequence_nr())
+
+
+def current_node_number() -> int:
+    """The sequence number of the graph node that the backward on this thread is at; larger than any where nobody knows
+    (in a graph that runs compiled)."""
+    node = torch._C._current_autograd_node()
+    return sys.maxsize if node is None else number_of(node)
 
 
 def will_run(node: Any) -> bool:
@@ -57,19 +70,13 @@ def will_run(node: Any) -> bool:
         raise
 
 
-def on_gradient(tensor: torch.Tensor, door: Callable[[], None], *, first: bool = False) -> Any:
-    """Call ``door`` each time ``tensor``'s gradient is complete, after the hooks that are there already or, with
-    ``first``, before them; returns the handle that undoes it."""
+def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
+    """Call ``callback`` each time ``tensor``'s gradient is complete, after the hooks that are there already."""
 
     def hook(grad: torch.Tensor) -> None:
-        door()
+        callback()
 
-    handle = tensor.register_hook(hook)
-    if first:
-        hooks: Any = tensor._backward_hooks
-        for key in [key for key in hooks if key != handle.id]:  # autograd goes by the order of insertion
-            hooks[key] = hooks.pop(key)
-    return handle
+    tensor.register_hook(hook)
 
 
 def on_accumulated(leaf: torch.Tensor, door: Callable[[torch.Tensor], None]) -> Any:

@@ -1,8 +1,9 @@
-"""Tensors inside nested inputs and outputs: find them, or rebuild the nest with each one changed."""
+"""Tensors inside nested inputs and outputs: find them, or rebuild the nest with some of them changed."""
 
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -11,73 +12,126 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type)
+_PLAIN_TYPES = frozenset(_PLAIN)  # looked up first: a nest may hold many numbers
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of lists, tuples (named ones too), sets, mappings, dataclasses and other objects.
+def tensors_in(value: Any, *, objects: bool = True) -> Iterator[torch.Tensor]:
+    """Every tensor in a nest of lists, tuples (named ones too), sets, mappings, dataclasses and, with ``objects``, the
+    attributes of other objects, in the order in which they stand.
 
-    A tensor that is missed here would have its backward run on released parameters, so unknown objects are searched.
+    A tensor that is missed in a unit's output would have its backward run on released parameters, so unknown objects
+    are searched there. However deep the nest, and also if it contains itself.
     """
     if isinstance(value, torch.Tensor):  # most values are one, or a tuple of a few
         yield value
-    elif not isinstance(value, _LEAVES):
-        yield from _tensors_in(value, set())
+        return
+    seen: set[int] = set()
+    waiting: list[Iterator[Any]] = [iter((value,))]
+    while waiting:
+        for item in waiting[-1]:
+            if type(item) in _PLAIN_TYPES:
+                continue
+            if isinstance(item, torch.Tensor):
+                yield item
+            elif not isinstance(item, _PLAIN) and id(item) not in seen:
+                seen.add(id(item))
+                waiting.append(iter(_inside(item, objects)))
+                break
+        else:
+            waiting.pop()
 
 
-def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, _LEAVES) or id(value) in seen:
-        return
+def _inside(value: Any, objects: bool) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        inside: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):  # a PackedSequence is a named tuple
-        inside = value
-    elif isinstance(value, nn.Module) or callable(value):  # holds tensors of its own, which are no outputs
-        return
-    else:
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):  # a PackedSequence is a named tuple
+        return list(value)
+    if isinstance(value, nn.Module) or callable(value):  # holds tensors of its own, which are no outputs
+        return ()
+    if objects:
         slots = (getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
-        inside = (*getattr(value, "__dict__", {}).values(), *slots)
-    seen.add(id(value))
-    for item in inside:
-        yield from _tensors_in(item, seen)
+        return (*getattr(value, "__dict__", {}).values(), *slots)
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``change`` applied to each tensor. Containers in which nothing changed are returned as they
-    are."""
+    """``value`` with ``change`` applied to each tensor that stands in a list, tuple, set, mapping or dataclass.
+
+    Containers in which nothing changes are the caller's own; the others are shallow copies of their type, with
+    everything else that hangs on them. A container of a type that cannot be changed so is left as it is, as are other
+    objects.
+    """
+    changed: dict[int, torch.Tensor] = {}
+    for tensor in tensors_in(value, objects=False):
+        if id(tensor) not in changed and (new := change(tensor)) is not tensor:
+            changed[id(tensor)] = new
+    return _rebuilt(value, changed, {}) if changed else value
+
+
+def _rebuilt(value: Any, changed: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
+    """``value`` with the tensors of ``changed``, by their ids. ``done`` has what each container became: one that stands
+    in two places stays one, and one that contains itself stays as it is there."""
     if isinstance(value, torch.Tensor):
-        return change(value)
+        return changed.get(id(value), value)
+    if isinstance(value, (*_PLAIN, nn.Module)):
+        return value
+    if id(value) not in done:
+        done[id(value)] = value
+        done[id(value)] = _rebuilt_container(value, lambda item: _rebuilt(item, changed, done))
+    return done[id(value)]
+
+
+def _rebuilt_container(value: Any, rebuild: Callable[[Any], Any]) -> Any:
     if isinstance(value, PackedSequence):
-        data = change(value.data)
-        indices = [None if index is None else change(index) for index in (value.sorted_indices, value.unsorted_indices)]
-        # the batch sizes stay where they are: on CPU
-        return value if data is value.data else PackedSequence(data, value.batch_sizes, *indices)
+        data, sizes, *indices = value
+        if rebuild(data) is data:
+            return value
+        return PackedSequence(rebuild(data), sizes, *map(rebuild, indices))  # the batch sizes stay on CPU
     if isinstance(value, Mapping):
-        items = {key: map_tensors(change, item) for key, item in value.items()}
-        if all(items[key] is item for key, item in value.items()):
-            return value
-        if isinstance(value, collections.OrderedDict):
-            rebuilt = type(value)()
-            rebuilt.update(items)
-            return rebuilt
-        return items
+        items = {key: new for key, item in value.items() if (new := rebuild(item)) is not item}
+        return _with_items(value, items)
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        changed = [map_tensors(change, item) for item in value]
-        if all(new is old for new, old in zip(changed, value)):
-            return value
-        if isinstance(value, collections.deque):
-            return collections.deque(changed, value.maxlen)
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+        parts = [rebuild(item) for item in value]
+        return value if all(new is old for new, old in zip(parts, value)) else _with_parts(value, parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        before = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        after = {name: map_tensors(change, item) for name, item in before.items()}
-        if all(after[name] is item for name, item in before.items()):
-            return value
-        return dataclasses.replace(value, **after)
+        before = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
+        return _with_attributes(value, {k: new for k, item in before.items() if (new := rebuild(item)) is not item})
     return value
+
+
+def _with_items(mapping: Any, items: dict[Any, Any]) -> Any:
+    if not items or not hasattr(mapping, "__setitem__"):
+        return mapping
+    result = copy.copy(mapping)
+    for key, item in items.items():
+        result[key] = item
+    return result
+
+
+def _with_parts(container: Any, parts: list[Any]) -> Any:
+    kind: Any = type(container)
+    if hasattr(kind, "n_sequence_fields"):  # what torch.max() and the like return
+        return kind(parts)
+    if isinstance(container, (tuple, frozenset)):
+        result = (tuple if isinstance(container, tuple) else frozenset).__new__(kind, parts)
+        getattr(result, "__dict__", {}).update(getattr(container, "__dict__", {}))
+        return result
+    result = copy.copy(container)  # with whatever its type takes to be made
+    result.clear()
+    (result.update if isinstance(container, set) else result.extend)(parts)
+    return result
+
+
+def _with_attributes(record: Any, attributes: dict[str, Any]) -> Any:
+    if not attributes:
+        return record
+    result = copy.copy(record)  # not dataclasses.replace(): that leaves out what its constructor does not take
+    for name, value in attributes.items():
+        object.__setattr__(result, name, value)  # it may be frozen
+    return result
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -1,13 +1,6 @@
 """One unit's life: gathered before it computes, resharded when nothing will read it again.
 
-[Note: When a unit's backward is over]
-Two things end it, and they are not the same. When the *last leaf that this backward will reach* has delivered its
-gradient, the unit reduces. When, besides, the inputs of every open forward call have their gradients, it reshards: a
-frozen or detached weight that was used first in forward is read last in backward, after every leaf. Autograd knows
-which leaves it will reach. The expected ones are kept per graph task, because reentrant checkpointing runs tasks
-inside an open outer one; the unit is done when no task expects anything. So an unused parameter blocks nothing, a
-module used twice reduces once, and ranks that reach the same units start their collectives at the same places in the
-graph.
+See [Note: When a unit's backward is over] in ``backward.py``.
 """
 
 from __future__ import annotations
@@ -27,10 +20,10 @@ from fsdp.flat.flat_param import BufferState, FlatParameter, FlatParamHandle
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
+from fsdp.runtime.backward import ForwardCall, Place, close_passed
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import Idle, RootContext, UnitPolicy
-from fsdp.runtime.forward_call import ForwardCall
-from fsdp.runtime.nested import map_tensors, tensors_in
+from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients
 
@@ -96,7 +89,7 @@ class Unit:
         # graph task -> the leaves (bucket, index) it has still to deliver; see [Note: When a unit's backward is over].
         # A task that delivered all stays, with nothing, so that it is not asked again.
         self._expected: dict[int, set[tuple[int, int]]] = {}
-        self._open_calls: set[ForwardCall] = set()
+        self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         # (bucket, index) and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[tuple[int, int], Any]] = {}
         self._watch_leaves()
@@ -438,7 +431,7 @@ class Unit:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
-        """Gather, gather ahead, and watch the inputs; returns the call to hand to ``post_forward``, and the inputs."""
+        """Gather, and gather ahead; returns the call to hand to ``post_forward``, and the inputs, cast."""
         if self._refuses_forward:
             raise RuntimeError(
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
@@ -448,7 +441,10 @@ class Unit:
         self._depth += 1
         self._phase = Phase.FORWARD
         try:
+            start = hooks.next_node_number()
             recomputing = hooks.current_backward() != hooks.NO_BACKWARD
+            if recomputing:
+                close_passed(Place.now())
             full_precision = self._shown or self.precision.wants_full
             self._compute_in(context, full_precision)
             if not full_precision:
@@ -459,10 +455,7 @@ class Unit:
                 context.gather_ahead(self)
             if not torch.is_grad_enabled():
                 return None, inputs
-            call = ForwardCall(context, full_precision=full_precision)
-            if self._gathers:  # what holds no memory of its own need not know when to give it back
-                inputs = self._watch_inputs(context, call, inputs)
-            return call, inputs
+            return ForwardCall(self, context, start, full_precision=full_precision), inputs
         except BaseException:
             self.abort_forward(context)
             raise
@@ -474,23 +467,6 @@ class Unit:
     def _stays(self, context: RootContext) -> bool:
         """Whether it stays gathered from forward to backward."""
         return not self.policy.reshard_after_forward or self is context.root
-
-    def _watch_inputs(self, context: RootContext, call: ForwardCall, inputs: Any) -> Any:
-        """Have the unit told when the inputs' gradients are complete.
-
-        An input that several units share (a conditioning, an encoder's output) has its gradient complete only when the
-        first of them is through. The others get an alias each, whose gradient is that unit's own contribution.
-        """
-        watched = context.watched
-        tensors = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
-        shared = {key: tensor.view_as(tensor) for key, tensor in tensors.items() if tensor in watched}
-        if shared:
-            inputs = map_tensors(lambda tensor: shared.get(id(tensor), tensor), inputs)
-            tensors = {id(tensor): tensor for tensor in tensors_in(inputs) if tensor.requires_grad}
-        for tensor in tensors.values():
-            watched[tensor] = True
-            call.watch(tensor, self)
-        return inputs
 
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
         """Reshard unless the backward follows at once, and hook the outputs; returns them."""
@@ -510,9 +486,7 @@ class Unit:
                 context.gather_ahead(self)
         for tensor in differentiable:
             assert call is not None
-            call.forget(hooks.gradient_node(tensor))
-            if tensor.grad_fn is not None:  # a leaf needs nothing of the unit; a parameter's gradient has its own door
-                hooks.on_gradient(tensor, _output_door(self, call))
+            call.hook_output(tensor)
         context.exit_forward(backward_follows=bool(differentiable))  # last: what fails before it is aborted
         return output
 
@@ -556,8 +530,16 @@ class Unit:
     def _in_backward(self) -> bool:
         return bool(self._open_calls) or self.awaits_leaves
 
-    def pre_backward(self, call: ForwardCall) -> None:
-        """The gradient of an output is there: gather, and note what this backward will bring."""
+    def backward_reached(self, call: ForwardCall) -> None:
+        """The gradient of an output of ``call`` is there."""
+        try:
+            self._pre_backward(call)
+        except BaseException as error:
+            self.backward_failed(error, "start of backward")
+            raise
+
+    def _pre_backward(self, call: ForwardCall) -> None:
+        """Gather, and note what this backward will bring."""
         context = self.context or call.context
         if self._gathers and torch.is_grad_enabled():  # in a hook: whether the backward was started with create_graph
             raise RuntimeError(
@@ -566,12 +548,11 @@ class Unit:
             )
         context.enter_backward(self)
         self._compute_in(context, call.full_precision)
+        self._open_calls.add(call)
+        self._expect()
+        call.enter()
         self.unshard(context, refill=False)
         self._phase = Phase.BACKWARD
-        call.waiting = {i for i, node in enumerate(call.inputs) if node is not None and hooks.will_run(node)}
-        if call.waiting:
-            self._open_calls.add(call)
-        self._expect()
         context.gather_ahead(self)
 
     def _expect(self) -> set[tuple[int, int]]:
@@ -589,15 +570,21 @@ class Unit:
         context.enter_backward(self)
         if grad is None:
             return  # the leaf's own hook took it
+        bucket, index = key
+        if self.handles[bucket].state not in (BufferState.UNSHARDED, BufferState.RESIDENT):
+            raise RuntimeError(
+                f"a backward reached parameter {self.handles[bucket].layout.params[index].name!r} of {self.name} while "
+                "its values were sharded, before it reached an output of the wrapped module: through a tensor that the "
+                "forward stored, or that a hook took. Return that tensor, or mark it inside the forward by "
+                "fsdp.mark_side_output(tensor)"
+            )
         if grad.requires_grad:
-            bucket, index = key
             raise RuntimeError(
                 f"the gradient of parameter {self.handles[bucket].layout.params[index].name!r} of {self.name} requires "
                 "grad itself: gradients of gradients (create_graph=True) of sharded parameters are not supported. "
                 "Compute such terms on the plain module"
             )
         expected = self._expect()
-        bucket, index = key
         gradients = self.gradients[bucket]
         if not gradients.is_open:
             if self.views[bucket].shows_grads:
@@ -611,20 +598,27 @@ class Unit:
         if not self.awaits_leaves:
             context.gather_ahead(self)  # before the reduction: somebody waits for a gather
             self.finish_gradients(context, at_end=False)
-            self._maybe_reshard(context)
+            if self._maybe_reshard(context):
+                context.gather_ahead(self)
 
-    def input_ready(self, call: ForwardCall, index: int) -> None:
-        """The gradient of one of a forward call's inputs is complete."""
-        call.waiting.discard(index)
-        if not call.waiting and call in self._open_calls:
-            self._open_calls.discard(call)
-            self._maybe_reshard(self.context or call.context)
+    def backward_passed(self, call: ForwardCall) -> None:
+        """The backward is behind ``call``."""
+        self._open_calls.discard(call)
+        self._maybe_reshard(self.context or call.context)
 
-    def _maybe_reshard(self, context: RootContext) -> None:
-        if not self._in_backward and self._depth == 0:
-            self._phase = self._resting_phase
-            self.reshard(context)
-            context.gather_ahead(self)
+    def _maybe_reshard(self, context: RootContext) -> bool:
+        """Reshard if the backward is over for the unit; returns whether it is."""
+        if self._in_backward or self._depth > 0:
+            return False
+        self._phase = self._resting_phase
+        self.reshard(context)
+        return True
+
+    def _forget_backward(self) -> None:
+        self._expected.clear()
+        for call in self._open_calls:
+            call.entered = None
+        self._open_calls.clear()
 
     def finish_gradients(self, context: RootContext, *, at_end: bool) -> None:
         """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
@@ -670,8 +664,7 @@ class Unit:
         for gradients in self.gradients:
             gradients.abandon(context.reductions)
         self._depth = 0
-        self._expected.clear()
-        self._open_calls.clear()
+        self._forget_backward()
         self._phase = self._resting_phase
         if any(handle.state is BufferState.GATHERING for handle in self.handles):
             for view in self.views:
@@ -681,8 +674,7 @@ class Unit:
             self.reshard(context)
 
     def _rest(self, context: RootContext) -> None:
-        self._expected.clear()
-        self._open_calls.clear()
+        self._forget_backward()
         if self._depth == 0:  # a backward may run inside a forward, whose unit goes on computing
             self._phase = self._resting_phase
             self.reshard(context)
@@ -737,17 +729,6 @@ def _leaf_door(unit_ref: weakref.ref[Unit], key: tuple[int, int]) -> Callable[[t
                 unit.leaf_ready(key, leaf)
         except BaseException as error:
             unit.backward_failed(error, "gradient of a parameter")
-            raise
-
-    return door
-
-
-def _output_door(unit: Unit, call: ForwardCall) -> Callable[[], None]:
-    def door() -> None:
-        try:
-            unit.pre_backward(call)
-        except BaseException as error:
-            unit.backward_failed(error, "start of backward")
             raise
 
     return door

@@ -1,0 +1,186 @@
+"""When a unit's backward is over: the forward calls that a backward has entered, and how far it has come.
+
+[Note: When a unit's backward is over]
+Two things end it, and they are not the same. When the *last leaf that this backward will reach* has delivered its
+gradient, the unit reduces. Autograd knows which leaves it will reach. The expected ones are kept per graph task,
+because reentrant checkpointing runs tasks inside an open outer one; the unit is done when no task expects anything. So
+an unused parameter blocks nothing, a module used twice reduces once, and ranks that reach the same units start their
+collectives at the same places in the graph.
+
+When, besides, the backward is *behind every forward call of the unit* that it has entered, the unit reshards: a frozen
+or detached weight that was used first in forward is read last in backward, after every leaf. Of one graph task, thread
+and device autograd runs nodes in decreasing order of their sequence numbers, which grow as the graph is made. So once
+a node begins that is older than a call, nothing of the call is to come, whatever led into it: arguments, attributes,
+nested units. Each output of a unit, and each recomputation, that a backward reaches tells where it is, and closes the
+calls that lie behind. The rest, for lack of somebody who tells, ends with the backward.
+
+A call is entered through its outputs. What leaves it otherwise (stored on a module, taken by a hook) and has its
+gradient before them is a *side output*, which the program has to mark: see :func:`mark_side_output`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import NamedTuple, Protocol
+
+import torch
+
+from fsdp.runtime import hooks
+from fsdp.runtime.context import RootContext
+
+
+class Place(NamedTuple):
+    """Where a backward is: its thread, its graph task, and the sequence number of the node that begins."""
+
+    thread: int
+    task: int
+    node: int
+
+    @staticmethod
+    def now() -> Place:
+        """The place of the backward that runs on this thread."""
+        return Place(threading.get_ident(), hooks.current_backward(), hooks.current_node_number())
+
+    def is_behind(self, start: int, entered: Place) -> bool:
+        """Whether nothing is to come of a call that began at node ``start`` and whose backward began at ``entered``.
+
+        Task numbers grow, so a task of a larger number than the one that goes on now was nested in it and is over.
+        """
+        if self.thread != entered.thread:
+            return False
+        return self.task < entered.task or (self.task == entered.task and self.node < start)
+
+
+class CalledUnit(Protocol):
+    """What a call tells of its backward: a unit."""
+
+    def backward_reached(self, call: ForwardCall) -> None: ...
+
+    def backward_passed(self, call: ForwardCall) -> None: ...
+
+
+class ForwardCall:
+    """One forward of a unit with gradients enabled, as its backward needs to know it.
+
+    Lives as long as the graph that the forward built, and keeps the unit and the tree's context alive with it.
+
+    Attributes:
+        full_precision: in which copy of the parameters its graph lies.
+        start: the sequence number of its first graph node.
+        outer: the call inside which it was made, of the unit around.
+        entered: where a backward entered it; None before that, and once the backward is behind it.
+    """
+
+    __slots__ = ("__weakref__", "_runs", "context", "entered", "full_precision", "outer", "start", "unit")
+
+    def __init__(self, unit: CalledUnit, context: RootContext, start: int, *, full_precision: bool) -> None:
+        self.unit = unit
+        self.context = context
+        self.start = start
+        self.full_precision = full_precision
+        self.outer = _here.innermost
+        self.entered: Place | None = None
+        self._runs = False
+
+    def hook_output(self, tensor: torch.Tensor) -> None:
+        """Enter the call when ``tensor``'s gradient is there. What was made before the call (an argument that is passed
+        through, an entry of a cache) needs nothing of the unit, and a leaf has a hook of its own."""
+        node = tensor.grad_fn
+        if node is not None and hooks.number_of(node) >= self.start:
+            hooks.on_gradient(tensor, self._reached)
+
+    def _reached(self) -> None:
+        self.unit.backward_reached(self)
+
+    def enter(self) -> None:
+        """The backward has reached an output of the call; calls that it is behind are closed."""
+        place = Place.now()
+        if self.entered is None:
+            self.entered = place
+        elif self.entered.thread != place.thread:  # nothing tells which of the two is behind it first
+            self.entered = place._replace(thread=_NO_THREAD)
+        elif place.task < self.entered.task:
+            self.entered = place
+        _here.entered[self] = None
+        close_passed(place, but=self)
+        if self.outer is not None:
+            self.outer._enter_from_inside()
+
+    def _enter_from_inside(self) -> None:
+        """What was made inside the call leads to what was made before it, there, as well. Usually the call has been
+        entered through an output; else what lies inside was a side output."""
+        if self.entered is None and not self._runs:
+            self._reached()
+
+    def close(self) -> None:
+        self.entered = None
+        self.unit.backward_passed(self)
+
+
+_NO_THREAD = -1
+
+
+class _Thread(threading.local):
+    """What forwards and backwards on one thread do.
+
+    Attributes:
+        innermost: the call of the unit whose module runs now.
+        entered: the calls whose backward has begun here, in that order, so that all ranks close them in one order.
+    """
+
+    def __init__(self) -> None:
+        self.innermost: ForwardCall | None = None
+        self.entered: weakref.WeakKeyDictionary[ForwardCall, None] = weakref.WeakKeyDictionary()
+
+
+_here = _Thread()
+
+
+def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
+    """The backward on this thread is at ``place``: close the calls of all units that lie behind, except ``but``."""
+    for call in list(_here.entered):
+        if call.entered is not None and call is not but and place.is_behind(call.start, call.entered):
+            call.close()
+        if call.entered is None:  # now, or with the backward that it was part of
+            del _here.entered[call]
+
+
+class Running:
+    """While the module of a unit runs in ``call``, calls made inside know it as the one around them. None stands for a
+    forward without gradients."""
+
+    __slots__ = ("_before", "_call")
+
+    def __init__(self, call: ForwardCall | None) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._before, _here.innermost = _here.innermost, self._call
+        if self._call is not None:
+            self._call._runs = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        _here.innermost = self._before
+        if self._call is not None:
+            self._call._runs = False
+
+
+def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:
+    """Tell the wrapped module whose forward runs that ``tensor`` leaves it otherwise than in what it returns.
+
+    A unit's parameters are gathered again when the gradient of one of its outputs is there. A tensor that the forward
+    computes and stores (``self.aux_loss = ...``), or that a hook on an inner module takes, is an output as well, and
+    where nothing is returned whose gradient comes first, the unit has to be told::
+
+        def forward(self, x):
+            y = self.attention(x)
+            self.features = fsdp.mark_side_output(y)  # part of the loss, while the output may not be
+            return self.head(y.detach())
+
+    Returns ``tensor`` itself. Outside of a forward of a wrapped module, without gradients, and for a tensor that needs
+    none, nothing happens.
+    """
+    if _here.innermost is not None and tensor.requires_grad:
+        _here.innermost.hook_output(tensor)
+    return tensor

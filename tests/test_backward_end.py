@@ -1,0 +1,486 @@
+"""A unit's parameters stay until the backward is behind its forward calls, whatever led into them, and no longer.
+
+Bit-equal to plain replicas, as in `test_backward`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.runtime.unit import units_in
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.lockstep import CLEAR, STEP, Data, Reference
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import wrap
+
+FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+WIDTH, VOCABULARY = 6, 11
+Build = Callable[[], nn.Module]
+Program = Callable[[nn.Module, Data], Iterator[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def tokens(data: Data, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * index + data.rank)
+    return torch.randint(VOCABULARY, (3, 5), generator=generator)
+
+
+def steps(model: nn.Module, data: Data) -> Iterator[Any]:
+    """Two steps on token ids, so that no input of the root needs a gradient."""
+    for index in range(2):
+        output = model(tokens(data, index))
+        output.square().mean().backward()
+        yield {"output": output.detach()}
+        yield STEP
+
+
+# -- what leads into a unit (FD01, FD02) -------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A LoRA layer, whose frozen weight is used first and read last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+class Detached(nn.Module):
+    """A weight that is computed with but not trained, before one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.linear = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x @ self.gate.weight.detach()) + self.gate(x.detach())
+
+
+MIDDLES: dict[str, Callable[[], nn.Module]] = {
+    "frozen norm": lambda: nn.LayerNorm(WIDTH).requires_grad_(False),
+    "frozen linear": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    "LoRA layer": Adapted,
+    "detached weight": Detached,
+}
+
+
+class LanguageModel(nn.Module):
+    """The root owns what lies between the units and a trainable head; its only argument needs no gradient."""
+
+    def __init__(self, middle: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.middle = MIDDLES[middle]()
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.middle(x))
+
+
+class ByAttribute(nn.Module):
+    """Its input comes through an attribute, and what it does with it first is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.linear = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
+        self.state: Any = None
+
+    def forward(self, give: Callable[[], Tensor] | None = None) -> Tensor:
+        x = give() if give is not None else self.state
+        return self.linear(torch.tanh(self.frozen(x)))
+
+
+class Hiding(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.hidden, self.head = Block(), ByAttribute(), nn.Linear(WIDTH, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.embed(ids))
+        if self.how == "closure":
+            return self.head(self.hidden(lambda: x))
+        unit = self.hidden.module if isinstance(self.hidden, FullyShardedDataParallel) else self.hidden
+        unit.state = x
+        return self.head(self.hidden())
+
+
+def _entered(debug: str) -> None:
+    with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
+        _check_entered()
+
+
+def _check_entered() -> None:
+    cases: list[tuple[str, Build, dict[str, Any]]] = []
+    for middle in MIDDLES:
+        make = seeded(LanguageModel, middle)
+        cases.append((f"{middle}, units between", make, {"wrap_policy": ModuleWrapPolicy({Block})}))
+        cases.append((f"{middle}, all units", make, {"wrap_policy": ModuleWrapPolicy({Block, nn.Embedding})}))
+        cases.append((f"{middle}, ignored between", make, {"ignored": "blocks"}))
+    for how in ("attribute", "closure"):
+        policy = ModuleWrapPolicy({Block, ByAttribute})
+        cases.append((f"input through {how}", seeded(Hiding, how), {"wrap_policy": policy}))
+    for number, (what, build, options) in enumerate(cases):
+        reference = Reference(build, steps)
+        for strategy in (FULL, GRAD_OP):
+            orig = (number + (strategy is FULL)) % 2 == 0
+            model, kwargs = build(), dict(options)
+            if (ignored := kwargs.pop("ignored", None)) is not None:
+                for param in model.get_submodule(ignored).parameters():
+                    param.requires_grad_(False)  # nobody would reduce their gradients
+                kwargs["ignored_modules"] = [model.get_submodule(ignored)]
+                frozen = seeded(lambda build=build: _frozen(build(), "blocks"))
+                reference = Reference(frozen, steps)
+            reference.check(wrap(model, strategy, orig, **kwargs), f"{what}, {strategy.name}, orig={orig}")
+
+
+def _frozen(model: nn.Module, path: str) -> nn.Module:
+    model.get_submodule(path).requires_grad_(False)
+    return model
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any) -> Build:
+    """A builder of equal models."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return make(*args)
+
+    return build
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_frozen_and_detached_weights_are_there_until_they_have_been_read(debug: str) -> None:
+    """FD01, FD02: whatever lies before them, also where no argument of the unit needs a gradient; with
+    ``FSDP_DEBUG=1``, where what was given back is poisoned, too."""
+    run_ranks(2, _entered, debug)
+
+
+# -- the caller's containers (FD03) ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Shared:
+    x: Tensor
+    losses: list[Tensor] = dataclasses.field(default_factory=list, init=False)
+    seen: int = 0
+
+
+class Collecting(nn.Module):
+    """A block that adds to a container which all blocks share."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.block = Block()
+
+    def forward(self, x: Tensor, context: Tensor, shared: Any) -> Tensor:
+        x = self.block(x) + context
+        loss = x.abs().mean()
+        if self.kind == "list":
+            shared.append(loss)
+        elif self.kind == "dict":
+            shared[len(shared)] = loss
+        else:
+            shared.losses.append(loss)
+            shared.seen += 1
+        return x
+
+
+class Collector(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.embed, self.context = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Collecting(kind) for _ in range(4)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        context = self.context(x)
+        shared: Any = {"list": [context], "dict": {0: context}, "dataclass": Shared(context)}[self.kind]
+        for block in self.blocks:
+            x = block(x, context, shared)
+        losses = (
+            shared.losses if self.kind == "dataclass" else list(shared if self.kind == "list" else shared.values())[1:]
+        )
+        if len(losses) != 4 or (self.kind == "dataclass" and shared.seen != 4):
+            raise AssertionError(f"{self.kind}: {len(losses)} losses of 4")
+        return x.mean() + sum(losses)
+
+
+def _containers() -> None:
+    for kind in ("list", "dict", "dataclass"):
+        reference = Reference(seeded(Collector, kind), steps)
+        for orig in (True, False):
+            model = wrap(seeded(Collector, kind)(), FULL, orig, wrap_policy=ModuleWrapPolicy({Collecting}))
+            reference.check(model, f"{kind}, orig={orig}")
+
+
+def test_units_write_into_the_callers_own_containers() -> None:
+    """FD03: lists, dictionaries and dataclasses that several units are given with a tensor which they share."""
+    run_ranks(2, _containers)
+
+
+# -- kinds of arguments (FD24, FD27, FD35) -----------------------------------------------------------------------------
+
+
+class Sparse(nn.Module):
+    """Two units are given one sparse tensor that needs a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.left, self.right = Product(), Product()
+
+    def forward(self, x: Tensor) -> Tensor:
+        sparse = (self.weight * torch.eye(4)).to_sparse()
+        return self.left(sparse, x) + self.right(sparse, x)
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, sparse: Tensor, x: Tensor) -> Tensor:
+        return torch.sparse.mm(sparse, self.linear(x))
+
+
+def _of_floats(model: nn.Module, data: Data) -> Iterator[Any]:
+    for index in range(2):
+        output = model(data.tensor(index, 4, 4).detach())
+        output.square().mean().backward()
+        yield {"output": output.detach()}
+        yield STEP
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    save = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(nn.Module):
+    """Units inside selective activation checkpointing; both take the same tensor besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Conditioned(), Conditioned()])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = condition = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(
+                block,
+                x,
+                condition,
+                use_reentrant=False,
+                context_fn=lambda: create_selective_checkpoint_contexts(_policy),
+            )
+        return x
+
+
+class Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        return self.block(x) * condition
+
+
+def _kinds() -> None:
+    for orig in (True, False):
+        model = wrap(seeded(Sparse)(), FULL, orig, wrap_policy=ModuleWrapPolicy({Product}))
+        Reference(seeded(Sparse), _of_floats).check(model, f"sparse, orig={orig}")
+        model = wrap(seeded(Selective)(), FULL, orig, wrap_policy=ModuleWrapPolicy({Conditioned}))
+        Reference(seeded(Selective), steps).check(model, f"selective checkpointing, orig={orig}")
+
+
+def test_arguments_are_neither_copied_nor_aliased() -> None:
+    """FD24, FD27: selective checkpointing around units replays the operations of the forward, no more; a sparse tensor
+    that two units are given has no view."""
+    run_ranks(2, _kinds)
+
+
+class Cache:
+    """Keys and values of every layer so far, as models for generation pass them on."""
+
+    def __init__(self) -> None:
+        self.keys: list[Tensor] = []
+
+
+class CachedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.block = nn.Linear(WIDTH, WIDTH), Block()
+
+    def forward(self, x: Tensor, cache: Cache) -> tuple[Tensor, Cache]:
+        cache.keys.append(self.key(x))
+        return self.block(x) + cache.keys[-1], cache
+
+
+class Cached(nn.Module):
+    """Notes how many units are gathered when the gradient of each block's input is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([CachedBlock() for _ in range(6)])
+        self.most = 0
+        self.count: Callable[[], int] = lambda: 0
+
+    def _look(self, grad: Tensor) -> None:
+        self.most = max(self.most, self.count())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x, cache = self.embed(ids), Cache()
+        for block in self.blocks:
+            x.register_hook(self._look)
+            x, cache = block(x, cache)
+        return x
+
+
+def _cache() -> None:
+    reference = Reference(seeded(Cached), steps)
+    for orig in (True, False):
+        plain = seeded(Cached)()
+        model = wrap(plain, FULL, orig, wrap_policy=ModuleWrapPolicy({CachedBlock}))
+        plain.count = lambda model=model: sum(unit.is_gathered for name, unit, _ in units_in(model) if name)
+        reference.check(model, f"orig={orig}")
+        assert plain.most == 2, plain.most
+
+
+def test_a_cache_that_every_unit_is_given_keeps_none_of_them_gathered() -> None:
+    """FD35: one unit computes and one is gathered ahead, though each was given, and returned, what all made before."""
+    run_ranks(2, _cache)
+
+
+# -- side outputs (FD36) -----------------------------------------------------------------------------------------------
+
+
+class Aside(nn.Module):
+    """Stores what is part of the loss; what it returns is not, or only later."""
+
+    def __init__(self, marked: bool) -> None:
+        super().__init__()
+        self.marked = marked
+        self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), Block(), nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        output = self.last(y)
+        side = torch.tanh(self.inner(y)) @ self.last.weight
+        self.kept = fsdp.mark_side_output(side) if self.marked else side
+        return output
+
+
+class WithAside(nn.Module):
+    def __init__(self, marked: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.aside, self.after = Aside(marked), Block()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.after(self.aside(self.embed(ids)))
+
+
+def _side_loss(model: nn.Module, data: Data) -> Iterator[Any]:
+    aside = next(m for m in model.modules() if isinstance(m, Aside))
+    for index, both in enumerate((False, True, False)):
+        output = model(tokens(data, index))
+        loss = aside.kept.square().mean()
+        (loss + output.square().mean() if both else loss).backward()
+        yield {"side": aside.kept.detach()}
+        yield CLEAR
+
+
+def _taken_by_a_hook(model: nn.Module, data: Data) -> Iterator[Any]:
+    """The output of a unit inside a unit is all that the loss sees of either."""
+    taken: list[Tensor] = []
+    inner = next(m for m in model.modules() if isinstance(m, Aside)).inner
+    inner.register_forward_hook(lambda module, args, output: taken.append(output))
+    for index in range(2):
+        model(tokens(data, index))
+        taken.pop().square().mean().backward()
+        yield {}
+        yield CLEAR
+
+
+def _side_outputs() -> None:
+    for orig in (True, False):
+        policy = ModuleWrapPolicy({Block, Aside})
+        build = seeded(WithAside, True)
+        model = wrap(build(), FULL, orig, wrap_policy=policy)
+        Reference(build, _side_loss).check(model, f"marked, orig={orig}")
+        build = seeded(WithAside, False)
+        model = wrap(build(), FULL, orig, wrap_policy=policy)
+        Reference(build, _taken_by_a_hook).check(model, f"of a unit inside, orig={orig}")
+
+
+def test_side_outputs_that_are_marked_and_those_of_inner_units() -> None:
+    """FD36: the unit is gathered when the gradient of a marked tensor is there, and the units around one with it."""
+    run_ranks(2, _side_outputs)
+
+
+class Biased(nn.Module):
+    """Stores a sum: its gradients need none of the weights' values, so only the weight's own hook can notice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.linear(x)
+        self.kept = self.linear(x.detach())
+        return output
+
+
+def _unmarked() -> None:
+    for orig in (True, False):
+        root = nn.Sequential(Biased(), Block())
+        model = wrap(root, FULL, orig, wrap_policy=ModuleWrapPolicy({Biased, Block}))
+        model(torch.randn(3, WIDTH))
+        with pytest.raises(RuntimeError, match=r"parameter 'linear\.\w+' of unit '0'.*fsdp\.mark_side_output"):
+            root[0].module.kept.square().mean().backward()
+        F.mse_loss(model(torch.randn(3, WIDTH)), torch.zeros(3, WIDTH)).backward()  # and goes on
+
+
+def test_a_side_output_that_is_not_marked_is_an_error_by_name() -> None:
+    """FD36: never a gradient from released memory."""
+    run_ranks(2, _unmarked)

@@ -1,0 +1,155 @@
+"""FD27: what nested inputs and outputs are searched for and how they are rebuilt; no ranks needed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+
+from fsdp.runtime.nested import map_tensors, tensors_in, to_device
+from fsdp.runtime.precision import cast_floating
+
+
+class Output(collections.OrderedDict[str, Any]):
+    """As the libraries' model outputs: a dataclass and a dictionary at once, which refuses what it does not know."""
+
+    def __init__(self, first: Any = None, second: Any = None) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        for name, value in (("first", first), ("second", second)):
+            if value is not None:
+                self[name] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("not for an output")
+
+    def __reduce__(self) -> Any:
+        return Output, (self.first, self.second)
+
+
+class Named(list[Any]):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Pair(tuple[Any, ...]):
+    def __new__(cls, first: Any, second: Any) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+class Checked(NamedTuple):
+    x: Any
+    y: int = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    losses: list[Any] = dataclasses.field(default_factory=list, init=False)
+    size: int = 3
+
+
+def named(x: Tensor) -> Named:
+    result = Named("mine")
+    result.append(x)
+    return result
+
+
+def batch(x: Tensor) -> Batch:
+    result = Batch(x)
+    result.losses.append("kept")
+    return result
+
+
+KINDS: dict[str, Any] = {
+    "list": lambda x: [x, 1],
+    "tuple": lambda x: (x, None),
+    "named tuple": lambda x: Checked(x),
+    "tuple with a constructor of its own": lambda x: Pair(x, 1),
+    "list with a constructor of its own": named,
+    "set": lambda x: {x, 1},
+    "frozenset": lambda x: frozenset((x, 1)),
+    "deque": lambda x: collections.deque([x], maxlen=2),
+    "dict": lambda x: {"x": x, "y": "text"},
+    "OrderedDict": lambda x: collections.OrderedDict(x=x),
+    "defaultdict": lambda x: collections.defaultdict(list, x=x),
+    "UserDict": lambda x: collections.UserDict(x=x),
+    "output": lambda x: Output(first=x),
+    "dataclass": batch,
+    "result of torch.max": lambda x: torch.max(x.reshape(1, -1), dim=1),
+    "packed sequence": lambda x: pack_sequence([x]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_keeps_its_type_and_what_hangs_on_it(kind: str) -> None:
+    original = KINDS[kind](torch.randn(3))
+    before = list(tensors_in(original))
+    cast = cast_floating(original, torch.bfloat16)
+    assert type(cast) is type(original) and cast is not original
+    assert [t.dtype for t in tensors_in(cast) if t.is_floating_point()] == [torch.bfloat16]
+    assert all(old is now for old, now in zip(before, tensors_in(original), strict=True))
+    if kind == "list with a constructor of its own":
+        assert cast.name == "mine"
+    elif kind == "dataclass":
+        assert cast.losses is original.losses and cast.size == 3
+    elif kind == "deque":
+        assert cast.maxlen == 2
+    elif kind == "output":
+        assert cast.first is cast["first"] and cast.second is None
+    assert cast_floating(cast, torch.bfloat16) is cast  # nothing to change: the caller's own
+    assert to_device(original, torch.device("cpu")) is original
+
+
+def test_what_cannot_be_rebuilt_is_left_alone() -> None:
+    x = torch.randn(2)
+    frozen, thing = types.MappingProxyType({"x": x}), types.SimpleNamespace(x=x)
+    assert cast_floating(frozen, torch.bfloat16) is frozen
+    assert cast_floating(thing, torch.bfloat16) is thing and thing.x is x
+
+
+def test_what_stands_twice_stays_one_and_what_holds_itself_is_no_endless_walk() -> None:
+    shared = [torch.randn(2)]
+    both = cast_floating({"a": shared, "b": shared, "c": [1]}, torch.bfloat16)
+    assert both["a"] is both["b"] and both["a"][0].dtype == torch.bfloat16
+    shared.append(shared)
+    assert cast_floating(shared, torch.bfloat16)[0].dtype == torch.bfloat16
+    assert len(list(tensors_in(shared))) == 1
+    calls = []
+    x = torch.randn(2)
+    map_tensors(lambda tensor: calls.append(tensor) or tensor.double(), [x, (x,)])
+    assert len(calls) == 1
+
+
+def test_deep_nests_and_objects_are_walked_without_recursion() -> None:
+    x = torch.randn(2)
+    chain = last = types.SimpleNamespace()
+    for _ in range(3000):
+        last.next = types.SimpleNamespace()
+        last = last.next
+    last.x = x
+    assert [tensor is x for tensor in tensors_in(chain)] == [True]
+    assert cast_floating(chain, torch.bfloat16) is chain  # an input: other objects are not looked into
+    deep: list[Any] = []
+    for _ in range(3000):
+        deep = [deep, 1]
+    assert cast_floating([deep], torch.bfloat16)[0] is deep
+    assert list(tensors_in(deep)) == []
+
+
+def test_the_order_is_the_one_in_which_tensors_stand() -> None:
+    tensors = [torch.full((1,), float(i)) for i in range(5)]
+    nest = [tensors[0], {"a": (tensors[1], [tensors[2]])}, types.SimpleNamespace(b=tensors[3], c=[tensors[4]])]
+    assert [int(tensor) for tensor in tensors_in(nest)] == [0, 1, 2, 3, 4]
+    assert [int(tensor) for tensor in tensors_in(nest, objects=False)] == [0, 1, 2]
