@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
@@ -27,7 +28,7 @@ from torch import nn
 from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
 from fsdp.comm.streams import Event, Streams
-from fsdp.comm.versions import STORAGES_SWAP
+from fsdp.comm.versions import STORAGES_SWAP, reference_counts
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.metadata import for_tools
 from fsdp.flat.released import CheckedLeaf, guard_released, new_leaf
@@ -238,7 +239,7 @@ class FullCopy:
         lent: the buffer's memory; None where the shard has it.
     """
 
-    __slots__ = ("_state", "leaves", "lent", "pending", "tensor")
+    __slots__ = ("_least_held", "_state", "leaves", "lent", "pending", "tensor")
 
     def __init__(self, layout: FlatLayout, tensor: torch.Tensor, leaves: list[nn.Parameter], *, resident: bool) -> None:
         """Points ``leaves`` at ``tensor``, whose memory is released unless it is ``resident``."""
@@ -247,6 +248,25 @@ class FullCopy:
         point_at(leaves, parameter_views(layout, tensor))  # views are made while there is memory
         self.lent = None if resident else LentTensor(tensor)
         self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
+        self._least_held: list[float] | None = None
+
+    def note_holders(self) -> None:
+        """Nothing of the forward that begins holds the values yet: see :meth:`is_held`."""
+        now = self._holders()
+        self._least_held = now if self._least_held is None else [*map(min, self._least_held, now)]
+
+    def is_held(self) -> bool:
+        """Whether something that came after the least that :meth:`note_holders` has seen may still read the values: a
+        graph that has saved a leaf or another tensor over the buffer, or whoever else refers to a leaf. Whatever holds
+        one for good (an accumulator of a leaf that was unfrozen later) counts as well."""
+        return self._least_held is None or any(now > least for now, least in zip(self._holders(), self._least_held))
+
+    def _holders(self) -> list[float]:
+        counts: list[float] = []
+        for leaf in self.leaves:
+            held = reference_counts(leaf)
+            counts += (float("inf"),) if held is None else (*held, sys.getrefcount(leaf))
+        return counts
 
     @property
     def state(self) -> BufferState:

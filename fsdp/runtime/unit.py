@@ -89,6 +89,7 @@ class Unit:
         # graph task -> the leaves (bucket, index) it has still to deliver; see [Note: When a unit's backward is over].
         # A task that delivered all stays, with nothing, so that it is not asked again.
         self._expected: dict[int, set[tuple[int, int]]] = {}
+        self._all_expected = True  # whether each task that was asked expected every leaf
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         # (bucket, index) and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[tuple[int, int], Any]] = {}
@@ -455,6 +456,9 @@ class Unit:
                 context.gather_ahead(self)
             if not torch.is_grad_enabled():
                 return None, inputs
+            if self is context.root:
+                for handle in self.handles:
+                    handle.copy.note_holders()
             return ForwardCall(self, context, start, full_precision=full_precision), inputs
         except BaseException:
             self.abort_forward(context)
@@ -551,6 +555,8 @@ class Unit:
         self._open_calls.add(call)
         self._expect()
         call.enter()
+        if self is not context.root:
+            context.root.reshard_unheld(context)
         self.unshard(context, refill=False)
         self._phase = Phase.BACKWARD
         context.gather_ahead(self)
@@ -560,6 +566,7 @@ class Unit:
         task = hooks.current_backward()
         if task not in self._expected:
             self._expected[task] = {key for key, node in self._accumulators.values() if hooks.will_run(node)}
+            self._all_expected &= len(self._expected[task]) == sum(len(handle.leaves) for handle in self.handles)
         return self._expected[task]
 
     def leaf_ready(self, key: tuple[int, int], leaf: torch.Tensor) -> None:
@@ -606,6 +613,18 @@ class Unit:
         self._open_calls.discard(call)
         self._maybe_reshard(self.context or call.context)
 
+    def reshard_unheld(self, context: RootContext) -> None:
+        """Reshard the root where the backward is not behind its calls yet, but nothing is left that could read its
+        values: each of its parameters was trained in them, has its gradient, and is held by no graph (as one that was
+        computed with detached is).
+
+        Else a root that has the last layers alone would stay gathered to the end: the calls of a root span all others.
+        Ranks may differ in this, since the root's buffers are not counted where others wait for room.
+        """
+        done = self in context.gathered and self._all_expected and self._expected and not self.awaits_leaves
+        if done and not any(handle.copy.is_held() for handle in self.handles):
+            self.reshard(context)
+
     def _maybe_reshard(self, context: RootContext) -> bool:
         """Reshard if the backward is over for the unit; returns whether it is."""
         if self._in_backward or self._depth > 0:
@@ -616,6 +635,7 @@ class Unit:
 
     def _forget_backward(self) -> None:
         self._expected.clear()
+        self._all_expected = True
         for call in self._open_calls:
             call.entered = None
         self._open_calls.clear()
