@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,13 +16,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import fsdp.checkpoint.store as store_module
+import fsdp.checkpoint.writing as writing_module
 import fsdp.comm.collectives as collectives_module
 import fsdp.flat.ownership as ownership_module
+from fsdp import CPUOffload
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.checkpoint import async_save
+from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm.collectives import Communicator, Groups
+from fsdp.comm.host_memory import HostBuffers, locked_pages, place
 from fsdp.comm.streams import AcceleratorStreams, HostStreams
+from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import Ignored, move_to, owned_params
 from fsdp.runtime.nested import to_device
 from fsdp.sharded_grad_scaler import ShardedGradScaler
+from tests.harness.pool import run_ranks
+from tests.harness.stream_tracer import trace_streams
 
 CPU, AWAY = torch.device("cpu"), torch.device("meta")
 
@@ -125,3 +138,133 @@ def test_a_unit_without_parameters_computes_where_those_in_it_do() -> None:
     with accelerator(AWAY):
         assert move_to(nn.Identity(), [], Ignored(), None, [CPU]) == CPU
         assert move_to(nn.Identity(), [], Ignored(), None) == AWAY
+
+
+# -- memory of the host ------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_locked_while_something_holds_them() -> None:
+    """FD68: an allocator of page-locked memory rounds up to a power of two, and gives nothing back."""
+    locked: dict[int, int] = {}
+    memory = locked_pages(1 << 20 | 1, locked.__setitem__, locked.__delitem__)
+    assert memory.numel() == (1 << 20) + 1 and list(locked) == [memory.data_ptr()]
+    assert sum(locked.values()) == (1 << 20) + 1
+    param = nn.Parameter(memory[:16].view(torch.float32))
+    del memory
+    assert len(locked) == 1
+    del param
+    assert not locked
+    with pytest.raises(MemoryError, match="on purpose"):
+        locked_pages(10, mock.Mock(side_effect=MemoryError("on purpose")), locked.__delitem__)
+
+
+def test_host_memory_is_used_again_when_nobody_holds_it() -> None:
+    """FD68: gradients on the host stay in the same memory from step to step, unless the user keeps them."""
+    made: list[int] = []
+
+    def make(nbytes: int) -> Tensor:
+        made.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    buffers = HostBuffers()
+    for _ in range(3):
+        buffers.take(64, make).fill_(1)
+    assert made == [64]
+    kept = buffers.take(64, make).fill_(2)[3:5]
+    for _ in range(3):
+        buffers.take(64, make).fill_(1)
+    assert made == [64, 64] and kept.tolist() == [2, 2]
+    del kept
+    held = [buffers.take(64, make) for _ in range(2)]
+    assert made == [64, 64] and held[0].data_ptr() != held[1].data_ptr()
+    buffers.take(32, make)
+    assert made == [64, 64, 32]
+    del buffers
+    held[0].fill_(3)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_host_memory_honours_pin_memory(pinned: bool) -> None:
+    """FD68: with ``CPUOffload(pin_memory=False)`` gradients were page-locked all the same."""
+    assert run_ranks(1, offloaded_memory, pinned) == [(True, {pinned}, 2)]
+
+
+def offloaded_memory(pinned: bool) -> tuple[bool, set[bool], int]:
+    """Whether steps after the first ask for no memory, whether what they ask for is pinned, how often per bucket."""
+    os.environ["FSDP_FORCE_SHARDED"] = "1"
+    with trace_streams() as tracer, mock.patch.object(FlatParamHandle, "keeps_gradients_on_host", True):
+        model = FSDP(nn.Linear(3, 3), cpu_offload=CPUOffload(True, pin_memory=pinned))
+        tracer.watch(model)
+        counts = []
+        for _ in range(4):
+            for _ in range(2):  # the second gradient comes while the user has the first
+                model(torch.ones(2, 3)).sum().backward()
+            model.zero_grad()
+            counts.append(len(tracer.streams.pinned))
+    return len(set(counts)) == 1, {pinned for _, pinned in tracer.streams.pinned}, counts[-1]
+
+
+class HostOfAccelerator:
+    """Stands for the streams of an accelerator: notes the memory that is asked for, and what is copied into it."""
+
+    def __init__(self) -> None:
+        self.rooms: list[Tensor] = []
+        self.waited = 0
+
+    def host_memory(self, nbytes: int, *, pinned: bool) -> Tensor:
+        self.rooms.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return self.rooms[-1]
+
+    def fetch(self, tensor: Tensor, into: Tensor) -> tuple[Tensor, int]:
+        return place(into, tensor).fill_(1), 0
+
+    @contextmanager
+    def on_host(self, event: int) -> Iterator[None]:
+        self.waited += 1
+        yield
+
+
+def test_a_save_stages_into_one_piece_of_host_memory() -> None:
+    """FD68: a piece per tensor, each rounded up, was kept for ever."""
+    state = {
+        "a": torch.empty(5, dtype=torch.bfloat16, device=AWAY),
+        "b": {"c": [torch.empty(3, 7, device=AWAY), torch.ones(2)], "d": 3},
+        "e": RaggedTensor(torch.empty(6, device=AWAY), (4, 6), 0),
+        "f": torch.empty(0, device=AWAY),
+    }
+    streams = HostOfAccelerator()
+    with mock.patch.object(writing_module, "streams_for", return_value=streams):
+        staged = writing_module._staged(state)
+    assert [room.numel() for room in streams.rooms] == [64 + 128 + 64] and streams.waited == 4
+    room = streams.rooms[0].untyped_storage()._cdata
+    copies = [staged["a"], staged["b"]["c"][0], staged["e"].local]
+    assert all(copy.untyped_storage()._cdata == room and bool((copy == 1).all()) for copy in copies)
+    assert [tuple(copy.shape) for copy in copies] == [(5,), (3, 7), (6,)] and staged["b"]["d"] == 3
+    assert staged["f"].shape == (0,)
+
+
+def save_beside_an_accelerator(path: str) -> list[str]:
+    """The devices that are made current in the thread that writes."""
+    streams = HostStreams()
+    entered: list[str] = []
+
+    @contextmanager
+    def on_device() -> Iterator[None]:
+        entered.append(threading.current_thread().name)
+        yield
+
+    fails = mock.Mock(side_effect=AssertionError("a save of what is staged waits for the device"))
+    with (
+        mock.patch.object(streams, "on_device", on_device),
+        mock.patch.object(store_module, "streams_for", return_value=streams),
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", fails),
+    ):
+        async_save(path, nn.Linear(3, 3)).result()
+    return entered
+
+
+def test_a_save_in_the_background_leaves_the_device_alone(tmp_path: Path) -> None:
+    """FD67: torch's loader opens streams and contexts on the first device, and waits for the training's work there."""
+    (entered,) = run_ranks(1, save_beside_an_accelerator, str(tmp_path))
+    assert len(entered) == 1 and entered[0].startswith("saving to ")

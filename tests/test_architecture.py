@@ -32,7 +32,11 @@ FLOORS = [
     ["fsdp/__init__.py"],
     ["fsdp/compat.py"],
 ]
-LOWEST_OF_COMM = ["fsdp/comm/versions.py", "fsdp/comm/streams.py"]  # each may import those before it
+LOWEST_OF_COMM = [
+    "fsdp/comm/versions.py",
+    "fsdp/comm/host_memory.py",
+    "fsdp/comm/streams.py",
+]  # each may import those before it
 
 TORCHS_OWN = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 COLLECTIVE = re.compile(

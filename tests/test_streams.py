@@ -620,22 +620,24 @@ def trace_wrapped_elsewhere(use_orig_params: bool) -> tuple[list[str], list[str]
         training.steps()
         found = strays(training.model, tracer.compute)
         training.accumulation()
-        pending = training.loss()  # its graph holds the nodes of the stream it was made on
+        first, pending = training.loss(), training.loss()  # the graphs hold the nodes of the stream they were made on
         before = streams.record()
         with tracer.on(third):
             streams.wait(before)
-            pending.backward()
-            del pending
             for name, param in training.model.named_parameters():
                 if "base" in name:
                     param.requires_grad_(True)
+            first.backward()
+            training.loss().backward()
+            pending.backward()
+            del first, pending
             training.steps()
             training.failures()
-            found += strays(training.model, third)
             after = streams.record()
         streams.wait(after)
         training.steps()
         training.accumulation()
+        found += strays(training.model, tracer.compute)
     return tracer.races, found
 
 

@@ -33,6 +33,7 @@ from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.writing import GROUPS, MODEL, STATE, Saving, extra_name, held_nbytes
 from fsdp.comm.consensus import Ranks
+from fsdp.comm.streams import default_device, streams_for
 
 
 class Plain(NamedTuple):
@@ -123,13 +124,14 @@ def async_save(
     ranks = Ranks.of(process_group)
     saving = Saving(ranks, path, keep)
     begun: Future[Outcome | None] = Future()
+    streams = streams_for(default_device())  # those of the caller: a thread begins with the first device
 
     def rest() -> None:
         outcome = begun.result()
         if outcome is None:  # a rank has no thread
             return
         try:
-            with ranks.call("save a checkpoint in the background", resumed=True):
+            with streams.on_device(), ranks.call("save a checkpoint in the background", resumed=True):
                 path = saving.write(progress=False)
         except BaseException as error:
             outcome.set_exception(_without_variables(error))

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import io
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.checkpoint import files
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
@@ -144,7 +145,10 @@ class Saving:
         """This rank's file of tensors, if it has any, and its ``extra``."""
         nbytes = len(self._extra) + sum(held_nbytes(value) for value in self._state.values())
         with bar("saving", nbytes, progress and self._ranks.rank == 0) as told:
-            writer = _Writer(task.directory, self._ranks.rank == 0, told)
+            tensors = (value for value in tree_leaves(list(self._state.values())) if isinstance(value, torch.Tensor))
+            # torch would copy what is staged ahead as well, on a stream of its own, and wait for the device
+            ahead = _Writer.COPIED_AHEAD if any(tensor.device.type != "cpu" for tensor in tensors) else 0
+            writer = _Writer(task.directory, self._ranks.rank == 0, told, ahead)
             plan = planner.finish_plan(task.plan)
             results = writer.write_data(plan, planner).wait() if plan.items else []
             if self._extra:
@@ -165,7 +169,16 @@ class Saving:
 
 
 def _staged(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy in CPU memory that shares nothing with ``state``. The host waits until it is complete."""
+    """A copy in CPU memory that shares nothing with ``state``. The host waits until it is complete.
+
+    What comes from an accelerator gets one piece of page-locked memory, which goes with the copy.
+    """
+    nbytes: Counter[torch.device] = Counter()
+    for value in tree_leaves(list(state.values())):
+        local = value.local if isinstance(value, RaggedTensor) else value
+        if _is_on_accelerator(local):
+            nbytes[local.device] += _aligned(local.nbytes)
+    room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
     events: list[tuple[torch.device, Event]] = []
 
     def staged(value: Any) -> Any:
@@ -173,10 +186,12 @@ def _staged(state: dict[str, Any]) -> dict[str, Any]:
             return copy.deepcopy(value)
         if isinstance(value, RaggedTensor):
             return RaggedTensor(staged(value.local), value.shape, value.start, value.stride())
-        if value.device.type == "cpu" or isinstance(value, DTensor):
+        if not _is_on_accelerator(value):
             return value.detach().to("cpu", copy=True)
-        copied, event = streams_for(value.device).fetch(value.detach())
-        events.append((value.device, event))
+        device, size = value.device, _aligned(value.nbytes)
+        memory, room[device] = room[device][:size], room[device][size:]
+        copied, event = streams_for(device).fetch(value.detach(), memory)
+        events.append((device, event))
         return copied
 
     result = {key: tree_map(staged, value) for key, value in state.items()}
@@ -184,6 +199,15 @@ def _staged(state: dict[str, Any]) -> dict[str, Any]:
         with streams_for(device).on_host(event):
             pass
     return result
+
+
+def _is_on_accelerator(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.device.type != "cpu"
+
+
+def _aligned(nbytes: int) -> int:
+    """So many bytes, and the gap after which the next tensor of any dtype may begin."""
+    return -(-nbytes // 64) * 64
 
 
 def held_nbytes(value: Any) -> int:
@@ -256,8 +280,12 @@ class _DurableFiles(FileSystem):
 class _Writer(FileSystemWriter):
     """Writes into the empty directory ``path``; ``entries`` tells what it wrote, ``told`` is told of bytes."""
 
-    def __init__(self, path: Path, is_coordinator: bool, told: files.Told = files.nobody) -> None:
-        super().__init__(path, sync_files=False)  # the files do it themselves
+    COPIED_AHEAD = 10_000_000  # bytes of an accelerator's that are copied while others are written; 0: none
+
+    def __init__(
+        self, path: Path, is_coordinator: bool, told: files.Told = files.nobody, copied_ahead: int = COPIED_AHEAD
+    ) -> None:
+        super().__init__(path, sync_files=False, per_thread_copy_ahead=copied_ahead)  # the files sync themselves
         self.entries: dict[str, Entry] = {}
         self.fs = _DurableFiles(self.entries, told)
         self.set_up_storage_writer(is_coordinator)

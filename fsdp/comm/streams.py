@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from fsdp.comm.host_memory import locked_pages, place
+
 Event = Any  # torch.Event, or None on devices without streams
 Stream = Any  # torch.Stream, or None on devices without streams
 
@@ -58,7 +60,10 @@ class HostStreams:
     def upload(self, tensor: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
         return tensor
 
-    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Event]:
         return tensor, None
 
     def on_host(self, event: Event) -> AbstractContextManager[None]:
@@ -122,9 +127,23 @@ class AcceleratorStreams:
         on the gather stream, or with ``wait`` at once."""
         return tensor.to(self._device, non_blocking=not wait)
 
-    def fetch(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """A copy in host memory, and the event after which it holds the values; the host does not wait."""
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """So many bytes of host memory; ``pinned``: page-locked, and on CUDA given back when nothing holds them.
+
+        Raises:
+            RuntimeError: so much cannot be locked.
+        """
+        if not pinned or self._device.type != "cuda":
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        with self.on_device():
+            return locked_pages(nbytes, _lock_pages, torch.cuda.cudart().cudaHostUnregister)
+
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Event]:
+        """A copy in host memory, ``into`` that (bytes) if given, and the event after which it holds the values; the
+        host does not wait where the memory is page-locked, as it is without ``into``."""
+        if into is None:
+            into = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        copy = place(into, tensor)
         copy.copy_(tensor, non_blocking=True)
         return copy, self.record()
 
@@ -148,6 +167,16 @@ class AcceleratorStreams:
             torch.accelerator.set_stream(before)
             if device != self._device.index:
                 torch.accelerator.set_device_index(device)
+
+
+def _lock_pages(address: int, nbytes: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    error = int(runtime.cudaHostRegister(address, nbytes, 1))  # for every context of the process
+    if error != 0:
+        raise RuntimeError(
+            f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {error}): free some, raise the limit "
+            "(ulimit -l), or pass CPUOffload(pin_memory=False)"
+        )
 
 
 Streams = HostStreams | AcceleratorStreams

@@ -27,7 +27,8 @@ from torch import nn
 
 from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
-from fsdp.comm.streams import Event, Streams
+from fsdp.comm.host_memory import place
+from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.comm.versions import STORAGES_SWAP, reference_counts
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.metadata import for_tools
@@ -353,8 +354,8 @@ class FlatParamHandle:
         """``shard``, in host memory if that is where it lives."""
         if not self.offload.offload_params or self.device.type == "cpu":
             return shard
-        shard = shard.cpu()
-        return shard.pin_memory() if self.offload.pin_memory else shard
+        memory = streams_for(self.device).host_memory(shard.nbytes, pinned=self.offload.pin_memory)
+        return place(memory, shard).copy_(shard)
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         leaves = [new_leaf(dtype, self.device, param.requires_grad) for param in params]

@@ -12,6 +12,7 @@ zero or change in place is changed. A sharded gradient from an earlier synchroni
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
+from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer
 from fsdp.flat.views import BucketViews
@@ -102,6 +104,7 @@ class BucketGradients:
         self.views = views
         self._keep_low_precision = keep_low_precision
         self._hook: CommHook | None = None  # reduces in place of the communicator
+        self._on_host = HostBuffers()  # of offloaded gradients
         count = len(handle.leaves)
         self._scratch: SlotBuffer | None = None  # the reduce buffer; its memory is lent for each backward
         self._target: SlotBuffer | None = None  # where this backward writes
@@ -206,8 +209,11 @@ class BucketGradients:
                 for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
                     shard[start:end].zero_()
                 pending = Pending((), None, streams, tag)
-            offloaded = streams.fetch(shard.to(self.dtype)) if self.handle.keeps_gradients_on_host else None
-            if offloaded is not None:
+            offloaded = None
+            if self.handle.keeps_gradients_on_host:
+                grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory
+                memory = self._on_host.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))
+                offloaded = streams.fetch(grad, memory)
                 pending.extend()
 
         def finish() -> None:

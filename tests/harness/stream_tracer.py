@@ -55,6 +55,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp.runtime.context as context_module
 import fsdp.runtime.hooks as hooks_module
 from fsdp.comm import collectives
+from fsdp.comm.host_memory import place
 from fsdp.runtime.unit import units_in
 
 PACKAGE = Path(context_module.__file__).parents[1]
@@ -211,6 +212,7 @@ class TracingStreams:
     def __init__(self, tracer: StreamTracer) -> None:
         self._tracer = tracer
         self.gather, self.reduce = SimulatedStream("gather"), SimulatedStream("reduce")
+        self.pinned: list[tuple[int, bool]] = []  # the bytes of host memory that were asked for, and whether pinned
 
     def on_gather_stream(self) -> Any:
         return self._tracer.on(self.gather)
@@ -254,9 +256,15 @@ class TracingStreams:
             self._tracer.host.follow(self._tracer.current.clock)
         return copy
 
-    def fetch(self, tensor: Tensor) -> tuple[Tensor, _Event]:
-        copy = tensor.clone()
-        self._tracer.is_host_memory(copy)
+    def host_memory(self, nbytes: int, *, pinned: bool) -> Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._tracer.is_host_memory(memory)
+        self.pinned.append((nbytes, pinned))
+        return memory
+
+    def fetch(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, _Event]:
+        copy = place(self.host_memory(tensor.nbytes, pinned=True) if into is None else into, tensor)
+        copy.copy_(tensor)
         return copy, self.record()
 
     def on_host(self, event: _Event) -> Any:

@@ -1,0 +1,56 @@
+"""Host memory that an accelerator copies to and from without blocking the host.
+
+What an allocator of page-locked memory hands out is rounded up to a power of two, and kept for ever. Shards, their
+gradients and copies for a save are large and few: each gets pages of its own, which are locked while something holds
+them, and then given back.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+
+class _Pages(mmap.mmap):
+    """Pages that are unlocked before they are given back."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None:
+            self.unlock()
+
+
+def locked_pages(nbytes: int, lock: Callable[[int, int], None], unlock: Callable[[int], object]) -> torch.Tensor:
+    """``nbytes`` bytes (uint8), locked by ``lock(address, nbytes)``, until nothing holds them any more."""
+    pages = _Pages(-1, max(nbytes, 1))
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    address = memory.data_ptr()
+    lock(address, memory.numel())
+    pages.unlock = lambda: unlock(address)
+    return memory[:nbytes]
+
+
+class HostBuffers:
+    """Pieces of host memory of one size, each used again once nobody holds what was in it last."""
+
+    def __init__(self) -> None:
+        self._lent: list[tuple[torch.Tensor, StorageWeakRef]] = []  # the memory, and who has it
+
+    def take(self, nbytes: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """``nbytes`` bytes (uint8) that nobody else holds; ``make`` makes those of which there are none left."""
+        self._lent = [(memory, by) for memory, by in self._lent if memory.numel() == nbytes]
+        position = next((i for i, (_, by) in enumerate(self._lent) if by.expired()), None)
+        memory = make(nbytes) if position is None else self._lent.pop(position)[0]
+        lent = from_dlpack(to_dlpack(memory))  # a storage of its own, whose end tells that all views are gone
+        self._lent.append((memory, StorageWeakRef(lent.untyped_storage())))
+        return lent
+
+
+def place(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor with the shape and dtype of ``like`` in the first bytes of ``memory``."""
+    return memory[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
