@@ -657,6 +657,11 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         backward outside reduces them. Costs the memory of the full gradients. Read when the backward runs, not the
         forward.
 
+        Under ``SHARD_GRAD_OP`` full parameters stay from one backward inside to the next forward, which gathers them
+        again only where they were written in between. That is told by the version counters of the parameters that the
+        model shows, so what is written past these (into ``param.data``, or through numpy) is not seen before the
+        accumulation ends.
+
         Raises:
             RuntimeError: not called on the root.
             ValueError: a forward or backward is under way.

@@ -522,6 +522,27 @@ MUTATIONS = [
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
+        "fsdp/runtime/unit.py",
+        "        self._kept_version = self._version\n",
+        "        pass\n",
+        "a unit that is kept after forward is gathered in every pass of an accumulation",
+        _tests("accumulation", "a_unit_that_is_kept_after_forward_is_gathered_once_per_accumulation"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "sum(handle.shard._version for handle in self.handles) + sum(",
+        "sum(",
+        "what the engine writes inside no_sync is not gathered",
+        _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "return sum(visible.param._version for visible in self.visible)",
+        "return 0",
+        "what users write inside no_sync is not gathered",
+        _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
+    ),
+    Mutation(
         "fsdp/runtime/nested.py",
         "    result = copy.copy(record)  # not",
         "    return dataclasses.replace(record, **attributes)  # not",

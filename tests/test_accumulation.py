@@ -6,6 +6,7 @@ adds the same numbers in the same order. Sums over 3 ranks have that order in th
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import time
@@ -608,22 +609,25 @@ def _memory() -> None:
             backward(synchronize)
         clear()
         base = meter.at_rest()
+        kept = full if mode[0] is GRAD_OP else 0  # the parameters themselves, for the next forward
         for _ in range(2):
             backward(False)
-            held(full, "after an unsynchronised pass")
+            held(full + kept, "after an unsynchronised pass")
             backward(False)
-            held(full, "after another one")
+            held(full + kept, "after another one")
             backward(True)
             held(shard, "after the synchronised pass")
             backward(False)
-            held(full + shard, "after an unsynchronised one with a reduced gradient aside")
+            held(full + kept + shard, "after an unsynchronised one with a reduced gradient aside")
             backward(True)
             held(shard, "after the second synchronised pass")
             clear()
             held(0, "cleared")
             backward(False)
             clear()
-            held(0, "cleared after an unsynchronised pass")
+            held(kept, "cleared after an unsynchronised pass")
+            backward(True)
+            clear()
 
 
 @pytest.mark.serial  # it waits a limited time for what threads hold
@@ -631,6 +635,62 @@ def _memory() -> None:
 def test_memory_of_accumulated_gradients() -> None:
     """R27: the full gradients while they are not reduced, then a shard of them, and nothing once cleared."""
     run_ranks(2, _memory)
+
+
+def _gathers_under_no_sync() -> None:
+    for orig in (True, False):
+        for strategy, expected in ((GRAD_OP, [3, 0, 0, 0, 3]), (FULL, [5, 5, 5, 5, 5])):
+            torch.manual_seed(3)
+            model = wrap(
+                nn.Sequential(MlpBlock(5, 5), MlpBlock(5, 5), nn.Linear(5, 5)),
+                strategy,
+                orig,
+                wrap_policy=ModuleWrapPolicy({MlpBlock}),
+            )
+            counts = []
+            for micro_batch in range(5):  # the fourth is synchronised, and ends the accumulation
+                with record_collectives() as log, nullcontext() if micro_batch >= 3 else model.no_sync():
+                    model(torch.randn(2, 5)).sum().backward()
+                counts.append(log.count("all_gather"))
+            assert counts == expected, f"{strategy.name}, orig={orig}: {counts}"
+
+
+def test_a_unit_that_is_kept_after_forward_is_gathered_once_per_accumulation() -> None:
+    """FD33: as by torch; a unit that is resharded after forward is gathered for each pass."""
+    run_ranks(2, _gathers_under_no_sync)
+
+
+def _written_under_no_sync() -> None:
+    for orig in (True, False):
+        torch.manual_seed(3)
+        plain = nn.Sequential(MlpBlock(5, 5), nn.Linear(5, 5))
+        state = {name: 2 * value.clone() for name, value in plain.state_dict().items()}
+        model = wrap(copy.deepcopy(plain), GRAD_OP, orig, wrap_policy=ModuleWrapPolicy({MlpBlock}))
+        x = torch.randn(2, 5)
+
+        def in_place(model: nn.Module) -> None:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.5)
+
+        def summoned(model: nn.Module) -> None:
+            with FullyShardedDataParallel.summon_full_params(model):
+                in_place(model)
+
+        def loaded(model: nn.Module, state: dict[str, Tensor] = state) -> None:
+            model.load_state_dict(state)
+
+        with model.no_sync():
+            for write in (in_place, summoned, loaded, in_place):
+                model(x).sum().backward()
+                write(model)
+                write(plain)
+                torch.testing.assert_close(model(x), plain(x), rtol=0, atol=0, msg=f"{write.__name__}, orig={orig}")
+
+
+def test_what_is_written_inside_no_sync_is_gathered_again() -> None:
+    """FD33: a unit that stayed gathered follows what is written into its shard, by users and by the engine."""
+    run_ranks(2, _written_under_no_sync)
 
 
 def _after_a_fault() -> None:

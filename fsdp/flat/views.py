@@ -117,6 +117,12 @@ class _BucketViews:
         self._shown_values: list[torch.Tensor] = []
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
+    @property
+    def version(self) -> int:
+        """Grows when a visible parameter is written in place; past it, through its ``.data`` for instance, nobody sees
+        it."""
+        return sum(visible.param._version for visible in self.visible)
+
     def grad(self, position: int) -> torch.Tensor | None:
         """The gradient that belongs to visible parameter ``position``."""
         return self.visible[position].param.grad

@@ -86,6 +86,7 @@ class Unit:
         self._refuses_forward = False  # summoned into other memory, or on other ranks
         self._depth = 0  # forwards of this unit under way
         self._generation = -1  # of the context, when the full buffers were last filled
+        self._kept_version: int | None = None  # of the shards, where an unsynchronised backward left them gathered
         # graph task -> the leaves (bucket, index) it has still to deliver; see [Note: When a unit's backward is over].
         # A task that delivered all stays, with nothing, so that it is not asked again.
         self._expected: dict[int, set[tuple[int, int]]] = {}
@@ -193,6 +194,7 @@ class Unit:
                 tag = self._tag(bucket, "gather")
                 handle.gather(context.gather_pool, self._communicator, tag, ticket, keep_cast=again)
         self._generation = context.generation
+        self._kept_version = None
         context.gathered[self] = None
 
     @property
@@ -227,7 +229,7 @@ class Unit:
         With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since.
         """
         if self._gathers and not self._shown:
-            stale = refill and self._generation != context.generation
+            stale = refill and self._generation != context.generation and self._kept_version != self._version
             if not self.is_gathered or stale or context.idle.get(self) is Idle.AHEAD:
                 context.order.record(self)
             if not self.is_gathered:
@@ -241,6 +243,21 @@ class Unit:
         for view in self.views:
             view.use_leaves()
         context.idle.pop(self, None)
+
+    @property
+    def _version(self) -> int:
+        """Grows when a shard is written: through what users hold, or by the engine."""
+        return sum(handle.shard._version for handle in self.handles) + sum(view.version for view in self.views)
+
+    def _reshard_after_backward(self, context: RootContext) -> None:
+        """Reshard; but where the strategy keeps a unit after forward and its gradients accumulate unsharded, it stays
+        for the next forward as well, which gathers it again only if a shard was written in between."""
+        if self.synchronize or self.policy.reshard_after_forward or not self.is_gathered:
+            self.reshard(context)
+            return
+        for view in self.views:
+            view.use_resting()
+        self._kept_version = self._version
 
     def reshard(self, context: RootContext) -> None:
         """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
@@ -623,14 +640,14 @@ class Unit:
         """
         done = self in context.gathered and self._all_expected and self._expected and not self.awaits_leaves
         if done and not any(handle.copy.is_held() for handle in self.handles):
-            self.reshard(context)
+            self._reshard_after_backward(context)
 
     def _maybe_reshard(self, context: RootContext) -> bool:
         """Reshard if the backward is over for the unit; returns whether it is."""
         if self._in_backward or self._depth > 0:
             return False
         self._phase = self._resting_phase
-        self.reshard(context)
+        self._reshard_after_backward(context)
         return True
 
     def _forget_backward(self) -> None:
@@ -697,7 +714,7 @@ class Unit:
         self._forget_backward()
         if self._depth == 0:  # a backward may run inside a forward, whose unit goes on computing
             self._phase = self._resting_phase
-            self.reshard(context)
+            self._reshard_after_backward(context)
 
     @property
     def _resting_phase(self) -> Phase:
