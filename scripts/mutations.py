@@ -211,6 +211,13 @@ MUTATIONS = [
         _tests("streams", "no_race_wherever_the_model_was_wrapped[True]"),
     ),
     Mutation(
+        "fsdp/comm/collectives.py",
+        "    return host if group_store(group) is not None and dist.is_gloo_available() else device\n",
+        "    return device\n",
+        "control messages on an NCCL-only group drain the compute stream",
+        _tests("accelerators", "control_messages_stay_off_the_device"),
+    ),
+    Mutation(
         "fsdp/comm/host_memory.py",
         "    lock(address, memory.numel())\n",
         "    lock(address, 1 << memory.numel().bit_length())\n",

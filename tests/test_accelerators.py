@@ -52,6 +52,36 @@ def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bo
     assert high == ((dist.ReduceOp.AVG, 1.0, 1.0) if size > 1 else by_hand)
 
 
+def talk_beside_nccl() -> list[Any]:
+    """What ranks say to each other in a group that does not serve CPU."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    calls: list[Any] = []
+    values = torch.tensor([rank, -rank])
+    streams = AcceleratorStreams.__new__(AcceleratorStreams)
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Tensor, **options: Any) -> Any:
+        calls.append((tensor.device.type, options["group"] is group))
+        return real(tensor, **options)
+
+    def backend(group: Any, device: torch.device) -> str:
+        return "unknown" if device.type == "cpu" else "nccl"
+
+    with mock.patch.object(dist, "all_reduce", all_reduce), mock.patch.object(collectives_module, "_backend", backend):
+        collectives_module.agree(values, group, AWAY, "agree")
+        every = collectives_module.gather_numbers([rank, 7], group, AWAY, "gather")
+        same, other = (collectives_module.Agreeing(value, group, AWAY, "ask", streams) for value in (1, rank))
+        answers = [same.differs(mock.Mock()), other.differs(mock.Mock())]
+        done = same.answered()
+    return [values.tolist(), every, answers, done, set(calls)]
+
+
+def test_control_messages_stay_off_the_device() -> None:
+    """FD70: on NCCL alone they ran on the compute stream, and the host that waited for them drained it."""
+    said = [[1, 0], [[0, 7], [1, 7]], [False, True], True, {("cpu", False)}]
+    assert run_ranks(2, talk_beside_nccl) == [said, said]
+
+
 def test_gathers_and_reductions_have_one_priority() -> None:
     """FD69: a communicator keeps the order of its collectives: a gather waits behind a reduction that is starved."""
     with mock.patch("torch.Stream") as stream:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -387,7 +388,9 @@ def gather_numbers(values: list[int], group: Any, device: torch.device, label: s
     every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
     current_label = label
     try:
-        work = getattr(dist, ALL_GATHER)(every, own, group=group, async_op=own.device.type == "cpu")
+        work = getattr(dist, ALL_GATHER)(
+            every, own, group=_serving(group, own.device), async_op=own.device.type == "cpu"
+        )
     finally:
         current_label = None
     if work is not None:
@@ -405,25 +408,12 @@ class Agreeing:
     def __init__(self, value: int, group: Any, device: torch.device, label: str, streams: Streams) -> None:
         """``device`` is where the ranks' models compute, and ``streams`` are its."""
         self._value, self._group, self._label = value, group, label
-        self._work: Any = None
         self._host_may_wait = streams.asynchronous_work
-        device = control_device(group, device)
-        if device.type == "cpu":
-            self._votes = torch.tensor([value, -value, 0], device="cpu")
-            self._work = _all_reduce(self._votes, dist.ReduceOp.MAX, group, label, asynchronous=True)
-            self._arrived: Event = None
-            return
-        with streams.on_reduce_stream():
-            votes = torch.zeros(3, dtype=torch.int64, device=device)
-            votes[0].fill_(value)
-            votes[1].fill_(-value)
-            _all_reduce(votes, dist.ReduceOp.MAX, group, label, asynchronous=False)
-            self._votes, self._arrived = streams.fetch(votes)
+        self._votes = torch.tensor([value, -value, 0], device=control_device(group, device))
+        self._work: Any = _all_reduce(self._votes, dist.ReduceOp.MAX, group, label, asynchronous=True)
 
     def answered(self) -> bool:
         """Whether ``differs()`` can tell, where an accelerator's host should not be made to wait."""
-        if self._arrived is not None:
-            return bool(self._arrived.query())
         return self._host_may_wait or not isinstance(self._work, dist.Work) or bool(self._work.is_completed())
 
     def differs(self, watch: Watch) -> bool:
@@ -449,7 +439,7 @@ def _all_reduce(values: torch.Tensor, op: Any, group: Any, label: str, *, asynch
     global current_label
     current_label = label
     try:
-        return dist.all_reduce(values, op=op, group=group, async_op=asynchronous)
+        return dist.all_reduce(values, op=op, group=_serving(group, values.device), async_op=asynchronous)
     finally:
         current_label = None
 
@@ -470,9 +460,31 @@ def group_timeout(group: Any) -> timedelta:
 
 
 def control_device(group: Any, device: torch.device) -> torch.device:
-    """Where ``group`` takes small control messages: on CPU if it can, else on ``device``, where the models compute."""
+    """Where ``group``'s ranks exchange small control messages: on CPU, where the group or a side group serves it. On
+    ``device``, where the models compute, they would queue behind the compute, and whoever waits for them drain it."""
     host = torch.device("cpu")
-    return device if _backend(group, host) == "unknown" and _backend(group, device) != "unknown" else host
+    if _backend(group, host) != "unknown" or _backend(group, device) == "unknown":
+        return host
+    return host if group_store(group) is not None and dist.is_gloo_available() else device
+
+
+def _serving(group: Any, device: torch.device) -> Any:
+    """``group``, or where only accelerators are its own a side group of gloo, which is made when it is first asked for:
+    all ranks have to come."""
+    store = group_store(group) if device.type == "cpu" and _backend(group, device) == "unknown" else None
+    if store is None:
+        return group
+    if group not in _side_groups:
+        # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
+        place = dist.PrefixStore("fsdp control/", store), group.rank(), group.size()
+        side, gloo = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.GLOO
+        side._set_default_backend(gloo)
+        side._register_backend(device, gloo, dist.ProcessGroupGloo(*place, group_timeout(group)))
+        _side_groups[group] = side
+    return _side_groups[group]
+
+
+_side_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def broadcast(tensors: list[torch.Tensor], group: Any) -> None:

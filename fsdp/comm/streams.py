@@ -63,7 +63,7 @@ class HostStreams:
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Event]:
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, Event]:
         return tensor, None
 
     def on_host(self, event: Event) -> AbstractContextManager[None]:
@@ -138,11 +138,9 @@ class AcceleratorStreams:
         with self.on_device():
             return locked_pages(nbytes, _lock_pages, torch.cuda.cudart().cudaHostUnregister)
 
-    def fetch(self, tensor: torch.Tensor, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Event]:
-        """A copy in host memory, ``into`` that (bytes) if given, and the event after which it holds the values; the
-        host does not wait where the memory is page-locked, as it is without ``into``."""
-        if into is None:
-            into = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, Event]:
+        """A copy in the host memory ``into`` (bytes), and the event after which it holds the values; the host does not
+        wait where that memory is page-locked."""
         copy = place(into, tensor)
         copy.copy_(tensor, non_blocking=True)
         return copy, self.record()

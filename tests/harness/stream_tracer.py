@@ -262,8 +262,8 @@ class TracingStreams:
         self.pinned.append((nbytes, pinned))
         return memory
 
-    def fetch(self, tensor: Tensor, into: Tensor | None = None) -> tuple[Tensor, _Event]:
-        copy = place(self.host_memory(tensor.nbytes, pinned=True) if into is None else into, tensor)
+    def fetch(self, tensor: Tensor, into: Tensor) -> tuple[Tensor, _Event]:
+        copy = place(into, tensor)
         copy.copy_(tensor)
         return copy, self.record()
 
