@@ -218,6 +218,20 @@ MUTATIONS = [
         _tests("accelerators", "control_messages_stay_off_the_device"),
     ),
     Mutation(
+        "fsdp/comm/watcher.py",
+        "                collective.watch.slow()\n",
+        "                pass\n",
+        "ranks on an accelerator wait for one that left the order",
+        _tests("accelerators", "a_rank_that_leaves_the_order_ends_the_others_wait"),
+    ),
+    Mutation(
+        "fsdp/comm/watcher.py",
+        "                self._end_group(collective.group)\n",
+        "",
+        "a host that waits for a device which waits for another rank never goes on",
+        _tests("accelerators", "a_rank_that_leaves_the_order_ends_the_others_wait"),
+    ),
+    Mutation(
         "fsdp/comm/host_memory.py",
         "    lock(address, memory.numel())\n",
         "    lock(address, 1 << memory.numel().bit_length())\n",

@@ -27,6 +27,7 @@ from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm.collectives import Communicator, Groups
 from fsdp.comm.host_memory import HostBuffers, locked_pages, place
 from fsdp.comm.streams import AcceleratorStreams, HostStreams
+from fsdp.comm.watcher import OutOfStep, Watcher
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import Ignored, move_to, owned_params
 from fsdp.runtime.nested import to_device
@@ -80,6 +81,59 @@ def test_control_messages_stay_off_the_device() -> None:
     """FD70: on NCCL alone they ran on the compute stream, and the host that waited for them drained it."""
     said = [[1, 0], [[0, 7], [1, 7]], [False, True], True, {("cpu", False)}]
     assert run_ranks(2, talk_beside_nccl) == [said, said]
+
+
+class NeverOver:
+    """The event after a collective whose other ranks do not come."""
+
+    def query(self) -> bool:
+        return False
+
+
+class Over(NeverOver):
+    def query(self) -> bool:
+        return True
+
+
+def leave_the_order() -> tuple[str, int]:
+    """What each rank is told, and how many groups it ended: rank 1 skips a unit, and rank 0's device waits for it."""
+    model = FSDP(nn.Sequential(*(FSDP(nn.Linear(3, 3)) for _ in range(3))))
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+    context = model._join_context()
+    group, ended = dist.group.WORLD, threading.Event()
+    watcher = Watcher(lambda group: ended.set())
+    context.enter_forward(context.root)
+    units = [unit for unit in context.units if unit.handles]
+    try:
+        ticket = context.about_to("gather", units[dist.get_rank()])
+        watcher.follow(Over(), ticket, group, "what is over")
+        watcher.follow(NeverOver(), ticket, group, f"gather {units[0].name}")
+        ended.wait(30)
+        watcher.check(mock.Mock())  # other groups go on
+        watcher.check(group)
+    except OutOfStep as error:
+        return str(error), int(ended.is_set())
+    return "nothing", 0
+
+
+def test_a_rank_that_leaves_the_order_ends_the_others_wait() -> None:
+    """FD66: on NCCL there is no work to wait for: the others hung until the watchdog killed them."""
+    (here, ended), (there, alone) = run_ranks(2, leave_the_order)
+    assert here.startswith("gather unit '0': the ranks are out of step, and the group was ended")
+    assert (ended, alone) == (1, 0)
+    for words in (here, there):
+        assert "unit '0'" in words and "unit '1'" in words and "rank 1" in words
+
+
+def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
+    """FD66: asking for an event spoils a capture."""
+    watcher, looked = Watcher(mock.Mock()), threading.Event()
+    event = mock.Mock(query=lambda: looked.set() or False)
+    watcher.follow(event, mock.Mock(), mock.Mock(), "a gather")
+    assert looked.wait(30)
+    watcher.pause()
+    assert not watcher._under_way
 
 
 def test_gathers_and_reductions_have_one_priority() -> None:

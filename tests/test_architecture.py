@@ -35,6 +35,7 @@ FLOORS = [
 LOWEST_OF_COMM = [
     "fsdp/comm/versions.py",
     "fsdp/comm/host_memory.py",
+    "fsdp/comm/watcher.py",
     "fsdp/comm/streams.py",
 ]  # each may import those before it
 

@@ -19,13 +19,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.watcher import PATIENCE as PATIENCE
+from fsdp.comm.watcher import OutOfStep as OutOfStep
+from fsdp.comm.watcher import Watch as Watch
+from fsdp.comm.watcher import Watcher
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
@@ -34,13 +38,6 @@ _TRAVEL_AS_THEY_ARE |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch
 
 # What the collective being issued is for ("gather blocks.3", ...), or None; recorders read it.
 current_label: str | None = None
-
-
-PATIENCE = timedelta(seconds=1)  # how long to wait for a collective before looking what the other ranks do
-
-
-class OutOfStep(RuntimeError):
-    """The ranks are doing different things."""
 
 
 class Tag(NamedTuple):
@@ -102,16 +99,6 @@ def default_group() -> Any:
     return dist.group.WORLD
 
 
-class Watch(Protocol):
-    """Knows what the ranks are doing while one of them waits."""
-
-    def slow(self) -> None:
-        """The wait takes long. Raises RuntimeError if the ranks are out of step."""
-
-    def explain(self) -> str:
-        """What the ranks did last."""
-
-
 class Pending:
     """A collective under way. ``wait()`` before its result is used: on CPU the host waits, else the current stream, as
     every stream has to that uses it."""
@@ -132,6 +119,11 @@ class Pending:
         self._works, self._finish, self._streams, self._label = works, finish, streams, tag.label
         self._watch, self._group, self._sliced = watch, group, sliced
         self._event: Event = None if streams.asynchronous_work else streams.record()
+        if self._event is not None and watch is not None:
+            if streams.is_capturing():
+                watcher.pause()
+            else:
+                watcher.follow(self._event, watch, group, tag.label)
 
     def extend(self) -> None:
         """What the current stream has been given since belongs to it as well."""
@@ -277,6 +269,7 @@ class Communicator:
 
     def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Sequence[Any]:
         global current_label
+        watcher.check(options["group"])
         current_label = tag.label
         try:
             work = getattr(dist, name)(*tensors, async_op=self.streams.asynchronous_work, **options)
@@ -530,6 +523,16 @@ def exchange(
     finally:
         current_label = None
     return Pending((work,) if asynchronous else (), None, streams, tag, watch, group)
+
+
+def _end_group(group: Any) -> None:
+    """Have what is under way in ``group`` come to an end on this rank, whatever becomes of it; it is of no more use."""
+    abort = getattr(group, "abort", None)
+    if abort is not None:
+        abort()
+
+
+watcher = Watcher(_end_group)  # of the collectives that no host waits for
 
 
 def group_ranks(group: Any) -> list[int]:

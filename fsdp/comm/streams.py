@@ -51,6 +51,9 @@ class HostStreams:
     def joined(self, stream: Stream) -> AbstractContextManager[None]:
         return _NOWHERE_ELSE
 
+    def is_capturing(self) -> bool:
+        return False
+
     def record(self) -> Event:
         return None
 
@@ -112,6 +115,10 @@ class AcceleratorStreams:
                 yield
         finally:
             before.wait_stream(stream)
+
+    def is_capturing(self) -> bool:
+        """Whether what is given to the current stream goes into a graph, and nothing happens before that is run."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def record(self) -> Event:
         """An event on the stream that is current *now*; hooks may run on another stream than the forward did."""

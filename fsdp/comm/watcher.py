@@ -1,0 +1,106 @@
+"""Collectives on an accelerator that do not end: looked after by a thread, since no host waits for them.
+
+A collective on an accelerator is over when its event is. Where the ranks are out of step it never is: the host that
+waits for the device, anywhere in the user's program, waits until the backend's own watchdog kills the process. So one
+thread per process looks at the oldest event that is not over. Takes it long, the thread asks what the other ranks do,
+and if they are out of step it logs the words, ends the group, which lets the device and so the host go on, and has the
+next collective of the group raise.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+logger = logging.getLogger("fsdp")
+
+PATIENCE = timedelta(seconds=1)  # how long to wait for a collective before looking what the other ranks do
+_PAUSE = 0.1  # seconds between two looks at an event
+
+
+class OutOfStep(RuntimeError):
+    """The ranks are doing different things."""
+
+
+class Watch(Protocol):
+    """Knows what the ranks are doing while one of them waits."""
+
+    def slow(self) -> None:
+        """The wait takes long. Raises RuntimeError if the ranks are out of step."""
+
+    def explain(self) -> str:
+        """What the ranks did last."""
+
+
+@dataclass(eq=False)
+class _UnderWay:
+    event: Any
+    watch: Watch
+    group: Any
+    label: str
+
+
+class Watcher:
+    """Looks after the collectives that it is told to follow, from the first one on."""
+
+    def __init__(self, end_group: Callable[[Any], None]) -> None:
+        """``end_group`` has every collective of a group that is under way come to an end."""
+        self._end_group = end_group
+        self._changed = threading.Condition()
+        self._under_way: deque[_UnderWay] = deque()  # oldest first
+        self._broken: weakref.WeakKeyDictionary[Any, OutOfStep] = weakref.WeakKeyDictionary()
+        self._thread: threading.Thread | None = None
+
+    def check(self, group: Any) -> None:
+        """Raises OutOfStep if ``group`` was ended."""
+        if self._broken and group in self._broken:
+            raise OutOfStep(str(self._broken[group]))
+
+    def follow(self, event: Any, watch: Watch, group: Any, label: str) -> None:
+        """``event`` comes after a collective of ``group``."""
+        with self._changed:
+            self._under_way.append(_UnderWay(event, watch, group, label))
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._look_after, name="fsdp collectives", daemon=True)
+                self._thread.start()
+
+    def pause(self) -> None:
+        """Look at no event: a graph is being captured, which that would spoil. What came before is over."""
+        with self._changed:
+            self._under_way.clear()
+
+    def _look_after(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._under_way)
+                oldest = self._under_way[0]
+            self._see_to_the_end(oldest)
+            with self._changed:
+                if self._under_way and self._under_way[0] is oldest:
+                    self._under_way.popleft()
+
+    def _see_to_the_end(self, collective: _UnderWay) -> None:
+        looked = time.monotonic()
+        while collective in self._under_way and not collective.event.query():
+            time.sleep(_PAUSE)
+            if time.monotonic() - looked < PATIENCE.total_seconds():
+                continue
+            looked = time.monotonic()
+            try:
+                collective.watch.slow()
+            except OutOfStep as error:
+                words = f"{collective.label}: the ranks are out of step, and the group was ended: {error}"
+                logger.error("%s", words)
+                self._broken[collective.group] = OutOfStep(words)
+                self._end_group(collective.group)
+                return
+            except RuntimeError:
+                pass  # the program went on meanwhile, or the store is gone: it will show
