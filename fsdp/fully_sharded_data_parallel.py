@@ -49,6 +49,7 @@ from fsdp.checkpoint.loading import LoadingHooks
 from fsdp.checkpoint.methods import StateDictMethods
 from fsdp.checkpoint.optim_params import name_to_param as _get_fqn_to_param  # noqa: F401, the names that tools know
 from fsdp.checkpoint.optim_params import param_to_name as _get_param_to_fqn  # noqa: F401
+from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.comm.collectives import Groups, default_group
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
@@ -351,6 +352,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
             submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
             submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
         self._fsdp_saving, self._fsdp_loading = SavingHooks(self), LoadingHooks(self)
+        watch_state_of(self._fsdp_unit)
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
@@ -771,6 +773,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
 
         copied.__dict__.update(own)
         copied._fsdp_unit = copy_unit(self._fsdp_unit, copy_module, memo)
+        watch_state_of(copied._fsdp_unit)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

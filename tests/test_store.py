@@ -232,7 +232,8 @@ def resume(root: str) -> list[dict[str, Tensor]]:
 
 
 def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
-    """R40: parameters, optimizer state and the next steps, bit for bit at the same number of ranks.
+    """R40: parameters, optimizer state and the next steps, bit for bit at the same number of ranks. FD13: merged groups
+    are refused.
 
     No tensor data travels; in a load the ranks agree on three numbers.
     """
@@ -245,11 +246,15 @@ def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
     for mode in (False, True):
         half = expected[2 * mode]
         module = LORA.build(5)
-        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+        saved, named = load_plain(tmp_path / str(mode)), dict(module.named_parameters())
+        assert saved.optimizer is not None
+        groups = [{"params": [named[name] for name in group["params"]]} for group in saved.optimizer["param_groups"]]
+        merged = torch.optim.AdamW([param for group in groups for param in group["params"]])
+        with pytest.raises(ValueError, match=r"in one parameter group of the optimizer.*were saved in groups with"):
+            load(tmp_path / str(mode), module, merged)
+        optimizer = torch.optim.AdamW(groups)
         load(tmp_path / str(mode), module, optimizer)
         state = get_optimizer_state_dict(module, optimizer)["state"]
-        saved = load_plain(tmp_path / str(mode))
-        assert saved.optimizer is not None
         for found in (state, saved.optimizer["state"]):
             flat = {f"state.{name}.{key}": value for name, of in found.items() for key, value in of.items()}
             assert_bit_equal(flat, {key: value for key, value in half.items() if key.startswith("state.")})

@@ -8,15 +8,15 @@ into, by ``torch.distributed.checkpoint``, and goes back by ``set_state_dict``.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from fsdp.api import (
     FullOptimStateDictConfig,
@@ -30,11 +30,13 @@ from fsdp.api import (
     StateDictType,
 )
 from fsdp.checkpoint.chunks import is_sharded
+from fsdp.checkpoint.optim_dtypes import keep_dtypes
+from fsdp.checkpoint.optim_groups import lay_out
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
-from fsdp.checkpoint.optim_params import ModelParams, param_to_name, rekey
+from fsdp.checkpoint.optim_params import ModelParams, param_to_name, params_by_id, rekey
 from fsdp.checkpoint.optim_state import Form, optim_state_dict
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.state_dict import clean_path, wrappers_in
+from fsdp.checkpoint.state_dict import clean_path, shard_parts, wrappers_in
 from fsdp.comm.collectives import default_group
 from fsdp.comm.consensus import broadcast_object
 from fsdp.flat.ownership import torchs_own
@@ -179,11 +181,13 @@ def optimizer_state_as_it_is(
     a first step would make, would not do what a new one does."""
     model = _entered(model, options)
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
-    for optimizer in _several(optimizers):
+    several = _several(optimizers)
+    for optimizer in several:
         saved = _saved(model, optimizer, options)
         joined["state"].update((_plain_name(name), state) for name, state in saved.get("state", {}).items())
         for group in saved.get("param_groups", ()):
             joined["param_groups"].append({**group, "params": [_plain_name(name) for name in group["params"]]})
+    _check_joined(joined, len(several), options)
     if options.full_state_dict and options.cpu_offload and _rank() != 0:
         return {}
     return _flattened(joined) if options.flatten_optimizer_state_dict else joined
@@ -252,12 +256,13 @@ def optimizers_to_load(
     wrapped = bool(wrappers_in(model))
     params = ModelParams(model) if wrapped else None
     from_rank0 = options.broadcast_from_rank0
-    for optimizer in _several(optimizers):
+    several = _several(optimizers)
+    for optimizer in several:
         given: dict[str, Any] | None = None
         error: Exception | None = None
         try:
             if not from_rank0 or _rank() == 0:
-                given = _part_of(optimizer, model, params, optim_state_dict, options)
+                given = _part_of(optimizer, model, params, optim_state_dict, options, alone=len(several) == 1)
         except Exception as caught:
             error = caught
         if from_rank0:
@@ -266,10 +271,12 @@ def optimizers_to_load(
         if error is not None:
             raise error
         if wrapped:
-            loadable = optim_state_dict_to_load(model, given, optim=optimizer, from_rank0=from_rank0)
+            loadable = optim_state_dict_to_load(
+                model, given, optim=optimizer, from_rank0=from_rank0, strict=options.strict
+            )
         else:
             assert given is not None
-            loadable = rekey(given, OptimStateKeyType.PARAM_ID, model, optimizer, None)
+            loadable = _plain_to_load(optimizer, model, given, strict=options.strict)
         planned.append((optimizer, loadable))
     return planned
 
@@ -352,9 +359,9 @@ def _saved(model: nn.Module, optimizer: Optimizer, options: StateDictOptions) ->
         return optim_state_dict(model, optimizer, raw, form)
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
     if options.cpu_offload:
-        for name, state in named["state"].items():
-            moved = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
-            named["state"][name] = moved
+        named["state"] = tree_map(
+            lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, named["state"]
+        )
     return named
 
 
@@ -396,36 +403,114 @@ def _part_of(
     params: ModelParams | None,
     given: Mapping[str, Any],
     options: StateDictOptions,
+    *,
+    alone: bool,
 ) -> dict[str, Any]:
-    """What of ``given`` belongs to ``optimizer``, in its groups, by the names that the model has now."""
-    names = {} if params is not None else param_to_name(model)
-    own = [
-        [name for param in group["params"] for name in (params.names(param) if params is not None else [names[param]])]
-        for group in optimizer.param_groups
-    ]
+    """What of ``given`` belongs to ``optimizer``, by the names that the model has now; what belongs to no parameter if
+    it is ``alone``."""
+    names_of = _names_of(model, params)
+    own = [name for group in optimizer.param_groups for param in group["params"] for name in names_of(param)]
     rename = _names_now(model)
-    dict_of = dict(given) if "state" in given or not given else _unflattened(given, [n for group in own for n in group])
-    states = {rename(name): state for name, state in dict_of.get("state", {}).items()}
+    dict_of = dict(given) if "state" in given or not given else _unflattened(given, own)
     groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in dict_of["param_groups"]]
-    unknown = [n for group in own for n in group if not any(n in other["params"] for other in groups)]
+    known = {name for group in groups for name in group["params"]}
+    unknown = [name for name in own if name not in known]
     if unknown and options.strict:
         raise RuntimeError(
             f"the optimizer trains {', '.join(map(repr, unknown))}, which no parameter group of the state dict has; "
             "pass StateDictOptions(strict=False) to load the others"
         )
-    result: dict[str, Any] = {"state": {}, "param_groups": []}
-    for number, (mine, group) in enumerate(zip(own, optimizer.param_groups)):
-        matching = [other for other in groups if any(name in other["params"] for name in mine)]
-        if not mine and len(groups) == len(own):
-            matching = [groups[number]]
-        kept = {key: value for key, value in group.items() if key != "params"}
-        values = copy.deepcopy(matching[0] if matching else kept)
-        for key, value in values.items():  # capturable optimizers have rates that are tensors on the device
-            if isinstance(value, torch.Tensor) and isinstance(kept.get(key), torch.Tensor):
-                values[key] = value.to(kept[key].device)
-        result["param_groups"].append({**values, "params": mine})
-        result["state"].update({name: states[name] for name in mine if name in states})
-    return result
+    states = {rename(name): state for name, state in dict_of.get("state", {}).items()}
+    others = [name for name in states if name not in known]
+    if others and not alone and options.strict:
+        raise RuntimeError(
+            f"the state dict has {', '.join(map(repr, others))}, which belongs to no parameter, and it is not known to "
+            "which of the optimizers; load each optimizer's own state"
+        )
+    mine = set(own)
+    for group in groups:
+        group["params"] = [name for name in group["params"] if name in mine]
+    groups = [
+        group for group, before in zip(groups, dict_of["param_groups"]) if group["params"] or not before["params"]
+    ]
+    taken = {name: state for name, state in states.items() if name in mine or (alone and name in others)}
+    return {"state": taken, "param_groups": groups}
+
+
+def _plain_to_load(optimizer: Optimizer, model: nn.Module, given: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """As ``optim_state_dict_to_load``, for the optimizer of a model without wrapped modules."""
+    names_of = _names_of(model, None)
+    keys = {param: key for key, param in params_by_id(model, optimizer.param_groups).items()}
+    key_of = {name: key for param, key in keys.items() for name in names_of(param)}
+    known = {name for group in given["param_groups"] for name in group["params"]}
+    present: Mapping[Any, Any] = {} if strict else optimizer.state
+    state: dict[Any, Any] = {
+        keys.get(key, key): value
+        for key, value in present.items()
+        if not isinstance(key, nn.Parameter) or not known.issuperset(names_of(key))
+    }
+    state.update((key_of.get(name, name), value) for name, value in given["state"].items())
+    keep_dtypes(optimizer)
+    groups = lay_out(optimizer.param_groups, given["param_groups"], names_of, keys, strict=strict)
+    return {"state": state, "param_groups": groups}
+
+
+def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] | None) -> dict[str, torch.Tensor]:
+    """By the plain model's names, what this rank has of each parameter that the optimizers hold: of a sharded one as
+    ``RaggedTensor``."""
+    model = _inside(model)
+    several = _several(optimizers) if optimizers is not None else []
+    held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
+    if not wrappers_in(model):
+        names_of = _names_of(model, None)
+        return {_plain_name(name): param for param in held for name in names_of(param)}
+    params = ModelParams(model)
+    parts: dict[str, torch.Tensor] = {}
+    pieces_of = {handle: shard_parts(handle) for unit in params.units for handle in unit.handles}
+    for param in held:
+        holder = params.holders.get(param)
+        if holder is None:
+            parts.update((_plain_name(name), param) for name in params.names(param))
+        else:
+            pieces = pieces_of[holder.handle]
+            parts.update((_plain_name(member.name), pieces[member.index]) for member in holder.members)
+    return parts
+
+
+def _names_of(model: nn.Module, params: ModelParams | None) -> Callable[[nn.Parameter], list[str]]:
+    """The names that a parameter of the model stands for; ``params`` are a wrapped one's."""
+    if params is not None:
+        return params.names
+    names = param_to_name(model)
+
+    def names_of(param: nn.Parameter) -> list[str]:
+        if param not in names:
+            raise KeyError(f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model")
+        return [names[param]]
+
+    return names_of
+
+
+def _check_joined(joined: dict[str, Any], optimizers: int, options: StateDictOptions) -> None:
+    """
+    Raises:
+        ValueError: something in the state would not come back.
+    """
+    trained = {name for group in joined["param_groups"] for name in group["params"]}
+    others = [name for name in joined["state"] if name not in trained]
+    if others and (optimizers > 1 or options.flatten_optimizer_state_dict):
+        raise ValueError(
+            f"the optimizer's state has {', '.join(map(repr, others))}, which belongs to no parameter. That comes back "
+            "only from the state of one optimizer by itself, and not flattened: remove it, or save it apart"
+        )
+    if options.flatten_optimizer_state_dict:
+        numbers = {
+            f"{key!r} of {name!r}" for name, state in joined["state"].items() for key in state if key != str(key)
+        }
+        if numbers:
+            raise ValueError(
+                f"a flattened optimizer state dict has strings for names of states, but there is {sorted(numbers)[0]}"
+            )
 
 
 def _flattened(joined: dict[str, Any]) -> dict[str, Any]:
@@ -524,7 +609,9 @@ def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield _plain_name(clean_path(path)), module
 
 
-def _plain_name(name: str) -> str:
+def _plain_name(name: Any) -> Any:
+    if not isinstance(name, str):
+        return name
     return ".".join(part for part in name.split(".") if part != _COMPILED)
 
 
@@ -534,7 +621,9 @@ def _names_now(model: nn.Module) -> Any:
     if all(plain == now for plain, now in paths.items()):
         return lambda name: name
 
-    def now(name: str) -> str:
+    def now(name: Any) -> Any:
+        if not isinstance(name, str):
+            return name
         path, dot, leaf = name.rpartition(".")
         return f"{paths.get(path, path)}{dot}{leaf}"
 

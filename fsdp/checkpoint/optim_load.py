@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,16 +23,22 @@ from torch.optim import Optimizer
 from fsdp.checkpoint.chunks import Rows, is_sharded, kind_of
 from fsdp.checkpoint.loading import problem_elsewhere
 from fsdp.checkpoint.moves import Item, Mover, Movers, Span, batches
+from fsdp.checkpoint.optim_dtypes import keep_dtypes
+from fsdp.checkpoint.optim_groups import lay_out
 from fsdp.checkpoint.optim_params import (
+    Group,
     Holder,
     Key,
     Member,
     ModelParams,
     OptimInput,
     bare,
+    groups_of,
     params_by_id,
     row_elements,
     rows_lie_together,
+    same_value,
+    state_order,
 )
 from fsdp.checkpoint.optim_state import batch_limit
 from fsdp.checkpoint.ragged import RaggedTensor
@@ -60,6 +67,14 @@ class Told:
     states: dict[str, dict[str, Any]]
     others: dict[str, Any]
     groups: list[dict[str, Any]] | None
+
+    @cached_property
+    def _known(self) -> set[str]:
+        return {*self.states, *(name for group in self.groups or () for name in group["params"])}
+
+    def knows(self, name: str) -> bool:
+        """Whether the dict has a parameter of this name, with state or without."""
+        return name in self._known
 
 
 def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> Told:
@@ -158,8 +173,11 @@ class _Arrival:
 class _Plan:
     """What each parameter's state will be on this rank, with memory for it, and what has to arrive there."""
 
-    def __init__(self, params: ModelParams, told: Told) -> None:
+    def __init__(self, params: ModelParams, told: Told, kept: Mapping[Any, Mapping[Any, Any]]) -> None:
         """
+        Args:
+            kept: the optimizer's present state, where parameters that the dict does not know are to keep it.
+
         Raises:
             ValueError: a state does not fit the parameter, or, for a flat one, the states of its members differ.
         """
@@ -167,6 +185,7 @@ class _Plan:
         self.arrivals: dict[Unit, list[_Arrival]] = {}
         self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, its name, state)
         self._problems: list[str] = []
+        self._kept, self._told = kept, told
         # states that have no dimensions although their parameter has
         self._scalars = {"step"} | {
             key
@@ -182,6 +201,9 @@ class _Plan:
                 self._leave_as_it_is(param, name, told)
         if self._problems:
             raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
+        for param in params.in_order:
+            if param not in self.local and param in kept and not all(map(told.knows, params.names(param))):
+                self.local[param] = dict(kept[param])
 
     def _leave_as_it_is(self, param: nn.Parameter, name: str, told: Told, only: Iterable[str] | None = None) -> None:
         for state, value in told.states[name].items():
@@ -210,7 +232,7 @@ class _Plan:
             return
         mine = holder.rank in holder.owners
         local: dict[str, Any] = {}
-        for state in sorted(states):
+        for state in sorted(states, key=state_order):
             value = self._elementwise(states[state], state, holder, member)
             if not isinstance(value, Whole):
                 local[state] = copy.deepcopy(value)
@@ -241,11 +263,11 @@ class _Plan:
         if different:
             self._problems.append(
                 f"the parameters of a flat parameter need the same states, but {present[0].name!r} has "
-                f"{sorted(names)}, and {', '.join(different)} others"
+                f"{sorted(names, key=state_order)}, and {', '.join(different)} others"
             )
             return
         local: dict[str, Any] = {}
-        for state in sorted(names):  # the same order on all ranks, whatever that of their dicts is
+        for state in sorted(names, key=state_order):  # the same order on all ranks, whatever that of their dicts is
             values = [states[member][state] for member in present]
             if all(isinstance(value, Whole) for value in values):
                 local[state] = self._flat_goal(holder, present, state, values)
@@ -263,20 +285,30 @@ class _Plan:
             goal[start:end].zero_()
         for member in holder.members:
             if member not in present:
-                holder.part(member, goal).zero_()
+                part = holder.part(member, goal)
+                part.zero_() if (kept := self._kept_of(holder, member, state)) is None else part.copy_(kept)
         for member, value in zip(present, values):
             self._expect(holder, member, state, value, holder.part(member, goal))
         return goal
 
+    def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
+        """What the optimizer has now, and keeps, of a member of a flat parameter; None for nothing."""
+        value = None if self._told.knows(member.name) else self._kept.get(holder.param, {}).get(state)
+        return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
+
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
         """The value that all members share."""
-        lacking = [member.name for member in holder.members if member not in present]
+        lacking = [
+            member.name
+            for member in holder.members
+            if member not in present and not same_value(self._kept_of(holder, member, state), values[0])
+        ]
         if lacking and any(value is not None for value in values):
             self._problems.append(
                 f"the parameters of a flat parameter share {state!r}, which {', '.join(lacking)} lack: no value would "
                 "be right for them"
             )
-        if not all(_same(value, values[0]) for value in values):
+        if not all(same_value(value, values[0]) for value in values):
             shown = {member.name: value for member, value in zip(present, values)}
             self._problems.append(f"the parameters of a flat parameter share {state!r}, but it is {shown}")
         return copy.deepcopy(values[0])
@@ -294,12 +326,6 @@ def _is_whole_by_nature(shape: tuple[int, ...], param_shape: tuple[int, ...]) ->
         return False
     broadcasts = len(shape) == len(param_shape) and all(a in (1, b) for a, b in zip(shape, param_shape))
     return broadcasts or len(shape) != len(param_shape)
-
-
-def _same(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
-    return type(value) is type(other) and bool(value == other)
 
 
 # -- moving ------------------------------------------------------------------------------------------------------------
@@ -503,21 +529,25 @@ def optim_state_dict_to_load(
     is_named: bool = False,
     from_rank0: bool = False,
     group: Any = None,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """A state dict by names as one that this rank's optimizer can load. The dict given stays as it is.
 
     The result has this rank's parts, in memory of their own on the parameters' devices, under the optimizer's keys.
     Parameters that are not in the dict get no entry, nor do those that the optimizer does not hold. What belongs to no
-    parameter is copied under its name.
+    parameter is copied under its name. Parameter groups are those of the optimizer, with the settings that the dict has
+    for their parameters. What ``optim`` then loads has the dtypes that the dict has.
 
     Args:
         optim: the optimizer that will load it; None for one built from ``optim_input``, or from ``model.parameters()``.
         is_named: its keys are names, as those of torch's ``_NamedOptimizer``; these want state for parameters, too, of
             which this rank holds nothing, and get what they have.
         from_rank0: only rank 0 of ``group`` (None: the default one) has the dict; all ranks have to call.
+        strict: without it, what the dict does not know stays as ``optim`` has it.
 
     Raises, on every rank:
-        ValueError: there is no "state", its keys are not names, or a state does not fit its parameter.
+        ValueError: there is no "state", its keys are not names, a state does not fit its parameter, or parameters of
+            one group were saved with different settings.
         KeyError: a parameter group names parameters that the optimizer does not hold.
         AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
         RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
@@ -528,9 +558,13 @@ def optim_state_dict_to_load(
     states = None if optim_state_dict is None else optim_state_dict.get("state")
     with _alike_on_all_ranks(params, None if from_rank0 else states) as chunks:
         told = _told_by_rank0(optim_state_dict, params, group) if from_rank0 else _tell(optim_state_dict, params)
-        keys = _keys(params, model, optim, optim_input, is_named)
-        groups = _keyed_groups(told.groups, params, keys)
-        plan = _Plan(params, told)
+        own = groups_of(optim, optim_input)
+        keys = {param: key for key, param in params_by_id(model, own).items()}
+        if is_named:
+            keys = {param: params.key_of_named(param) for param in keys}
+        groups = _keyed_groups(told.groups, params, keys, own, strict=strict)
+        kept = {} if strict or optim is None else optim.state
+        plan = _Plan(params, told, kept)
         if from_rank0:
             source: Any = _FromRank0(states if group.rank() == 0 else None, group, device)
         else:
@@ -549,9 +583,12 @@ def optim_state_dict_to_load(
     loadable: dict[str, Any] = {
         "state": {keys[param]: plan.local[param] for param in params.in_order if param in plan.local and param in keys}
     }
+    loadable["state"].update((key, value) for key, value in kept.items() if not isinstance(key, torch.Tensor))
     loadable["state"].update((name, copy.deepcopy(value)) for name, value in told.others.items())
     if groups is not None:
         loadable["param_groups"] = groups
+    if optim is not None:
+        keep_dtypes(optim)
     return loadable
 
 
@@ -578,16 +615,15 @@ def _alike_on_all_ranks(
         raise RuntimeError(f"the optimizer state was not loaded, because on another rank: {problem}")
 
 
-def _keys(
-    params: ModelParams, model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None, is_named: bool
-) -> dict[nn.Parameter, Key]:
-    by_id = params_by_id(model, optim, optim_input)
-    return {param: params.key_of_named(param) if is_named else key for key, param in by_id.items()}
-
-
 def _keyed_groups(
-    groups: list[dict[str, Any]] | None, params: ModelParams, keys: Mapping[nn.Parameter, Key]
+    groups: list[dict[str, Any]] | None,
+    params: ModelParams,
+    keys: Mapping[nn.Parameter, Key],
+    own: Sequence[Group] | None,
+    *,
+    strict: bool,
 ) -> list[dict[str, Any]] | None:
+    """``groups`` by the optimizer's keys: in its ``own`` layout, or, if that is not known, as they are."""
     if groups is None:
         return None
     key_of = {name: keys[param] for param in params.in_order if param in keys for name in params.names(param)}
@@ -596,6 +632,8 @@ def _keyed_groups(
         raise KeyError(
             f"the optimizer holds no parameter {', '.join(map(repr, unknown))}, which the parameter groups name"
         )
+    if own is not None:
+        return lay_out(own, groups, params.names, keys, strict=strict)
     return [
         {key: sorted({key_of[name] for name in value}) if key == "params" else value for key, value in group.items()}
         for group in groups

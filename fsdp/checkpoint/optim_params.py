@@ -7,7 +7,7 @@ to the names that the parameters have in the plain model. This room maps one to 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,6 +25,7 @@ from fsdp.flat.views import FlatViews
 from fsdp.runtime.unit import WRAPPER_PARTS, Unit
 
 Key = int | str
+Group = Mapping[str, Any]  # a parameter group
 OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -228,18 +229,23 @@ def _joined(prefix: str, name: str) -> str:
 # -- the keys of an optimizer's state dict -----------------------------------------------------------------------------
 
 
-def params_by_id(model: nn.Module, optim: Optimizer | None, optim_input: OptimInput | None) -> dict[Key, nn.Parameter]:
-    """Each parameter's number in the optimizer's state dict: of ``optim``, else of one built from ``optim_input``, else
-    of one built from ``model.parameters()``.
+def params_by_id(model: nn.Module, groups: Sequence[Group] | None) -> dict[Key, nn.Parameter]:
+    """Each parameter's number in the state dict of the optimizer that has these groups; None for one built from
+    ``model.parameters()``."""
+    if groups is None:
+        return dict(enumerate(model.parameters()))
+    return dict(enumerate(param for group in groups for param in group["params"]))
+
+
+def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequence[Group] | None:
+    """The parameter groups of ``optim``, or of an optimizer built from ``optim_input``; None if both are None.
 
     Raises:
         TypeError: ``optim_input`` is not iterable, or mixes parameters and groups.
         ValueError: it is empty, or a group has no "params".
     """
     if optim_input is None:
-        if optim is None:
-            return dict(enumerate(model.parameters()))
-        return dict(enumerate(param for group in optim.param_groups for param in group["params"]))
+        return None if optim is None else optim.param_groups
     expected = (
         "optim_input should be an iterable of parameters or of parameter groups (dicts), as given to the optimizer"
     )
@@ -250,17 +256,32 @@ def params_by_id(model: nn.Module, optim: Optimizer | None, optim_input: OptimIn
     if not given:
         raise ValueError(f"{expected}, but it is empty")
     if all(isinstance(item, torch.Tensor) for item in given):
-        return dict(enumerate(given))
+        return [{"params": given}]
     if not all(isinstance(item, dict) for item in given):
         raise TypeError(f"{expected}, but got {sorted({type(item).__name__ for item in given})}")
     if not all("params" in group for group in given):
         raise ValueError('expected every parameter group of optim_input to have "params"')
-    return dict(enumerate(param for group in given for param in group["params"]))
+    return [{**group, "params": list(group["params"])} for group in given]
+
+
+def same_value(value: Any, other: Any) -> bool:
+    """Whether two values in a state dict are equal, dtypes included."""
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
+    return type(value) is type(other) and bool(value == other)
 
 
 def is_named(optim_state_dict: Mapping[str, Any]) -> bool:
-    """Whether the keys of the state are names, as those of torch's ``_NamedOptimizer``."""
-    return any(isinstance(key, str) for key in list(optim_state_dict.get("state") or ())[:1])
+    """Whether parameters have names for keys, as in torch's ``_NamedOptimizer``. The state may have other keys as well,
+    for what belongs to no parameter."""
+    groups = optim_state_dict.get("param_groups")
+    keys = [key for group in groups for key in group["params"]] if groups else list(optim_state_dict.get("state") or ())
+    return bool(keys) and all(isinstance(key, str) for key in keys)
+
+
+def state_order(name: Any) -> tuple[str, str]:
+    """To sort names of states by, which may be strings and numbers: the same on all ranks."""
+    return type(name).__name__, str(name)
 
 
 def param_to_name(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -298,14 +319,16 @@ def rekey(
 ) -> dict[str, Any]:
     """See ``FullyShardedDataParallel.rekey_optim_state_dict``."""
     groups = copy.deepcopy(optim_state_dict.get("param_groups"))
-    named = [*optim_state_dict["state"], *(key for group in groups or () for key in group["params"])]
+    named = [key for group in groups or () for key in group["params"]]
+    if not named:  # else what no group has belongs to no parameter
+        named = list(optim_state_dict["state"])
     kinds = {type(key) for key in named}
     wanted, other = (str, int) if key_type is OptimStateKeyType.PARAM_NAME else (int, str)
     if not kinds <= {str} and not kinds <= {int}:
         raise ValueError(f"Invalid parameter keys: expected all names or all ids, got {list(dict.fromkeys(named))}")
     if kinds <= {wanted}:
         return optim_state_dict
-    ids = params_by_id(model, optim, optim_input)
+    ids = params_by_id(model, groups_of(optim, optim_input))
     if other is int:
         names = param_to_name(model)
         new_keys: dict[Any, Any] = {key: names[param] for key, param in ids.items()}
@@ -313,9 +336,14 @@ def rekey(
         numbers = {param: key for key, param in ids.items()}
         new_keys = {name: numbers[param] for name, param in name_to_param(model).items() if param in numbers}
     unknown = list(dict.fromkeys(key for key in named if key not in new_keys))
+    taken = [key for key in optim_state_dict["state"] if key not in new_keys and key in new_keys.values()]
+    if taken:
+        raise KeyError(f"the state's entry {taken[0]!r} belongs to no parameter, and has the name of one: rename it")
     if unknown:
         raise KeyError(f"rekey_optim_state_dict: the optimizer or model given has no {', '.join(map(repr, unknown))}")
-    result: dict[str, Any] = {"state": {new_keys[key]: value for key, value in optim_state_dict["state"].items()}}
+    result: dict[str, Any] = {
+        "state": {new_keys.get(key, key): value for key, value in optim_state_dict["state"].items()}
+    }
     if groups is not None:
         for group in groups:
             group["params"] = sorted(new_keys[key] for key in group["params"])

@@ -33,15 +33,16 @@ from fsdp.checkpoint.optim_params import (
     Member,
     ModelParams,
     OptimInput,
+    groups_of,
     is_named,
     params_by_id,
     row_elements,
     rows_lie_together,
+    state_order,
 )
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm.collectives import default_group, group_ranks
-from fsdp.comm.consensus import all_gather_object
-from fsdp.comm.streams import streams_for
+from fsdp.comm.consensus import all_gather_object, failures_in, joint_error
 from fsdp.runtime.unit import Unit
 
 _BATCH_NBYTES = 32 << 20
@@ -104,27 +105,28 @@ class _Disagreements:
         self.missing: dict[int, list[str]] = {}
         self.different: list[str] = []
 
-    def check(self) -> None:
-        """
-        Raises:
-            RuntimeError: ranks lack states that others have.
-            AssertionError: states differ between ranks.
-        """
+    def error(self) -> Exception | None:
+        """RuntimeError if ranks lack states that others have; AssertionError if states differ between ranks."""
         if self.missing:
             ranks = "".join(
                 f"\n  rank {rank} is missing {', '.join(dict.fromkeys(names))}"
                 for rank, names in sorted(self.missing.items())
             )
-            raise RuntimeError(
+            return RuntimeError(
                 "expected the optimizers of all ranks to hold the same parameters, so that each rank has the states of "
                 f"its part, but{ranks}"
             )
         if self.different:
-            raise AssertionError("expected states without elements to agree, but " + "; ".join(self.different))
+            return AssertionError("expected states without elements to agree, but " + "; ".join(self.different))
+        return None
 
 
-def _merged(holder: Holder, by_rank: Sequence[States | None], wrong: _Disagreements) -> States | None:
+def _merged(
+    holder: Holder, by_rank: Sequence[States | None], ranks: Sequence[int], wrong: _Disagreements
+) -> States | None:
     """What the ranks that own elements of ``holder`` agree on; None if none of them has state for it.
+
+    ``by_rank`` are the states on each of the ``ranks`` that it is sharded over.
 
     The others may have state as well (some optimizers make it for empty parameters), which was never stepped.
     """
@@ -137,15 +139,14 @@ def _merged(holder: Holder, by_rank: Sequence[States | None], wrong: _Disagreeme
             merged.setdefault(name, value)
     for rank, states in owners.items():
         if states is None:
-            wrong.missing.setdefault(rank, []).append(f"all states of {holder}")
+            wrong.missing.setdefault(ranks[rank], []).append(f"all states of {holder}")
             continue
         for name, value in merged.items():
             if name not in states:
-                wrong.missing.setdefault(rank, []).append(f"state {name!r} of {holder}")
+                wrong.missing.setdefault(ranks[rank], []).append(f"state {name!r} of {holder}")
             elif states[name] is not value and (type(states[name]) is not type(value) or states[name] != value):
-                wrong.different.append(
-                    f"state {name!r} of {holder} is {_shown(states[name])} on rank {rank} and {_shown(value)} on others"
-                )
+                here, there = f"{_shown(states[name])} on rank {ranks[rank]}", f"{_shown(value)} on others"
+                wrong.different.append(f"state {name!r} of {holder} is {here} and {there}")
     return merged
 
 
@@ -158,10 +159,12 @@ def _agree(
 ) -> dict[Holder, States]:
     """The states of every parameter that has any, the same on all ranks: one exchange of objects per shard group.
 
+    Where there are several groups, their ranks then tell each other whether all is well, since some may be in one only.
+
     Args:
         unknown: what is wrong with the parameters that this rank's optimizer holds.
 
-    Raises, on every rank of the group:
+    Raises, on every rank:
         KeyError: ``unknown``.
         NotImplementedError: a state is neither a scalar nor element-wise, or cannot be told to other ranks.
         RuntimeError, AssertionError: see ``_Disagreements``.
@@ -171,38 +174,48 @@ def _agree(
         holder: _described(holder, state_of[param], problems) if param in state_of else None
         for param, holder in params.holders.items()
     }
-    groups: dict[Any, list[Holder]] = {}
+    by_group: dict[Any, list[Holder]] = {}
     for holder in local:
-        groups.setdefault(holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None, []).append(holder)
+        group = holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None
+        by_group.setdefault(group, []).append(holder)
     agreed: dict[Holder, States | None] = {}
     problems_of: dict[int, list[str]] = {}
     unknown_to: dict[int, str] = {}
-    for group, holders in groups.items():
+    wrong = _Disagreements()
+    label, device = "agree on the optimizer's states", next(iter(params.units)).device
+    for group, holders in by_group.items():
         told = [local[holder] for holder in holders]
-        ranks = [0] if group is None else group_ranks(group)
-        everyone: list[Any] = [(told, problems, unknown)]
+        ranks, everyone = [0], [(told, problems, unknown)]
         if group is not None:
-            with streams_for(holders[0].unit.device).on_device():
-                packed = _packed(told, problems, unknown)
-                several = all_gather_object(packed, group, "agree on the optimizer's states")
-            everyone = [pickle.loads(theirs) for theirs in several]
+            several = all_gather_object(_packed(told, problems, unknown), group, label, device)
+            ranks, everyone = group_ranks(group), [pickle.loads(theirs) for theirs in several]
         problems_of.update({rank: theirs for rank, (_, theirs, _) in zip(ranks, everyone) if theirs})
         unknown_to.update({rank: theirs for rank, (_, _, theirs) in zip(ranks, everyone) if theirs})
-        if problems_of or unknown_to:
-            continue
-        wrong = _Disagreements()
-        for number, holder in enumerate(holders):
-            agreed[holder] = _merged(holder, [states[number] for states, _, _ in everyone], wrong)
-        wrong.check()
+        if not problems_of and not unknown_to:
+            for number, holder in enumerate(holders):
+                agreed[holder] = _merged(holder, [states[number] for states, _, _ in everyone], ranks, wrong)
+    error = _what_is_wrong(unknown_to, problems_of) or wrong.error()
+    groups = dict.fromkeys(group for unit in params.units for group in (unit.groups.shard, unit.groups.replica))
+    several_groups = [group for group in groups if group is not None]
+    if len(several_groups) > 1:
+        failures = failures_in(several_groups, error, label, device)
+        error = error or (joint_error(failures) if failures else None)
+    if error is not None:
+        raise error
+    return {holder: states for holder in local if (states := agreed[holder]) is not None}
+
+
+def _what_is_wrong(unknown_to: Mapping[int, str], problems_of: Mapping[int, list[str]]) -> Exception | None:
+    """What ranks said of themselves."""
     if unknown_to:
-        raise KeyError("; ".join(f"on rank {rank}: {what}" for rank, what in unknown_to.items()))
+        return KeyError("; ".join(f"on rank {rank}: {what}" for rank, what in unknown_to.items()))
     if problems_of:
         listed = "".join(f"\n  rank {rank}: {problem}" for rank, several in problems_of.items() for problem in several)
-        raise NotImplementedError(
+        return NotImplementedError(
             "only states that are scalars, or that have one element per element of the parameter, can leave a sharded "
             f"optimizer (factored and block-quantized ones cannot), but{listed}"
         )
-    return {holder: states for holder in local if (states := agreed[holder]) is not None}
+    return None
 
 
 def _packed(told: list[States | None], problems: list[str], unknown: str | None) -> bytes:
@@ -335,11 +348,12 @@ def optim_state_dict(
     Raises: as ``ModelParams`` and ``_agree``, and KeyError if the optimizer holds parameters that are not in the model.
     """
     params = ModelParams(model)
-    by_key = params.by_current_name() if is_named(raw) else params_by_id(model, optim, optim_input)
+    by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups_of(optim, optim_input))
     state_of = {by_key[key]: state for key, state in raw["state"].items() if key in by_key}
     group = group if group is not None else default_group()
     held = [by_key[key] for group_ in raw.get("param_groups", ()) for key in group_["params"] if key in by_key]
-    agreed = _agree(params, state_of, _unknown(params, [*state_of, *held]))
+    others = {key: value for key, value in raw["state"].items() if key not in by_key}
+    agreed = _agree(params, state_of, _unknown(params, [*state_of, *held], others))
     movers, outgoing = Movers(), []
     for unit, called in params.units.items():
         of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
@@ -354,21 +368,23 @@ def optim_state_dict(
         if param in state_of:
             result[name] = {key: _copied(value, form.offload_to_cpu) for key, value in state_of[param].items()}
     state: dict[Any, Any] = {name: result[name] for name in _order(params, state_of) if name in result}
-    for key, value in raw["state"].items():
-        if key not in by_key and key not in state:
-            warnings.warn(
-                f"the optimizer's state has an entry {key!r} that belongs to no parameter; it is copied as it is",
-                stacklevel=3,
-            )
-            state[key] = copy.deepcopy(value)
+    for key, value in others.items():
+        warnings.warn(
+            f"the optimizer's state has an entry {key!r} that belongs to no parameter; it is copied as it is",
+            stacklevel=3,
+        )
+        state[key] = copy.deepcopy(value)
     full: dict[str, Any] = {"state": state}
     if "param_groups" in raw:
         full["param_groups"] = [_named_group(params, group_, by_key) for group_ in raw["param_groups"]]
     return full
 
 
-def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter]) -> str | None:
-    """What is wrong with a parameter that is not in the model, if there is one."""
+def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter], others: Iterable[Any]) -> str | None:
+    """What is wrong with a parameter that is not in the model, or with what belongs to none, if there is something."""
+    for key in others:
+        if key in params.by_name or key in params.others.values():
+            return f"the state's entry {key!r} belongs to no parameter, and has the name of one: rename it"
     try:
         for param in state_of:
             params.names(param)
@@ -378,10 +394,11 @@ def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter]) -> str | Non
 
 
 def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:
-    """The names in the order in which torch's FSDP1 lists them: with flat parameters that of the optimizer, else what
-    no unit owns and then unit by unit, alphabetically."""
+    """The names in an order that is the same on every rank, and that in which torch's FSDP1 lists them where the
+    optimizer was built from ``model.parameters()``: with flat parameters the model's, else what no unit owns and then
+    unit by unit, alphabetically."""
     if not params.use_orig_params:
-        return [name for param in state_of for name in params.names(param)]
+        return [name for param in params.in_order if param in state_of for name in params.names(param)]
     units: dict[Unit, list[str]] = {}
     for name, (holder, _) in sorted(params.by_name.items()):
         units.setdefault(holder.unit, []).append(name)
@@ -430,7 +447,7 @@ class _Outgoing:
             for name, value in of_holder.items()
             if isinstance(value, Elementwise)
         ]
-        self._entries.sort(key=lambda entry: entry.state)  # so that a part of them is about one state
+        self._entries.sort(key=lambda entry: state_order(entry.state))  # so that a part of them is about one state
         self._tensors: dict[tuple[Member, str], Any] = {}
 
     def send(self, movers: Movers, label: str) -> None:
@@ -545,8 +562,8 @@ def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:
         return list(states.items())
     kinds = [Elementwise, Scalar, None] if holder.is_flat else [None, Scalar, Elementwise]
 
-    def place(item: tuple[str, Any]) -> tuple[int, str]:
-        return kinds.index(type(item[1]) if type(item[1]) in kinds else None), item[0]
+    def place(item: tuple[Any, Any]) -> tuple[int, tuple[str, str]]:
+        return kinds.index(type(item[1]) if type(item[1]) in kinds else None), state_order(item[0])
 
     return sorted(states.items(), key=place)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,12 +26,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import files
-from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizers_to_load, set_model_state_dict
+from fsdp.checkpoint.dcp import (
+    StateDictOptions,
+    get_model_state_dict,
+    optimizers_to_load,
+    set_model_state_dict,
+    trained_parts,
+)
 from fsdp.checkpoint.files import Entry, Manifest
+from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.outcome import Outcome
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.writing import GROUPS, MODEL, STATE, Saving, extra_name, held_nbytes
+from fsdp.checkpoint.writing import Saving, extra_name, held_nbytes
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import default_device, streams_for
 
@@ -48,6 +55,14 @@ class Plain(NamedTuple):
     model: dict[str, Any]
     optimizer: dict[str, Any] | None
     extra: list[Any]
+
+
+class _Like(NamedTuple):
+    """What is to be loaded into: on this rank, the model's state by its keys, and the parameters that the optimizers
+    train by their names. Sharded values are ``RaggedTensor`` or ``DTensor``; None stands for whatever there is."""
+
+    model: dict[str, Any]
+    trained: dict[str, Any]
 
 
 def save(
@@ -189,7 +204,9 @@ def load(
     Raises, on every rank if on one, with the model as it was:
         FileNotFoundError: there is no checkpoint.
         RuntimeError: a file is damaged or missing, with its path; or names or shapes do not fit the model, with all of
-            them; or there is no optimizer state; or a forward or backward is under way.
+            them; or there is no optimizer state, or some that no ``optimizer`` takes; or a forward or backward is under
+            way.
+        ValueError: an optimizer has parameters in one group that were saved with different settings.
     """
     ranks = Ranks.of(process_group)
     with ranks.call("load a checkpoint"):
@@ -206,7 +223,8 @@ def load_plain(path: str | Path, *, progress: bool = True) -> Plain:
     """
     directory, manifest = files.find(Path(path))
     _verify(directory, manifest.files, progress)
-    return Plain(*_read(directory, None, strict=True, optimizer=True, progress=progress), _extras(directory, manifest))
+    read = _read(directory, None, strict=True, optimizer=True, progress=progress)
+    return Plain(read.model, read.optimizer, _extras(directory, manifest))
 
 
 def _load(
@@ -221,17 +239,18 @@ def _load(
     mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
     ranks.together("verify a checkpoint", lambda: _verify(directory, mine, progress))
 
-    loaded: list[tuple[dict[str, Any], dict[str, Any] | None]] = []
+    loaded: list[_Read] = []
 
     def read() -> None:
-        template = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        loaded.append(_read(directory, template, strict=strict, optimizer=optimizer is not None, progress=progress))
-        if optimizer is not None and loaded[0][1] is None:
+        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
+        like = _Like(values, trained_parts(model, optimizer))
+        loaded.append(_read(directory, like, strict=strict, optimizer=optimizer is not None, progress=progress))
+        if optimizer is not None and loaded[0].optimizer is None:
             raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
 
     ranks.together("read a checkpoint", read)
     extras = ranks.first("read what ranks added", lambda: _extras(directory, manifest))
-    ((values, optimizer_state),) = loaded
+    ((values, optimizer_state, left),) = loaded
     options = StateDictOptions(ragged=True, strict=strict)
     if optimizer is not None:  # first, since it can still fail
         planned: list[tuple[Optimizer, dict[str, Any]]] = []
@@ -239,6 +258,11 @@ def _load(
         def plan() -> None:
             assert optimizer_state is not None
             planned.extend(optimizers_to_load(model, optimizer, optimizer_state, options=options))
+            if left and strict:
+                raise RuntimeError(
+                    f"the checkpoint {directory} has optimizer state of {', '.join(map(repr, left))}, which no "
+                    "optimizer given holds: pass those that were saved, or strict=False to leave the others out"
+                )
 
         ranks.together("take the optimizer's state", plan)
 
@@ -268,62 +292,53 @@ def _extras(directory: Path, manifest: Manifest) -> list[Any]:
     ]
 
 
-def _named_by(key: str) -> tuple[str, str | None] | None:
-    """The name that a key of a checkpoint stands for, and the state of that parameter, None for its value."""
-    if key.startswith(MODEL):
-        return key.removeprefix(MODEL), None
-    if key.startswith(STATE):
-        name, _, state = key.removeprefix(STATE).rpartition(".")
-        return name, state
-    return None
+class _Read(NamedTuple):
+    """The model's state; the optimizer's, if it was asked for and there is any; and the names of parameters of which
+    there is more, but which are not trained."""
+
+    model: dict[str, Any]
+    optimizer: dict[str, Any] | None
+    left: list[str]
 
 
-def _read(
-    directory: Path, template: dict[str, Any] | None, *, strict: bool, optimizer: bool, progress: bool
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """What a checkpoint holds of a model with the state ``template``, in new memory on CPU; of ragged tensors, and of
-    the optimizer's states for them, this rank's part. Without a template whatever there is, whole.
-
-    Returns:
-        the model's state, and the optimizer's if it is asked for and there is any.
+def _read(directory: Path, like: _Like | None, *, strict: bool, optimizer: bool, progress: bool) -> _Read:
+    """What a checkpoint holds of what is ``like`` this, in new memory on CPU; of ragged tensors, and of the optimizer's
+    states for them, this rank's part. None for whatever there is, whole.
 
     Raises:
         RuntimeError: names or shapes do not fit.
     """
     reader = FileSystemReader(directory)
     metadata = reader.read_metadata()
-    saved = {key: (place, what) for key, what in metadata.state_dict_metadata.items() if (place := _named_by(key))}
-    if template is None:
-        template = {name: None for (name, state), _ in saved.values() if state is None}
+    in_file = metadata.state_dict_metadata
+    of_model = {key.removeprefix(MODEL): key for key in in_file if key.startswith(MODEL)}
+    has_optimizer = optimizer and GROUPS in in_file
+    of_state = {key: param_and_state(key) for key in in_file if has_optimizer and key.startswith(STATE)}
+    if like is None:
+        like = _Like(dict.fromkeys(of_model), {name: None for name, _ in of_state.values()})
     else:
-        in_file = {name: what for (name, state), what in saved.values() if state is None}
-        problems = list(_misfits(in_file, template, strict=strict))
+        problems = list(_misfits({name: in_file[key] for name, key in of_model.items()}, like.model, strict=strict))
         if problems:
             listed = "; ".join(problems)
             raise RuntimeError(f"the checkpoint {directory} does not fit the model, and nothing was loaded: {listed}")
-    wanted = {
-        key: _empty(what, template[name])
-        for key, ((name, state), what) in saved.items()
-        if name in template and (state is None or optimizer)
-    }
-    has_optimizer = optimizer and GROUPS in metadata.state_dict_metadata
-    if has_optimizer:
-        wanted[GROUPS] = None
+    wanted = {key: _empty(in_file[key], like.model[name]) for name, key in of_model.items() if name in like.model}
+    wanted |= {key: _empty(in_file[key], like.trained[p]) for key, (p, _) in of_state.items() if p in like.trained}
+    wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if has_optimizer and key in in_file)
     with bar("loading", sum(held_nbytes(value) for value in wanted.values()), progress) as told:
         planner = _Planner(told)
         planner.set_up_planner(wanted, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-    of_model: dict[str, Any] = {}
-    states: dict[str, dict[str, Any]] = {}
-    for key, value in planner.state_dict.items():
-        if key != GROUPS:
-            (name, state), _ = saved[key]
-            if state is None:
-                of_model[name] = value
-            else:
-                states.setdefault(name, {})[state] = value
-    return of_model, {"state": states, "param_groups": planner.state_dict[GROUPS]} if has_optimizer else None
+    read = planner.state_dict
+    values = {name: read[key] for name, key in of_model.items() if key in read}
+    if not has_optimizer:
+        return _Read(values, None, [])
+    states: dict[str, Any] = {}
+    for key, (name, state) in of_state.items():
+        if key in read:
+            states.setdefault(name, {})[state] = read[key]
+    left = list(dict.fromkeys(name for name, _ in of_state.values() if name not in like.trained))
+    return _Read(values, {"state": states | read.get(OTHERS, {}), "param_groups": read[GROUPS]}, left)
 
 
 class _Planner(DefaultLoadPlanner):
@@ -357,7 +372,7 @@ def _misfits(
             yield f"{name!r} has shape {in_file} in the checkpoint and {shape} in the model"
 
 
-def _named(what: str, names: Sequence[str]) -> Iterator[str]:
+def _named(what: str, names: Collection[str]) -> Iterator[str]:
     if names:
         yield f"{what}: {', '.join(map(repr, names))}"
 

@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fsdp.checkpoint import files
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.files import Entry
+from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, state_key
 from fsdp.checkpoint.outcome import Outcome
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import Event, streams_for
 
-MODEL, STATE, GROUPS = "model.", "optim.state.", "optim.param_groups"  # what keys begin with
 _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
 
 
@@ -96,9 +96,13 @@ class Saving:
         def of_optimizer() -> None:
             if optimizer is not None:
                 given = optimizer_state_as_it_is(model, optimizer, options)
-                for name, states in given["state"].items():
-                    self._state.update((f"{STATE}{name}.{state}", value) for state, value in states.items())
+                trained = {name for group in given["param_groups"] for name in group["params"]}
+                for name in [name for name in given["state"] if name in trained]:
+                    states = given["state"].pop(name)
+                    self._state.update((state_key(name, state), value) for state, value in states.items())
                 self._state[GROUPS] = given["param_groups"]
+                if given["state"]:
+                    self._state[OTHERS] = given["state"]
             if self._ranks.rank != 0:  # what is not sharded is written once
                 self._state = {key: value for key, value in self._state.items() if isinstance(value, _SHARDED)}
             if stage:

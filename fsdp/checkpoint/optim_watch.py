@@ -1,0 +1,139 @@
+"""Optimizer state that belongs to another rank, as after loading one rank's ``optimizer.state_dict()`` on all of them.
+
+The state of a sharded parameter has no names and no places: it is looked at when the optimizer steps for the first time
+after it was loaded. Where the parts have different sizes, a wrong one shows by itself. Where they have the same size,
+ranks that hold the very same values do; each writes a digest of some of its elements into the group's store and reads
+what is there of the others, without waiting, so that at least the last of them sees it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from fsdp.comm.collectives import group_store
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.views import FlatViews
+from fsdp.runtime.unit import Unit
+
+_SAMPLES = 32  # elements of each state that are compared
+_REMEDY = (
+    "optimizer.state_dict() of a sharded model is of one rank's parts alone. Save FSDP.optim_state_dict(model, "
+    "optimizer), and load what FSDP.optim_state_dict_to_load(model, optimizer, saved) makes of it; or save and load "
+    "each rank's own"
+)
+
+_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+_looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since they have loaded
+_hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
+
+
+class _Part(NamedTuple):
+    """This rank's part of a sharded parameter, as an optimizer holds it."""
+
+    unit: Unit
+    handle: FlatParamHandle
+    member: int | None  # of the parameter in its layout; None: all of them, flat
+    param: nn.Parameter
+
+
+def watch_state_of(unit: Unit) -> None:
+    """From now on, look at the state of optimizers that hold parameters of ``unit``."""
+    _units.add(unit)
+    _watch()
+
+
+@functools.cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_look)
+
+
+def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _looked_at:
+        return
+    _looked_at.add(optimizer)
+    if optimizer not in _hooked:
+        _hooked.add(optimizer)
+        optimizer.register_load_state_dict_post_hook(_looked_at.discard)
+    if not optimizer.state:
+        return
+    by_group: dict[Any, list[_Part]] = {}
+    for part in _parts(optimizer):
+        _check_size(optimizer, part)
+        by_group.setdefault(part.unit.groups.shard, []).append(part)
+    for group, parts in by_group.items():
+        _compare(optimizer, group, parts)
+
+
+def _parts(optimizer: Optimizer) -> Iterator[_Part]:
+    """In the optimizer's order, those that have state."""
+    places: dict[int, _Part] = {}
+    for unit in list(_units):
+        for handle, views in zip(unit.handles, unit.views) if unit.groups.sharded else ():
+            flat = isinstance(views, FlatViews)
+            for visible in views.visible:
+                index = None if flat else visible.members[0]
+                places[id(visible.param)] = _Part(unit, handle, index, visible.param)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) in places and optimizer.state.get(param):
+                yield places[id(param)]
+
+
+def _check_size(optimizer: Optimizer, part: _Part) -> None:
+    """
+    Raises:
+        RuntimeError: a state has the size of another rank's part, or of the whole parameter.
+    """
+    layout = part.handle.layout
+    if part.member is None:  # all parts of a flat parameter have one size
+        return
+    numels = [layout.piece(part.member, rank).numel for rank in range(layout.world_size)]
+    own, record = numels[part.unit.groups.shard_rank], layout.params[part.member]
+    for name, value in optimizer.state[part.param].items():
+        numel = value.numel() if isinstance(value, torch.Tensor) and value.dim() > 0 else own
+        if numel != own and numel > 1 and numel in (*numels, record.numel):
+            raise RuntimeError(
+                f"{type(optimizer).__name__} holds state of another rank: state {name!r} of {record.name!r} in "
+                f"{part.unit.name} has {numel} elements, and this rank's part of the parameter has {own}. {_REMEDY}"
+            )
+
+
+def _compare(optimizer: Optimizer, group: Any, parts: list[_Part]) -> None:
+    """Warn if another rank holds the same values."""
+    store, samples = group_store(group), b"".join(_samples(optimizer, parts))
+    if store is None:
+        return
+    _looks[group] = look = _looks.get(group, 0) + 1
+    own = hashlib.blake2b(samples, digest_size=16).digest() if samples else b""
+    store.set(f"fsdp optimizer state/{look}/{group.rank()}", own)
+    for rank in range(group.size()):
+        key = f"fsdp optimizer state/{look}/{rank}"
+        if rank != group.rank() and own and store.check([key]) and store.get(key) == own:
+            warnings.warn(
+                f"{type(optimizer).__name__} has the same state on ranks {rank} and {group.rank()} of the group, "
+                f"although each holds another part of the parameters: was one rank's loaded on all? {_REMEDY}",
+                stacklevel=6,
+            )
+            return
+
+
+def _samples(optimizer: Optimizer, parts: list[_Part]) -> Iterator[bytes]:
+    """Some elements of each state that does not have one value everywhere, as it has before the first step."""
+    for part in parts:
+        for value in optimizer.state[part.param].values():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 1:
+                elements = value.detach().reshape(-1)
+                some = elements[:: -(-elements.numel() // _SAMPLES)].cpu().contiguous()
+                rows = some.view(torch.uint8).view(some.numel(), -1)
+                if bool((rows != rows[0]).any()):
+                    yield bytes(rows.view(-1).tolist())

@@ -1,0 +1,357 @@
+"""Optimizer state comes back as it left, bit for bit and under its own names: every optimizer, through every form.
+
+States are compared by parameter, not by position, and are loaded into optimizers whose groups and parameters come in
+another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+from fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
+from fsdp.checkpoint.dcp import StateDictOptions
+from tests.harness.pool import run_ranks
+
+FSDP = FullyShardedDataParallel
+Make = Callable[[Any], Optimizer]
+
+
+class Model(nn.Module):
+    """Parameters of 16 and of 32 bits, no padding in a flat parameter at 2 ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = nn.Linear(3, 5, dtype=torch.bfloat16)
+        self.full = nn.Linear(5, 2)
+
+
+def build(uop: bool, module: nn.Module | None = None) -> FSDP:
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=()):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(0)
+        return FSDP(module or Model(), use_orig_params=uop)
+
+
+def step(optimizer: Optimizer, count: int = 2) -> Optimizer:
+    for _ in range(count):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.sin(3 * param.detach()) if param.numel() > 0 else None
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+class Odd(Optimizer):
+    """States of all kinds of dtypes and under all kinds of names, one of them for no parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        self.state["global"] = {"x": torch.ones(3, dtype=torch.float64), "n": 3, "deep": [torch.zeros(2), "text"]}
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            odd = torch.sin(7 * param.grad.double())
+            odd.view(-1)[::3] = float("nan")
+            odd.view(-1)[1::3] = -0.0
+            self.state[param] = {
+                "m.fast": odd.float(),
+                "%2E": odd,
+                0: (odd > 0).clone(),
+                11: torch.full(param.shape, 3, dtype=torch.int8),
+                "complex": torch.complex(odd, -odd),
+                "scalar": torch.tensor(0.1, dtype=torch.float64),
+                "count": torch.tensor(3),
+                "number": 0.1,
+                "nothing": None,
+                "word": "abc",
+                "words": ("a", 2),
+            }
+
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{"momentum": 0.9}, {"momentum": 0.9, "nesterov": True, "foreach": True}, {}],
+    "Adam": [{"amsgrad": True}, {"foreach": True}],
+    "AdamW": [{}, {"fused": True}],
+    "RMSprop": [{"momentum": 0.9, "centered": True}],
+}
+NOT_ELEMENTWISE = {"SparseAdam", "LBFGS", "Muon"}  # want sparse gradients, a closure, matrices
+
+
+def makers() -> Iterable[tuple[str, Make]]:
+    """Every optimizer of torch that steps parameters one element at a time."""
+    for name, kind in vars(torch.optim).items():
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer:
+            for settings in SETTINGS.get(name, [{}]) if name not in NOT_ELEMENTWISE else ():
+                yield f"{name} {settings}", lambda groups, kind=kind, settings=settings: kind(groups, **settings)
+    yield "Odd", Odd
+
+
+def groups_of(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]:
+    """Two groups; those of another optimizer come in another order, and so do the parameters in them."""
+    params = list(model.parameters())
+    groups = [{"params": params[:1], "lr": 0.125}, {"params": params[1:], "lr": 0.25}]
+    return [{**group, "params": group["params"][::-1]} for group in groups[::-1]] if backwards else groups
+
+
+def bits(value: Any) -> Any:
+    """What is equal if and only if every bit is."""
+    leaves, structure = tree_flatten(value)
+    return str(structure), [
+        (leaf.dtype, tuple(leaf.shape), bytes(leaf.detach().reshape(-1).view(torch.uint8).tolist()))
+        if isinstance(leaf, Tensor)
+        else leaf
+        for leaf in leaves
+    ]
+
+
+def content(optimizer: Optimizer) -> dict[Any, Any]:
+    """By parameter that has elements here, its states and settings; and what belongs to no parameter."""
+    found: dict[Any, Any] = {key: bits(value) for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    for group in optimizer.param_groups:
+        for param in (param for param in group["params"] if param.numel() > 0):
+            states = {name: bits(value) for name, value in optimizer.state.get(param, {}).items()}
+            found[param] = states, {key: value for key, value in group.items() if key != "params"}
+    return found
+
+
+def through(form: str, model: FSDP, optimizer: Optimizer, fresh: Optimizer, root: str) -> None:
+    """From one optimizer of the model to another one."""
+    if form == "save":
+        load(save(root, model, optimizer, keep=1), model, fresh)
+    elif form == "ragged":
+        options = StateDictOptions(ragged=True)
+        set_optimizer_state_dict(
+            model, fresh, get_optimizer_state_dict(model, optimizer, options=options), options=options
+        )
+    else:
+        kind, configs = {
+            "full": (StateDictType.FULL_STATE_DICT, (FullStateDictConfig(), FullOptimStateDictConfig())),
+            "rank 0": (
+                StateDictType.FULL_STATE_DICT,
+                (FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)),
+            ),
+            "sharded": (StateDictType.SHARDED_STATE_DICT, (ShardedStateDictConfig(), ShardedOptimStateDictConfig())),
+        }[form]
+        with FSDP.state_dict_type(model, kind, *configs):
+            saved = FSDP.optim_state_dict(model, optimizer)
+            fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
+
+
+def check_round_trips(root: str) -> None:
+    for uop in (False, True):
+        model = build(uop)
+        before = {name: value.clone() for name, value in model.named_parameters()}
+        for what, make in makers():
+            optimizer = step(make(groups_of(model)))
+            expected = content(optimizer)
+            for form in ("full", "sharded", "rank 0", "ragged", "save"):
+                fresh = make(groups_of(model, backwards=True))
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "the optimizer's state has an entry 'global'")
+                    through(form, model, optimizer, fresh, root)
+                assert content(fresh) == expected, f"{what}, {form}, use_orig_params={uop}"
+            with torch.no_grad():
+                for name, param in model.named_parameters():
+                    param.copy_(before[name])
+
+
+def test_every_optimizers_state_comes_back_bit_for_bit_through_every_form(tmp_path: Path) -> None:
+    """FD10, FD12, FD13: dotted and integer names, what belongs to no parameter, every dtype, groups in any order."""
+    assert set(vars(torch.optim)) >= NOT_ELEMENTWISE
+    run_ranks(2, check_round_trips, str(tmp_path))
+
+
+# -- what is not matched -----------------------------------------------------------------------------------------------
+
+
+class Renamed(Model):
+    """Its state has one parameter under another key than its name, and one not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
+        self.register_state_dict_post_hook(_rename)
+        self.register_load_state_dict_pre_hook(_rename_back)
+
+
+def _rename(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    state[f"{prefix}renamed"] = state.pop(f"{prefix}full.weight")
+    del state[f"{prefix}full.bias"]
+
+
+def _rename_back(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    state[f"{prefix}full.weight"] = state.pop(f"{prefix}renamed")
+
+
+class Wider(Model):
+    """With a layer that the checkpoint does not have, in a bucket with others and in one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(2, 4)
+        self.newest = nn.Linear(2, 4, dtype=torch.float64)
+
+
+def check_what_the_checkpoint_does_not_have(root: str) -> None:
+    for uop in (False, True):
+        saved = build(uop)
+        optimizer = step(torch.optim.SGD(saved.parameters(), lr=0.5, momentum=0.9))
+        optimizer.state["global"] = {"x": 1}
+        path = save_quietly(f"{root}/{uop}", saved, optimizer)
+        model = build(uop, Wider())
+        groups = [{"params": [p], "lr": 0.1 * (number + 1)} for number, p in enumerate(model.parameters())]
+        present = step(torch.optim.SGD(groups, lr=0.1, momentum=0.5), 3)
+        present.state["mine"] = 7
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            before = quietly(FSDP.optim_state_dict, model, present)["state"]
+        with pytest.raises(RuntimeError, match=r"missing in the checkpoint: 'new.weight'"):
+            load(path, model, present)
+        load(path, model, present, strict=False)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            after = quietly(FSDP.optim_state_dict, model, present)
+            expected = quietly(FSDP.optim_state_dict, saved, optimizer)["state"]
+        expected |= {key: value for key, value in before.items() if key.startswith("new") or key == "mine"}
+        assert bits(dict(sorted(after["state"].items()))) == bits(dict(sorted(expected.items())))
+        rates = {name: group["lr"] for group in after["param_groups"] for name in group["params"]}
+        assert (rates["half.weight"], rates["newest.weight"]) == (0.5, groups[-1 if not uop else -2]["lr"])
+
+
+def quietly(function: Any, *args: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the optimizer's state has an entry")
+        return function(*args)
+
+
+def save_quietly(*args: Any) -> Path:
+    path: Path = quietly(save, *args)
+    return path
+
+
+def test_what_the_checkpoint_does_not_have_is_left_alone(tmp_path: Path) -> None:
+    """FD11: state, settings and entries of no parameter of the optimizer that loads."""
+    run_ranks(2, check_what_the_checkpoint_does_not_have, str(tmp_path))
+
+
+def check_names(root: str) -> None:
+    rank = dist.get_rank()
+    for uop in (False, True):
+        model = build(uop, Renamed())
+        optimizer = step(torch.optim.AdamW(model.parameters()))
+        fresh = torch.optim.AdamW(model.parameters())
+        load(save(root, model, optimizer), model, fresh)
+        assert content(fresh) == content(optimizer)
+        # what would not come back is refused by name
+        for key, error, words in (
+            ("half.bias", KeyError, r"half.bias\W+belongs to no parameter, and has the name of one"),
+            (None, TypeError, "'half.weight' has one called None"),
+        ):
+            if key is not None:
+                optimizer.state[key] = {"x": 1}
+            else:
+                next(state for state in optimizer.state.values() if state)[None] = 1
+            with pytest.raises(error, match=words):
+                save(root, model, optimizer)
+            optimizer.state.pop(key, None)
+        optimizer = step(Odd(model.parameters()))
+        flat = StateDictOptions(flatten_optimizer_state_dict=True)
+        for several, options in ((optimizer, flat), ([optimizer, optimizer], None)):
+            with pytest.raises(ValueError, match="'global', which belongs to no parameter"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                get_optimizer_state_dict(model, several, options=options)
+        del optimizer.state["global"]
+        with pytest.raises(ValueError, match=r"strings for names of states, but there is 0 of 'full.bias'"):
+            get_optimizer_state_dict(model, optimizer, options=flat)
+        # every rank lists what it has in one order, whatever that of its optimizer is
+        params = list(model.parameters())
+        backwards = step(torch.optim.AdamW(params[::-1] if rank else params))
+        listed: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(listed, list(FSDP.sharded_optim_state_dict(model, backwards)["state"]))
+        assert listed[0] == listed[1]
+
+
+def test_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path: Path) -> None:
+    """FD10, FD32: also where a hook renames or drops the parameter's key in the model's state."""
+    run_ranks(2, check_names, str(tmp_path))
+
+
+def check_groups_that_differ() -> None:
+    rank = dist.get_rank()
+    experts = [dist.new_group([0, 1]), dist.new_group([2])]
+    for uop in (False, True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a group of one rank shards nothing
+            expert = FSDP(nn.Linear(4, 4), experts[rank // 2], use_orig_params=uop)
+            model = FSDP(nn.Sequential(nn.Linear(4, 4), expert), use_orig_params=uop)
+        optimizer = step(torch.optim.AdamW(model.parameters()))
+        if rank == 1:
+            for param in expert.parameters():
+                optimizer.state[param]["step"] += 1
+        with pytest.raises(AssertionError, match=r"'step' of '1.\w+'.* is tensor\(3.\) on rank 1"):
+            FSDP.full_optim_state_dict(model, optimizer)
+
+
+def test_what_one_group_of_ranks_disagrees_on_is_an_error_on_all() -> None:
+    """FD31: also on ranks that are in other groups only."""
+    run_ranks(3, check_groups_that_differ)
+
+
+# -- state of another rank ---------------------------------------------------------------------------------------------
+
+
+def check_state_of_another_rank() -> None:
+    for uop in (False, True):
+        model = build(uop)
+        optimizer = step(torch.optim.AdamW(model.parameters()))
+        fresh = torch.optim.AdamW(model.parameters())
+        fresh.load_state_dict(optimizer.state_dict())  # each rank's own
+        step(fresh)
+        given = [optimizer.state_dict()]
+        dist.broadcast_object_list(given)
+        for again in (fresh, torch.optim.AdamW(model.parameters())):  # one that has stepped, and one that has not
+            again.load_state_dict(copy.deepcopy(given[0]))  # torch would share the memory
+            told = ""
+            try:
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    step(again, 1)
+                told = "".join(str(warning.message) for warning in caught)
+            except RuntimeError as error:
+                told = str(error)
+            by_rank: list[Any] = [None, None]
+            dist.all_gather_object(by_rank, told)
+            if uop:
+                assert "state 'exp_avg' of 'half.weight' in" in by_rank[1] and "has 11 elements, and this" in by_rank[1]
+            else:
+                assert "AdamW has the same state on ranks" in by_rank[0] + by_rank[1]
+            assert "FSDP.optim_state_dict(model" in by_rank[0] + by_rank[1]
+        if uop:
+            plain = step(torch.optim.AdamW(Model().parameters()))
+            again.load_state_dict(plain.state_dict())
+            with pytest.raises(RuntimeError, match=r"state 'exp_avg' of 'half.weight' in .* has 15 elements"):
+                step(again, 1)
+
+
+def test_state_of_another_rank_is_noticed_at_the_first_step() -> None:
+    """FD15: one rank's ``optimizer.state_dict()`` loaded on all, or a plain optimizer's; nothing is said of a rank's
+    own."""
+    run_ranks(2, check_state_of_another_rank)
