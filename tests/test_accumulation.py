@@ -106,6 +106,7 @@ class Ledger:
     """
 
     units: list[list[str]]
+    summed: dict[str, Tensor] = field(default_factory=dict)  # at least the magnitudes of all that has been added up
     reduced: Grads = field(default_factory=dict)
     local: list[Grads] = field(default_factory=list)
 
@@ -126,6 +127,8 @@ class Ledger:
                     continue
                 for rank, local in enumerate(self.local):
                     grad, before = grads[rank][name], local[name]
+                    if grad is not None:
+                        self.summed[name] = self.summed.get(name, self.zeros[name]) + grad.abs()
                     if before is None:
                         local[name] = grad.clone() if grad is not None else self.zeros[name].clone()
                     elif grad is not None:
@@ -145,6 +148,7 @@ class Ledger:
 
     def drop(self, names: Sequence[str]) -> None:
         for name in names:
+            self.summed.pop(name, None)
             for grads in (self.reduced, *self.local):
                 grads[name] = None
 
@@ -165,12 +169,16 @@ def assert_visible(model: nn.Module, ledger: Ledger, what: str, ulps: float = 0)
     """Every `.grad` is what the ledger says: in full shapes where there is a local sum, else this rank's part."""
     actual: Grads = {}
     expected: Grads = {}
+    summed: Grads = {}
     local = ledger.local[dist.get_rank()]
     for unit in fsdp.shard_info(model):
         for bucket in unit.buckets:
             layout = bucket.layout
             names = [unit.full_name(record) for record in layout.params]
+            terms = {name: ledger.summed.get(name, ledger.zeros[name]) for name in names}
+            summed.update(terms)
             if bucket.params[0] is bucket.flat_param:
+                summed[names[0]] = torch.cat([value.flatten() for value in terms.values()])
                 source = local if local[names[0]] is not None else ledger.reduced
                 actual[names[0]], expected[names[0]] = bucket.flat_param.grad, None
                 if source[names[0]] is None:
@@ -193,7 +201,7 @@ def assert_visible(model: nn.Module, ledger: Ledger, what: str, ulps: float = 0)
                     part = _in_memory_order(value, record)[piece.start : piece.end]
                     expected[name] = part if piece.numel else None
     if ulps:
-        assert_close_ulp(actual, expected, ulps, what)
+        assert_close_ulp(actual, expected, ulps, what, summed=summed)
     else:
         assert_bit_equal(actual, expected, what)
 

@@ -15,7 +15,7 @@ Comparisons are local: each rank compares what it holds with its part of the ref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,11 +49,15 @@ Program = Callable[[nn.Module, Data], Iterator[Any]]
 
 @dataclass
 class _Event:
-    """What the reference had at one yield: mean gradients so far, this rank's values; after a step, the parameters."""
+    """What the reference had at one yield: mean gradients so far, each rank's values; after a step, the parameters.
 
-    grads: Values
-    values: list[Values]
-    params: Values
+    `summed` is what the gradients would be if each rank's were positive: the measure of their rounding.
+    """
+
+    grads: Values = field(default_factory=dict)
+    summed: Values = field(default_factory=dict)
+    values: list[Values] = field(default_factory=list)
+    params: Values = field(default_factory=dict)
 
 
 class Reference:
@@ -76,13 +80,14 @@ class Reference:
         optimizer = make_optimizer(replicas[0].parameters())
         self.events: list[_Event] = []
         totals: Values = dict.fromkeys(named_parameters(replicas[0]))
+        summed: Values = dict(totals)
         programs = [program(replica, Data(rank, self.world_size)) for rank, replica in enumerate(replicas)]
         for yielded in zip(*programs, strict=True):
             if yielded[0] is CLEAR:
-                totals = dict.fromkeys(totals)
+                totals, summed = dict.fromkeys(totals), dict.fromkeys(totals)
                 for replica in replicas:
                     replica.zero_grad()
-                self.events.append(_Event({}, [], {}))
+                self.events.append(_Event())
                 continue
             if yielded[0] is STEP:
                 for name, param in named_parameters(replicas[0]).items():
@@ -92,19 +97,19 @@ class Reference:
                     param.grad = grad
                 optimizer.step()
                 optimizer.zero_grad()
-                totals = dict.fromkeys(totals)
+                totals, summed = dict.fromkeys(totals), dict.fromkeys(totals)
                 with torch.no_grad():
                     for replica in replicas[1:]:
                         for ours, theirs in zip(replica.parameters(), replicas[0].parameters()):
                             ours.copy_(theirs)
                 params = {name: p.detach().clone() for name, p in named_parameters(replicas[0]).items()}
-                self.events.append(_Event({}, [], params))
+                self.events.append(_Event(params=params))
                 continue
-            for name, mean in mean_gradients(replicas).items():
-                before = totals[name]
-                if mean is not None:
-                    totals[name] = mean if before is None else before + mean
-            self.events.append(_Event(dict(totals), [_copies(values) for values in yielded], {}))
+            for name, found in mean_gradients(replicas).items():
+                for sums, value in zip((totals, summed), found or ()):
+                    before = sums[name]
+                    sums[name] = value if before is None else before + value
+            self.events.append(_Event(dict(totals), dict(summed), [_copies(values) for values in yielded]))
 
     def check(
         self, model: nn.Module, what: str, *, ulps: float = 0, ulps_after_step: float = 16, at_rest: bool = True
@@ -133,27 +138,31 @@ class Reference:
                 assert_local_parameters(model, event.params, ulps, where)
                 continue
             assert_same(yielded, event.values[rank], ulps, f"{where}, values")
-            assert_local_gradients(model, event.grads, ulps, where)
+            assert_local_gradients(model, event.grads, ulps, where, summed=event.summed)
             if at_rest:
                 assert_at_rest(model, where)
         next(program, None)
 
 
-def mean_gradients(replicas: list[nn.Module]) -> Values:
-    """Gradients summed in the order of the replicas and divided by their number; the replicas' own are None after."""
+def mean_gradients(replicas: list[nn.Module]) -> dict[str, tuple[Tensor, Tensor] | None]:
+    """Gradients summed in the order of the replicas and divided by their number, and the same of their magnitudes.
+
+    The replicas' own are None after.
+    """
     per_replica = [named_parameters(replica) for replica in replicas]
-    means: Values = {}
+    means: dict[str, tuple[Tensor, Tensor] | None] = {}
     for name, param in per_replica[0].items():
         grads = [params[name].grad for params in per_replica]
         for params in per_replica:
             params[name].grad = None
         means[name] = None
         if any(grad is not None for grad in grads):
-            total = torch.zeros_like(param)
+            total, summed = torch.zeros_like(param), torch.zeros_like(param)
             for position, grad in enumerate(grads):
                 dense = torch.zeros_like(param) if grad is None else grad.to_dense() if grad.is_sparse else grad
                 total = dense.clone() if position == 0 else total + dense
-            means[name] = total.detach() / len(replicas)
+                summed = summed + dense.abs()
+            means[name] = total.detach() / len(replicas), summed.detach() / len(replicas)
     return means
 
 
@@ -161,27 +170,36 @@ def _copies(values: Mapping[str, Tensor | None]) -> Values:
     return {name: None if value is None else value.detach().clone() for name, value in values.items()}
 
 
-def assert_same(actual: Mapping[str, Tensor | None], expected: Values, ulps: float, what: str) -> None:
-    """Bit for bit with `ulps=0`, else within so many units in the last place of each tensor's largest element."""
+def assert_same(
+    actual: Mapping[str, Tensor | None], expected: Values, ulps: float, what: str, summed: Values | None = None
+) -> None:
+    """Bit for bit with `ulps=0`, else within so many units in the last place of the largest element (or `summed`'s)."""
     __tracebackhide__ = True
     if ulps == 0:
         assert_bit_equal(actual, expected, what)
     else:
-        assert_close_ulp(actual, expected, ulps, what)
+        assert_close_ulp(actual, expected, ulps, what, summed=summed)
 
 
 # -- what a rank holds -------------------------------------------------------------------------------------------
 
 
-def assert_local_gradients(model: nn.Module, full: Mapping[str, Tensor | None], ulps: float, what: str) -> None:
+def assert_local_gradients(
+    model: nn.Module,
+    full: Mapping[str, Tensor | None],
+    ulps: float,
+    what: str,
+    summed: Mapping[str, Tensor | None] | None = None,
+) -> None:
     """Every `.grad` that users see is this rank's part of `full`, None where it should be, and padding is zero.
 
     What is None in `full` is zeros if another parameter of its unit has a gradient, and None if it does not require
-    grad.
+    grad. `ulps` are those of `summed`, where that is told.
     """
     __tracebackhide__ = True
     actual, expected = local_gradients(model, full)
-    assert_same(actual, expected, ulps, f"{what}, gradients")
+    terms = None if summed is None else local_gradients(model, summed)[1]
+    assert_same(actual, expected, ulps, f"{what}, gradients", terms)
 
 
 def local_gradients(model: nn.Module, full: Mapping[str, Tensor | None]) -> tuple[Values, Values]:

@@ -5,11 +5,22 @@
 * `order="ranks"`: each rank's batch goes through the model separately, gradients are summed in rank order 0..N-1 and
   the sum is divided by N. An implementation that does the same, on equal shapes, agrees bit for bit.
 * `order="batch"`: one pass over the concatenated batch. The sums inside the kernels associate differently, so
-  agreement is within rounding; `dtype=torch.float64` makes the reference's own rounding negligible.
+  agreement is within rounding: compare in float64, with `assert_equivalent`.
 
 `run_ddp` trains under torch's DistributedDataParallel, inside rank processes.
 
 All three see the same batches (`rank_batch`) and return one `Step` per optimizer step.
+
+[Note: Bounds] What rounding makes of a sum is proportional to what is summed, not to what cancellation leaves of it,
+and how it comes out depends on the processor, whose kernels add up in orders of their own. So no bound counts units of
+a result that can cancel. There are three comparisons:
+
+* `assert_bit_equal` where both sides do the same arithmetic on the same shapes;
+* `assert_close_ulp` with `summed`, the sum of the terms' magnitudes, where the terms are known and only the order of
+  their sum differs: n terms summed in any order are within (n - 1) / 2 units of it (Higham, Accuracy and Stability of
+  Numerical Algorithms, 4.2), and a division by n adds half of one;
+* `assert_equivalent` where whole computations differ: both run in float64, and rounding, however badly conditioned the
+  sums, stays far below the bound, and every mistake far above it.
 """
 
 from __future__ import annotations
@@ -17,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -63,7 +74,8 @@ class Step:
     """One optimizer step. Tensors are copies, in full shapes, by the plain model's parameter names.
 
     `loss` and `rank_losses` belong to the last micro-batch; `grads` is what the optimizer saw, None where a parameter
-    had none; `params`, `optim` and `buffers` are those after the step. Buffers are rank 0's.
+    had none; `params`, `optim` and `buffers` are those after the step. Buffers are rank 0's. `summed` is what `grads`
+    would be if all that was summed over ranks were positive; `run_plain` in rank order knows it.
     """
 
     loss: Tensor
@@ -72,6 +84,7 @@ class Step:
     params: dict[str, Tensor]
     optim: dict[str, dict[str, Tensor]]
     buffers: dict[str, Tensor]
+    summed: dict[str, Tensor | None] = field(default_factory=dict)
 
 
 def rank_batch(case: Case, schedule: Schedule, step: int, micro: int, rank: int, world_size: int) -> Batch:
@@ -113,6 +126,7 @@ def run_plain(
     steps = []
     for step in range(schedule.steps):
         totals: dict[str, Tensor | None] = dict.fromkeys(named_parameters(first))
+        summed: dict[str, Tensor | None] = dict(totals)
         for micro in range(schedule.micro):
             if order == "batch":
                 batches = [whole_batch(case, schedule, step, micro, world_size)]
@@ -124,14 +138,15 @@ def run_plain(
                 loss.backward()
                 losses.append(loss.detach())
             if schedule.reduce_each or micro == schedule.micro - 1:
-                for name, mean in _take_mean_grads(replicas).items():
-                    if mean is not None:
-                        total = totals[name]
-                        totals[name] = mean if total is None else total + mean
+                for name, found in _take_mean_grads(replicas).items():
+                    if found is not None:
+                        for sums, value in zip((totals, summed), found):
+                            before = sums[name]
+                            sums[name] = value if before is None else before + value
         for name, param in named_parameters(first).items():
             param.grad = totals[name]
             if param.grad is None and name in zero_grads:
-                param.grad = torch.zeros_like(param)
+                summed[name] = param.grad = torch.zeros_like(param)
         grads = named_grads(first)
         optimizer.step()
         optimizer.zero_grad()
@@ -139,17 +154,18 @@ def run_plain(
             for replica in replicas[1:]:
                 for ours, theirs in zip(replica.parameters(), first.parameters(), strict=True):
                     ours.copy_(theirs)
-        steps.append(_record(first, optimizer, losses, grads))
+        steps.append(replace(_record(first, optimizer, losses, grads), summed=summed))
     return steps
 
 
-def _take_mean_grads(replicas: list[nn.Module]) -> dict[str, Tensor | None]:
-    """Gradients summed in the order of the replicas and divided by their number; 16-bit ones are summed in fp32.
+def _take_mean_grads(replicas: list[nn.Module]) -> dict[str, tuple[Tensor, Tensor] | None]:
+    """Gradients summed in the order of the replicas and divided by their number, and the same of their magnitudes.
 
-    A parameter without a gradient on some replicas counts as zero there. The replicas' gradients are None afterwards.
+    16-bit ones are summed in fp32. A parameter without a gradient on some replicas counts as zero there. The replicas'
+    gradients are None afterwards.
     """
     per_replica = [named_parameters(replica) for replica in replicas]
-    means: dict[str, Tensor | None] = {}
+    means: dict[str, tuple[Tensor, Tensor] | None] = {}
     for name, param in per_replica[0].items():
         grads = [params[name].grad for params in per_replica]
         for params in per_replica:
@@ -162,11 +178,19 @@ def _take_mean_grads(replicas: list[nn.Module]) -> dict[str, Tensor | None]:
         total = filled[0].clone()
         for grad in filled[1:]:
             total += grad
-        means[name] = (total.detach() / len(replicas)).to(param.dtype)
+        magnitudes = torch.stack([torch.view_as_real(g) if g.is_complex() else g for g in filled]).abs().sum(0)
+        magnitudes = torch.view_as_complex(magnitudes) if total.is_complex() else magnitudes
+        means[name] = (total.detach() / len(replicas)).to(param.dtype), (magnitudes / len(replicas)).detach()
     return means
 
 
-def run_ddp(case: Case, make_optimizer: MakeOptimizer, schedule: Schedule | None = None) -> list[Step]:
+def run_ddp(
+    case: Case,
+    make_optimizer: MakeOptimizer,
+    schedule: Schedule | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> list[Step]:
     """Train under DDP on the default group, one process per rank; every rank returns the same but for its buffers.
 
     DDP divides by the number of ranks before it sums, so it agrees bit for bit with `order="ranks"` at 1 and 2 ranks
@@ -175,7 +199,7 @@ def run_ddp(case: Case, make_optimizer: MakeOptimizer, schedule: Schedule | None
     """
     schedule = schedule or Schedule()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    module = case.build(schedule.seed)
+    module = case.build(schedule.seed, dtype)
     for block in module.modules():
         if isinstance(block, SegmentBlock) and block.segment == "reentrant":
             block.segment = "non-reentrant"  # the same arithmetic; DDP refuses the other beside unused parameters
@@ -186,7 +210,7 @@ def run_ddp(case: Case, make_optimizer: MakeOptimizer, schedule: Schedule | None
         for micro in range(schedule.micro):
             last = schedule.reduce_each or micro == schedule.micro - 1
             with nullcontext() if last else ddp.no_sync():
-                loss = case.loss(ddp, rank_batch(case, schedule, step, micro, rank, world_size))
+                loss = case.loss(ddp, rank_batch(case, schedule, step, micro, rank, world_size).to(dtype))
                 loss.backward()
         grads = named_grads(module)
         optimizer.step()
@@ -270,26 +294,55 @@ def assert_bit_equal(actual: Tensors, expected: Tensors, what: str = "") -> None
     _fail_if(wrong, len(expected), what, "not bit-equal")
 
 
-def assert_close_ulp(actual: Tensors, expected: Tensors, ulps: float, what: str = "") -> None:
+def assert_close_ulp(
+    actual: Tensors, expected: Tensors, ulps: float, what: str = "", *, summed: Tensors | None = None
+) -> None:
     """Same names, Nones, shapes and dtypes, and every element within `ulps` units in the last place.
 
-    The unit is that of the tensor's largest expected magnitude, eps(dtype) * 2**floor(log2(max |expected|)), with
-    `actual`'s dtype: rounding errors of sums are proportional to what was summed, not to what is left after
-    cancellation, so the unit of a small element would be no bound at all. A tensor of zeros must be zeros. NaN and
-    infinities are never close. `expected` may be float64.
+    The unit is that of the tensor's largest magnitude, eps(dtype) * 2**floor(log2(max |x|)), in `actual`'s dtype: of
+    `expected`, or, where values are sums that can cancel, of `summed`, the sums of their terms' magnitudes ([Note:
+    Bounds]). A tensor of zeros must be zeros. NaN and infinities are never close. `expected` may be float64.
     """
     __tracebackhide__ = True
     _assert_comparable(actual, expected, what, same_dtype=False)
     wrong = []
     for name, value in expected.items():
-        other = actual[name]
+        other, terms = actual[name], (summed or expected)[name]
         if value is None or other is None or value.numel() == 0:
             continue
         error = (other.double() - value.double()).abs().max()
-        if not error <= ulps * ulp(value, other.dtype):
-            found = float(error / ulp(value, other.dtype))
-            wrong.append(f"{name}: off by {found:.1f} ulp, allowed {ulps:g}, {_worst(other, value)}")
+        unit = ulp(value if terms is None else terms, other.dtype)
+        if not error <= ulps * unit:
+            wrong.append(f"{name}: off by {float(error / unit):.1f} ulp, allowed {ulps:g}, {_worst(other, value)}")
     _fail_if(wrong, len(expected), what, f"not within {ulps:g} ulp")
+
+
+def assert_equivalent(actual: Tensors, expected: Tensors, what: str = "") -> None:
+    """Same names, Nones, shapes and dtypes; what is in float64 differs by nothing but rounding, all else not at all.
+
+    An element may differ by 2**-23 of its tensor's largest magnitude (one unit of float32). Rounding is at most 2**-53
+    times the number of terms times the condition of their sum, so that leaves 2**30 for the two together: a million for
+    cancellation even where a thousand terms are summed. What cancels altogether, as the gradient of a key's bias in an
+    attention does, is nothing but rounding: anything may differ by 2**-40 of the largest magnitude in `expected`.
+    """
+    __tracebackhide__ = True
+    _assert_comparable(actual, expected, what)
+    largest = max((_largest(value) for value in expected.values() if value is not None), default=0.0)
+    wrong = []
+    for name, value in expected.items():
+        other = actual[name]
+        if value is None or other is None or value.numel() == 0:
+            continue
+        error = float((other.double() - value.double()).abs().max())
+        is_computed = value.dtype == torch.float64
+        allowed = 2.0**-23 * _largest(value) + 2.0**-40 * largest if is_computed else 0.0
+        if not error <= allowed:
+            wrong.append(f"{name}: off by {error:.3g}, allowed {allowed:.3g}, {_worst(other, value)}")
+    _fail_if(wrong, len(expected), what, "not equivalent")
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.detach().double().abs().max()) if value.numel() else 0.0
 
 
 def ulp(expected: Tensor, dtype: torch.dtype) -> Tensor:

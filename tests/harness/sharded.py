@@ -69,24 +69,26 @@ def run_fsdp(
     use_orig_params: bool = False,
     wrap_policy: Any = BLOCKS,
     no_sync: Sequence[bool] | None = None,
+    dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> list[Step]:
     """Train under the package on the default group; every rank returns the same but for its buffers.
 
     `no_sync` says for each micro-batch of a step whether its forward and backward run under `no_sync()`; without it
-    that is so for all but the last, unless the schedule reduces each. `options` are further arguments of the wrapper.
+    that is so for all but the last, unless the schedule reduces each. The model and its batches are in `dtype`.
+    `options` are further arguments of the wrapper.
     """
     schedule = schedule or Schedule()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if no_sync is None:
         no_sync = [not schedule.reduce_each and micro < schedule.micro - 1 for micro in range(schedule.micro)]
-    model = wrap(case, strategy, use_orig_params, wrap_policy=wrap_policy, seed=schedule.seed, **options)
+    model = wrap(case, strategy, use_orig_params, wrap_policy=wrap_policy, seed=schedule.seed, dtype=dtype, **options)
     optimizer = make_optimizer(model.parameters())
     steps = []
     for step in range(schedule.steps):
         for micro, unsynced in zip(range(schedule.micro), no_sync, strict=True):
             with model.no_sync() if unsynced else nullcontext():
-                loss = case.loss(model, rank_batch(case, schedule, step, micro, rank, world_size))
+                loss = case.loss(model, rank_batch(case, schedule, step, micro, rank, world_size).to(dtype))
                 loss.backward()
         steps.append(finish_step(model, optimizer, loss))
     return steps
