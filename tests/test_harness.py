@@ -15,6 +15,7 @@ import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -428,13 +429,14 @@ def test_recorder_sees_every_collective_once_with_its_bytes() -> None:
 
 
 def label_of_a_collective() -> list[str | None]:
-    module = types.ModuleType("fsdp.comm.collectives")
+    module: Any = types.ModuleType("fsdp.comm.collectives")
+    module.current_label = lambda: None
     had = sys.modules.get(module.__name__)
     sys.modules[module.__name__] = module
     try:
         with record_collectives() as log:
             dist.barrier()
-            module.current_label = "block 3"  # type: ignore[attr-defined]
+            module.current_label = lambda: "block 3"
             dist.all_reduce(torch.ones(1))
     finally:
         if had is None:

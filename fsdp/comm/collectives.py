@@ -13,10 +13,12 @@ messages the native calls win. ``FSDP_COLLECTIVES=native|direct|auto`` overrides
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -36,8 +38,27 @@ _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 _TRAVEL_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _TRAVEL_AS_THEY_ARE |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
-# What the collective being issued is for ("gather blocks.3", ...), or None; recorders read it.
-current_label: str | None = None
+
+class _Label(threading.local):  # a thread may be a rank
+    text: str | None = None
+
+
+_label = _Label()
+
+
+def current_label() -> str | None:
+    """What the collective is for that this thread is issuing ("gather blocks.3", ...); None outside. For recorders."""
+    return _label.text
+
+
+@contextlib.contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """What is issued inside, on this thread, is for ``label``."""
+    _label.text = label
+    try:
+        yield
+    finally:
+        _label.text = None
 
 
 class Tag(NamedTuple):
@@ -147,7 +168,8 @@ def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None, *, s
         RuntimeError: the collective failed or timed out, with what ``label`` waited for and what the ranks did last.
     """
     try:
-        if watch is None or not sliced or not isinstance(work, dist.Work):  # a stand-in is only asked to be waited for
+        # a stand-in is only asked to be waited for
+        if watch is None or not sliced or not isinstance(work, dist.Work) or group in _WITHOUT_PATIENCE:
             work.wait()
             return
         deadline = time.monotonic() + group_timeout(group).total_seconds()
@@ -155,7 +177,11 @@ def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None, *, s
             try:
                 work.wait(PATIENCE)
                 return
-            except RuntimeError:
+            except (RuntimeError, TypeError) as error:
+                if _cannot_wait_so_long(error):
+                    _WITHOUT_PATIENCE.add(group)
+                    work.wait()
+                    return
                 if work.is_completed() or time.monotonic() > deadline:  # failed, not just slow
                     raise
             watch.slow()
@@ -164,6 +190,15 @@ def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None, *, s
     except RuntimeError as error:
         words = "" if watch is None else f" {watch.explain()}"
         raise RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}") from error
+
+
+# Groups whose works can only be waited for to the end: those of Python, and of ranks that are threads.
+_WITHOUT_PATIENCE: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _cannot_wait_so_long(error: Exception) -> bool:
+    """Whether ``work.wait(timeout)`` raised because it takes no timeout: by its signature, or in so many words."""
+    return isinstance(error, (TypeError, NotImplementedError)) or "not implemented" in str(error)
 
 
 class Communicator:
@@ -268,13 +303,9 @@ class Communicator:
         return dist.ReduceOp.SUM, 1.0, float(size)
 
     def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Sequence[Any]:
-        global current_label
         watcher.check(options["group"])
-        current_label = tag.label
-        try:
+        with labelled(tag.label):
             work = getattr(dist, name)(*tensors, async_op=self.streams.asynchronous_work, **options)
-        finally:
-            current_label = None
         return (work,) if work is not None else ()
 
     def _goes_direct(self, full: torch.Tensor) -> bool:
@@ -328,7 +359,6 @@ def mail(letters: list[Letter], group: Any, streams: Streams, label: str, watch:
 
 
 def _mail(letters: list[Letter], group: Any, label: str) -> Sequence[Any]:
-    global current_label
     operations = [
         dist.P2POp(
             dist.isend if letter.sent else dist.irecv,
@@ -339,11 +369,8 @@ def _mail(letters: list[Letter], group: Any, label: str) -> Sequence[Any]:
         )
         for letter in letters
     ]
-    current_label = label
-    try:
+    with labelled(label):
         return dist.batch_isend_irecv(operations) if operations else ()
-    finally:
-        current_label = None
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
@@ -376,16 +403,12 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, wa
 
 def gather_numbers(values: list[int], group: Any, device: torch.device, label: str) -> list[list[int]]:
     """Every rank's ``values``, equally many, by rank; zeros from a group that changes nothing. The host waits."""
-    global current_label
     own = torch.tensor(values, device=control_device(group, device))
     every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
-    current_label = label
-    try:
+    with labelled(label):
         work = getattr(dist, ALL_GATHER)(
             every, own, group=_serving(group, own.device), async_op=own.device.type == "cpu"
         )
-    finally:
-        current_label = None
     if work is not None:
         wait_for(work, label, None, group)
     return every.view(group.size(), -1).tolist()
@@ -429,12 +452,8 @@ def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, l
 
 
 def _all_reduce(values: torch.Tensor, op: Any, group: Any, label: str, *, asynchronous: bool) -> Any:
-    global current_label
-    current_label = label
-    try:
+    with labelled(label):
         return dist.all_reduce(values, op=op, group=_serving(group, values.device), async_op=asynchronous)
-    finally:
-        current_label = None
 
 
 def group_store(group: Any) -> Any | None:
@@ -515,13 +534,9 @@ def exchange(
     Both are 1-D and uint8; the pieces, of so many bytes, lie in them in rank order. Neither may be touched before
     ``wait()``.
     """
-    global current_label
-    current_label = tag.label
     asynchronous = streams.asynchronous_work
-    try:
+    with labelled(tag.label):
         work = dist.all_to_all_single(received, sent, received_nbytes, sent_nbytes, group=group, async_op=asynchronous)
-    finally:
-        current_label = None
     return Pending((work,) if asynchronous else (), None, streams, tag, watch, group)
 
 

@@ -1,6 +1,7 @@
 """Instruments of the test suite.
 
 pool            rank processes kept for the whole run: `run_ranks(world_size, fn, ...)`
+threads         ranks as threads of the test's own process: `run_threads(world_size, fn, ...)`
 models          the model zoo: small models whose sizes never divide
 oracle          the same training steps without sharding, and comparisons that name what differs
 process_groups  record, delay and poison collectives

@@ -6,6 +6,7 @@ equal batches, so the mean over ranks of the gradients is the gradient of the co
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,9 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.is_floating_point() else x
 
 
+_seeding = threading.Lock()  # ranks may be threads, and the generator is the process's
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its data, its loss, and the classes of the submodules to wrap."""
@@ -51,7 +55,7 @@ class Case:
 
     def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
         """The model with values that depend on `seed` alone (`dtype` is a cast of the same fp32 values)."""
-        with torch.random.fork_rng(devices=()):
+        with _seeding, torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             return self.model().to(dtype)
 

@@ -272,7 +272,8 @@ class _NotedWork:
 
 def current_label() -> str | None:
     """What the package says it is communicating for, if it is there and says it."""
-    return getattr(sys.modules.get("fsdp.comm.collectives"), "current_label", None)
+    package = sys.modules.get("fsdp.comm.collectives")
+    return None if package is None else package.current_label()
 
 
 class _Call:

@@ -445,7 +445,7 @@ class StreamTracer(TorchDispatchMode):
         return result
 
     def _note_collective(self, func: Any, args: Any, kwargs: Any) -> str:
-        label = collectives.current_label or "no unit"
+        label = collectives.current_label() or "no unit"
         operation = f"{_name(func)} ({label})"
         given = dict(zip([argument.name for argument in func._schema.arguments], args)) | kwargs
         if given.get("async_op", True) and not label.startswith("agree"):  # those are about numbers in host memory

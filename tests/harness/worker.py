@@ -65,7 +65,7 @@ def _answer(job: bytes) -> Returned | Failed:
             fn, args, kwargs = pickle.loads(call)
             payload = pickle.dumps(fn(*args, **kwargs))
     except (Exception, SystemExit) as error:
-        return Failed(time.monotonic(), type(error).__name__, _describe(error))
+        return Failed(time.monotonic(), type(error).__name__, describe(error, __file__))
     return Returned(payload, dist.group.WORLD._get_sequence_number_for_group())
 
 
@@ -104,10 +104,10 @@ def _add_warning_filter(text: str) -> None:
     warnings.filterwarnings(action.strip(), message.strip(), kind, module.strip(), int(line or 0))  # type: ignore[arg-type]
 
 
-def _describe(error: BaseException) -> str:
-    """The traceback below this file and, for a bare assertion, the values it spoke of."""
+def describe(error: BaseException, harness: str) -> str:
+    """The traceback below the file `harness` and, for a bare assertion, the values it spoke of."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+    while tb is not None and tb.tb_frame.f_code.co_filename == harness:
         tb = tb.tb_next
     text = "".join(traceback.format_exception(type(error), error, tb)).rstrip()
     if isinstance(error, AssertionError) and not str(error):

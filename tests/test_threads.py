@@ -1,0 +1,150 @@
+"""Ranks may be threads of one process (FD22): torch's threaded group, whose works take no timeout.
+
+The same numbers as from processes, and nothing that a rank keeps is another's: models, optimizers, labels of
+collectives, checkpoints. The jobs are small; what they check in depth, other tests do with processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp.checkpoint import load, save
+from fsdp.comm.collectives import current_label, labelled, wait_for
+from tests.harness.models import ZOO
+from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
+from tests.harness.pool import RankFailure
+from tests.harness.sharded import full_gradients, full_parameters, run_fsdp, wrap
+from tests.harness.threads import run_threads
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+CASES = ["mlp", "segment-reentrant"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fd22_parity(case: str) -> None:
+    """FD22: gradients, parameters and optimizer state after each of 2 steps of 2 micro-batches, in both modes."""
+    schedule, names = Schedule(2, micro=2), [name for name, _ in ZOO[case].build().named_parameters()]
+    unused = [name for name in names if name.startswith(ZOO[case].unused or "//")]
+    plain = run_plain(ZOO[case], adamw, 2, schedule, zero_grads=unused)
+    for strategy, use_orig_params in itertools.product(STRATEGIES, (False, True)):
+        options: dict[str, Any] = {"strategy": strategy, "use_orig_params": use_orig_params}
+        for rank, steps in enumerate(run_threads(2, run_fsdp, ZOO[case], adamw, schedule, **options)):
+            for index, (ours, theirs) in enumerate(zip(steps, plain, strict=True)):
+                what = f"{case}, {strategy}, use_orig_params={use_orig_params}, rank {rank}, step {index}"
+                assert_bit_equal(ours.grads, theirs.grads, f"{what}, gradients")
+                assert_bit_equal(ours.params, theirs.params, f"{what}, parameters")
+                assert_bit_equal(flatten_state(ours.optim), flatten_state(theirs.optim), f"{what}, optimizer state")
+
+
+def test_fd22_clipping_and_checkpoints(tmp_path: Path) -> None:
+    """FD22: one norm for all ranks, the plain model's; state dicts of all kinds, and a save, into another model."""
+    case = ZOO["mlp"]
+    plain = case.build()
+    for rank in range(2):
+        (case.loss(plain, rank_batch(case, Schedule(), 0, 0, rank, 2)) / 2).backward()
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+
+    def clip_and_save() -> tuple[Tensor, dict[str, Any], dict[str, Any]]:
+        model = wrap(case, use_orig_params=True)
+        optimizer = adamw(model.parameters())
+        case.loss(model, rank_batch(case, Schedule(), 0, 0, dist.get_rank(), 2)).backward()
+        found = model.clip_grad_norm_(0.01)
+        grads = full_gradients(model)
+        optimizer.step()
+        expected = full_parameters(model)
+        for kind in StateDictType:
+            other = wrap(case, use_orig_params=True, seed=1)
+            with FullyShardedDataParallel.state_dict_type(model, kind):
+                state = model.state_dict()
+            with FullyShardedDataParallel.state_dict_type(other, kind):
+                other.load_state_dict(state)
+            assert_bit_equal(full_parameters(other), expected, f"{kind}")
+        save(tmp_path / "saved", model, optimizer)
+        other = wrap(case, use_orig_params=False, seed=1)
+        load(tmp_path / "saved", other, adamw(other.parameters()))
+        assert_bit_equal(full_parameters(other), expected, "loaded")
+        return found, grads
+
+    for found, grads in run_threads(2, clip_and_save):
+        assert torch.allclose(found, norm, rtol=1e-6)
+        torch.testing.assert_close(grads, named_grads(plain), rtol=1e-5, atol=1e-9)
+
+
+class WithoutTimeout(dist.Work):
+    """Work of a group that is written in Python. ``refusals`` counts the waits that it did not take."""
+
+    refusals = 0
+
+    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
+        if timeout:
+            WithoutTimeout.refusals += 1
+            raise TypeError("wait() takes 1 positional argument but 2 were given")
+        return True
+
+
+class Nobody:
+    """Watches a wait that others are never slow in."""
+
+    def slow(self) -> None:
+        raise AssertionError("the work is over")
+
+    def explain(self) -> str:
+        return ""
+
+
+def test_fd22_whether_works_take_a_timeout_is_found_out_once_a_group() -> None:
+    """FD22: by the first of them; the others of the group are waited for to the end at once, those of another not."""
+    WithoutTimeout.refusals = 0
+    one, other = Nobody(), Nobody()  # anything that can be told apart
+    for expected, group in ((1, one), (1, one), (2, other), (2, one)):
+        wait_for(WithoutTimeout(), "gather", Nobody(), group)
+        assert WithoutTimeout.refusals == expected
+
+
+def test_fd22_a_label_is_what_its_own_thread_communicates_for() -> None:
+    """FD22: what other ranks of the process begin and end changes nothing of it."""
+    meet = threading.Barrier(2, timeout=30)
+
+    def label() -> tuple[str | None, str | None]:
+        with labelled(f"gather of rank {dist.get_rank()}"):
+            meet.wait()
+            inside = current_label()
+            meet.wait()
+        return inside, current_label()
+
+    assert run_threads(2, label) == [("gather of rank 0", None), ("gather of rank 1", None)]
+
+
+# -- the harness -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_failing_rank_is_shown_and_ends_the_others() -> None:
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("the reason")
+        dist.barrier()
+
+    with pytest.raises(RankFailure, match=r"(?s)rank 1 of 3 failed:\n.*in fail\n.*KeyError: 'the reason'") as caught:
+        run_threads(3, fail)
+    assert caught.value.kind == "KeyError" and "harness/threads.py" not in str(caught.value)
+    assert run_threads(3, dist.get_rank) == [0, 1, 2]
+
+
+def test_ranks_that_wait_for_ever_are_shown_and_ended() -> None:
+    def wait_alone() -> None:
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+    before = threading.active_count()
+    with pytest.raises(RankFailure, match=r"(?s)timeout: rank 0 of 2 still running after 0.2 s.*in wait_alone"):
+        run_threads(2, wait_alone, timeout=0.2)
+    assert threading.active_count() == before
