@@ -600,9 +600,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/nested.py",
-        "elif not isinstance(item, _PLAIN) and id(item) not in seen:",
-        "elif not isinstance(item, _PLAIN):",
-        "a nest that contains itself is walked for ever",
+        "    if id(value) not in done:\n",
+        "    if True:\n",
+        "a nest that contains itself is rebuilt without end",
         ("tests/test_nested.py",),
     ),
     Mutation(

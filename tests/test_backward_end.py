@@ -27,6 +27,7 @@ from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import CLEAR, STEP, Data, Reference
 from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
 
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
@@ -380,8 +381,10 @@ def _cache() -> None:
         plain = seeded(Cached)()
         model = wrap(plain, FULL, orig, wrap_policy=ModuleWrapPolicy({CachedBlock}))
         plain.count = lambda model=model: sum(unit.is_gathered for name, unit, _ in units_in(model) if name)
-        reference.check(model, f"orig={orig}")
+        with record_collectives() as log:
+            reference.check(model, f"orig={orig}")
         assert plain.most == 2, plain.most
+        assert log.count("all_gather") == 2 * (1 + 2 * len(plain.blocks))  # two steps; the root's stay for the backward
 
 
 def test_a_cache_that_every_unit_is_given_keeps_none_of_them_gathered() -> None:
