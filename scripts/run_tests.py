@@ -52,6 +52,7 @@ COSTS: dict[str, float] = {
     "tests/test_precision_values.py": 17,
     "tests/test_communication.py": 16,
     "tests/test_full_params.py": 16,
+    "tests/test_libraries.py": 15,
     "tests/test_reduce_unused.py": 12,
     "tests/test_reliability_faults.py": 10,
 }

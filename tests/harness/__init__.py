@@ -3,6 +3,8 @@
 pool            rank processes kept for the whole run: `run_ranks(world_size, fn, ...)`
 threads         ranks as threads of the test's own process: `run_threads(world_size, fn, ...)`
 models          the model zoo: small models whose sizes never divide
+shapes          small models in the shapes of the libraries that users bring
+handout         pytest plugin of scripts/run_tests.py
 oracle          the same training steps without sharding, and comparisons that name what differs
 process_groups  record, delay and poison collectives
 meter           live bytes as the allocator sees them

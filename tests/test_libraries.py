@@ -1,0 +1,371 @@
+"""Models that others wrote train, sharded, as they do plain: bit for bit on 2 ranks, with state dicts out and in.
+
+`transformers` and `peft` are no dependency: their tests are skipped where they are not installed (`scripts/test.sh
+--with-libraries` installs them). Models are made from small configurations, without any download. The same is checked
+with small models of our own in the same shapes (tests/harness/shapes.py), so that it is noticed without the libraries.
+
+Everything is float64, but for the adapters on a bfloat16 base: there the base's arithmetic is bfloat16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.runtime.unit import units_in
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import adamw, assert_bit_equal, named_optim_state, named_parameters
+from tests.harness.pool import run_ranks
+from tests.harness.shapes import LENGTH, SHAPES, VOCABULARY, Inputs, Shape
+from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, wrap
+
+FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+STEPS = 3
+
+# Every pair among strategy, mode and kind of checkpointing (None, reentrant or not).
+CONFIGURATIONS = (
+    (FULL, True, None),
+    (FULL, False, False),
+    (FULL, True, True),
+    (GRAD_OP, False, None),
+    (GRAD_OP, True, False),
+    (GRAD_OP, False, True),
+)
+
+
+def _needs(*packages: str) -> Callable[[Any], Any]:
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(
+        bool(missing), reason=f"{' and '.join(missing)} not installed (scripts/test.sh --with-libraries)"
+    )
+
+
+@contextmanager
+def foreign_code() -> Iterator[None]:
+    """Other packages' own warnings are not ours to mend."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# -- what is compared ----------------------------------------------------------------------------------------------
+
+
+def inputs_of(shape: Shape, step: int, rank: int) -> Inputs:
+    return shape.inputs(torch.Generator().manual_seed(100 * step + rank))
+
+
+def built(shape: Shape, reentrant: bool | None, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    module = shape.build()
+    if reentrant is not None:
+        shape.recompute(module, reentrant)
+    return module
+
+
+def train_plain(shape: Shape, reentrant: bool | None) -> tuple[nn.Module, list[dict[str, Any]]]:
+    """Gradients of all ranks' batches, summed in rank order and divided; what is not reached has zeros.
+
+    With the same checkpointing: gradients of what layers share are added up in the order of the recomputations.
+    """
+    model = built(shape, reentrant)
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    steps = []
+    for step in range(STEPS):
+        losses, sums = [], {}
+        for rank in range(dist.get_world_size()):
+            loss = model(**inputs_of(shape, step, rank)).loss
+            loss.backward()
+            losses.append(loss.detach())
+            for name, param in named_parameters(model).items():
+                if param.requires_grad:
+                    grad = torch.zeros_like(param) if param.grad is None else param.grad
+                    sums[name] = grad if rank == 0 else sums[name] + grad
+            model.zero_grad()
+        for name, param in named_parameters(model).items():
+            param.grad = sums[name] / dist.get_world_size() if param.requires_grad else None
+        grads = {name: None if param.grad is None else param.grad for name, param in named_parameters(model).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        params = {name: param.detach().clone() for name, param in named_parameters(model).items()}
+        steps.append({"loss": losses, "grads": grads, "params": params, "optim": named_optim_state(model, optimizer)})
+    return model, steps
+
+
+def train_sharded(shape: Shape) -> None:
+    with foreign_code():
+        plain = {reentrant: train_plain(shape, reentrant) for reentrant in (None, False, True)}
+        for strategy, orig, reentrant in CONFIGURATIONS:
+            check_configuration(shape, *plain[reentrant], strategy, orig, reentrant)
+
+
+def sharded(shape: Shape, strategy: ShardingStrategy, orig: bool, reentrant: bool | None, seed: int = 0) -> Any:
+    module = built(shape, reentrant, seed)
+    return wrap(module, strategy, orig, wrap_policy=ModuleWrapPolicy(shape.blocks(module)))
+
+
+def check_configuration(
+    shape: Shape,
+    plain: nn.Module,
+    expected: list[dict[str, Any]],
+    strategy: ShardingStrategy,
+    orig: bool,
+    reentrant: bool | None,
+) -> None:
+    rank = dist.get_rank()
+    what = f"{shape.name}, {strategy.name}, use_orig_params={orig}, reentrant={reentrant}"
+    model = sharded(shape, strategy, orig, reentrant)
+    assert len(list(FullyShardedDataParallel.fsdp_modules(model))) > 2, what
+    optimizer = adamw(p for p in model.parameters() if p.requires_grad)
+    for step, wanted in enumerate(expected):
+        where = f"{what}, step {step}"
+        loss = model(**inputs_of(shape, step, rank)).loss
+        loss.backward()
+        assert_bit_equal({"": loss.detach()}, {"": wanted["loss"][rank]}, f"{where}, loss")
+        assert_bit_equal(full_gradients(model), wanted["grads"], f"{where}, gradients")
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_bit_equal(full_parameters(model), wanted["params"], f"{where}, parameters")
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict()), what
+    assert_bit_equal(state, plain.state_dict(), f"{what}, state dict")
+    of_optimizer = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+    go_on(shape, sharded(shape, strategy, orig, reentrant, seed=1), (model, optimizer), state, of_optimizer, what)
+
+
+def go_on(shape: Shape, fresh: Any, trained: Any, state: Any, of_optimizer: Any, what: str) -> None:
+    """What was saved goes into another model and optimizer, which then take the same step."""
+    model, optimizer = trained
+    fresh.load_state_dict(state)
+    fresh_optimizer = adamw(p for p in fresh.parameters() if p.requires_grad)
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(fresh, fresh_optimizer, of_optimizer)
+    fresh_optimizer.load_state_dict(loaded)
+    for each, its in ((model, optimizer), (fresh, fresh_optimizer)):
+        each(**inputs_of(shape, STEPS, dist.get_rank())).loss.backward()
+        its.step()
+    assert_bit_equal(full_parameters(fresh), full_parameters(model), f"{what}, after loading")
+    states = full_optim_state(fresh, fresh_optimizer), full_optim_state(model, optimizer)
+    for name, entry in states[1].items():
+        assert_bit_equal(states[0][name], entry, f"{what}, after loading, {name}")
+
+
+# -- our own models in these shapes ----------------------------------------------------------------------------------
+
+
+def train_shape(name: str) -> None:
+    shape = SHAPES[name]
+    train_sharded(Shape(name, lambda: shape.build().double(), shape.inputs, shape.blocks, shape.recompute))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_of_libraries(name: str) -> None:
+    """FD01, FD03, FD27, FD35: caches, output classes, routing, adapters, biases that layers hand on."""
+    run_ranks(2, train_shape, name)
+
+
+def count_gathered(shape: Shape) -> int:
+    """The largest number of units, but for the root, that are gathered when a block's backward begins."""
+    model = sharded(shape, FULL, True, None)
+    counts: list[int] = []
+
+    def look(grad: Tensor) -> None:
+        gathered = (all(h.full.untyped_storage().nbytes() for h in unit.handles) for _, unit, _ in units_in(model))
+        counts.append(sum(gathered) - 1)
+
+    for block in model.modules():
+        if type(block) in shape.blocks(model.module):
+            block.register_forward_hook(lambda module, args, output: output.register_hook(look) and None)
+    for step in range(2):
+        model(**inputs_of(shape, step, dist.get_rank())).loss.backward()
+    assert counts
+    return max(counts)
+
+
+def cached_shape() -> int:
+    return count_gathered(SHAPES["Cached"])
+
+
+def test_a_cache_keeps_no_unit_gathered() -> None:
+    """FD35: tensors of earlier layers come with an object that every layer gets; six units, two at a time."""
+    assert all(count <= 2 for count in run_ranks(2, cached_shape))
+
+
+def cast_outputs() -> None:
+    """A block that takes and returns output objects, in the compute dtype."""
+    shape = SHAPES["Seq2Seq"]
+    for orig in (True, False):
+        model = wrap(
+            built(shape, None),
+            FULL,
+            orig,
+            wrap_policy=ModuleWrapPolicy(shape.blocks(nn.Module())),
+            mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),
+        )
+        output = model(**inputs_of(shape, 0, dist.get_rank()))
+        assert type(output).__name__ == "Output" and output.loss is output["loss"]
+        assert output.logits is not None and output.logits.dtype == torch.bfloat16
+        output.loss.backward()
+        assert all(grad.isfinite().all() for grad in full_gradients(model).values() if grad is not None)
+
+
+def test_output_objects_under_mixed_precision() -> None:
+    """FD27: the output's class, with its attributes and keys the same objects."""
+    run_ranks(2, cast_outputs)
+
+
+# -- transformers ----------------------------------------------------------------------------------------------------
+
+
+def small_llama(**options: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 14, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **options))
+
+
+def small_gpt2() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=3, n_head=2, **dropout))
+
+
+def small_t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": VOCABULARY, "d_model": 12, "d_kv": 6, "d_ff": 14, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0))
+
+
+def small_mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}
+    config = MixtralConfig(**sizes, **heads, num_local_experts=5, output_router_logits=True)
+    config._experts_implementation = "eager"  # the others know no float64
+    return MixtralForCausalLM(config)
+
+
+def small_vit() -> Any:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 14}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return ViTForImageClassification(ViTConfig(**sizes, **dropout, image_size=8, patch_size=4, num_labels=3))
+
+
+def lora_llama(base: torch.dtype = torch.float64) -> Any:
+    """Adapters on the attention; the head is trained whole, and the norm before it stays frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"], "lora_dropout": 0.0}
+    model = get_peft_model(small_llama().to(base), LoraConfig(**options))  # bfloat16 gets adapters in float32
+    model.enable_input_require_grads()
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # zeros would leave lora_A without a gradient
+            nn.init.normal_(param, std=0.1)
+    return model
+
+
+def lora_on_bfloat16() -> Any:
+    return lora_llama(torch.bfloat16)
+
+
+def text_inputs(generator: torch.Generator) -> Inputs:
+    tokens = torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def image_inputs(generator: torch.Generator) -> Inputs:
+    images = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+    return {"pixel_values": images, "labels": torch.randint(3, (2,), generator=generator)}
+
+
+LAYERS = ("LlamaDecoderLayer", "GPT2Block", "T5Block", "MixtralDecoderLayer", "ViTLayer")
+
+
+def layers_of(model: nn.Module) -> set[type[nn.Module]]:
+    return {type(module) for module in model.modules() if type(module).__name__ in LAYERS}
+
+
+def recompute(model: Any, reentrant: bool) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+
+
+MODELS = {"Llama": small_llama, "GPT-2": small_gpt2, "T5": small_t5, "Mixtral": small_mixtral, "ViT": small_vit}
+ADAPTED = {"LoRA": lora_llama, "LoRA on bfloat16": lora_on_bfloat16}
+
+
+def train_library(name: str) -> None:
+    inputs = image_inputs if name == "ViT" else text_inputs
+
+    def build() -> nn.Module:
+        model = MODELS[name]().double() if name in MODELS else ADAPTED[name]()
+        return model.train()  # type: ignore[no-any-return]
+
+    train_sharded(Shape(name, build, inputs, layers_of, recompute))
+
+
+@_needs("transformers")
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers(name: str) -> None:
+    run_ranks(2, train_library, name, timeout=180)
+
+
+@_needs("transformers", "peft")
+@pytest.mark.parametrize("name", ADAPTED)
+def test_peft(name: str) -> None:
+    """FD01: the root's frozen norm lies between units and a trained head."""
+    run_ranks(2, train_library, name, timeout=180)
+
+
+def llama_with_a_cache() -> int:
+    with foreign_code():
+        shape = Shape("Llama", lambda: small_llama(use_cache=True).double(), text_inputs, layers_of, recompute)
+        return count_gathered(shape)
+
+
+@_needs("transformers")
+def test_transformers_cache_keeps_no_unit_gathered() -> None:
+    """FD35"""
+    assert all(count <= 2 for count in run_ranks(2, llama_with_a_cache, timeout=180))
+
+
+def t5_with_encoder_outputs() -> None:
+    with foreign_code():
+        from transformers.modeling_outputs import BaseModelOutput
+
+        for orig in (True, False):
+            torch.manual_seed(0)
+            module = small_t5()
+            policy = ModuleWrapPolicy(layers_of(module))
+            precision = MixedPrecision(param_dtype=torch.bfloat16)
+            model = wrap(deepcopy(module), FULL, orig, wrap_policy=policy, mixed_precision=precision)
+            given = BaseModelOutput(last_hidden_state=torch.randn(2, LENGTH, 12))
+            labels = torch.randint(1, VOCABULARY, (2, LENGTH))
+            output = model(encoder_outputs=given, labels=labels)
+            assert type(output).__name__ == "Seq2SeqLMOutput" and output.logits.dtype == torch.bfloat16
+            assert given.last_hidden_state.dtype == torch.float32, "the caller's object stays as it was"
+            output.loss.backward()
+            grads = [grad for grad in full_gradients(model).values() if grad is not None]
+            assert grads and all(grad.isfinite().all() for grad in grads)
+
+
+@_needs("transformers")
+def test_transformers_output_objects_under_mixed_precision() -> None:
+    """FD27"""
+    run_ranks(2, t5_with_encoder_outputs, timeout=180)
