@@ -3,8 +3,9 @@
     python scripts/gpu_check.py
 
 runs in two settings: one process that communicates with itself through NCCL (``FSDP_FORCE_SHARDED=1`` has the engine
-gather, reduce and keep separate buffers in a group of one), and two gloo processes that share the device. In each, for
-every sharding strategy, both values of ``use_orig_params``, with and without accumulation under ``no_sync``:
+gather, reduce and keep separate buffers in a group of one), and two gloo processes that share the device; where there
+are several devices in two more, a process on each, by NCCL alone and by NCCL with gloo beside it. In each, for every
+sharding strategy, both values of ``use_orig_params``, with and without accumulation under ``no_sync``:
 
 * parity: a model trains beside a plain one on the whole batch, in float64, and losses and parameters agree at every
   step: once as it is, once with every block's compute delayed on the device, once with every collective delayed, so
@@ -13,14 +14,22 @@ every sharding strategy, both values of ``use_orig_params``, with and without ac
 * features: parity with mixed precision, with shards and gradients offloaded to the host, with gradients clipped, with a
   scaled loss that overflows now and then, with a copy of the model that takes over half way, and with saves in the
   background of which nothing is lost that is overwritten at once.
-* host (NCCL only): a step neither trips the synchronisation debug mode nor waits for work that was queued before it.
+* host (one process with NCCL): a step neither trips the synchronisation debug mode nor waits for work that was queued
+  before it.
+
+Then the situations of ``gpu_situations.py``: low-precision means at 3 and 6 ranks, parameters kept from a forward,
+profilers, training on another stream than the wrap's, host memory that is overwritten at once, what a save in the
+background leaves behind, overlap and priorities in a trace, the allocator's figures with and without expandable
+segments, another device being current; and each in processes of its own: a rank that leaves a unit out, capturing, and
+torch's sanitizer.
 
 Prints one line per check. Exits with 1 if one failed, with 0 if none did or if there is no accelerator, which it says.
-``--device cpu`` runs the parity checks, without delays, where there is none.
+``--device cpu`` runs the parity checks, without delays, where there is none, and the situations that need none.
 """
 
 import argparse
 import copy
+import functools
 import gc
 import itertools
 import os
@@ -40,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_situations import ALONE, TOGETHER, Situation, fitting, means
 from torch import Tensor, nn
 
 from fsdp import CPUOffload, MixedPrecision, ShardingStrategy
@@ -331,8 +341,8 @@ def check_instruments(device: torch.device) -> str:
 # -- running them ------------------------------------------------------------------------------------------------------
 
 
-def check(name: str, call: Callable[..., str], *args: Any) -> bool:
-    """Run one check on every rank and print its line on rank 0; whether all ranks passed."""
+def check(name: str, call: Callable[..., str], *args: Any, words: Any) -> bool:
+    """Run one check on every rank and print its line on rank 0; whether all ranks passed, as they say in ``words``."""
     problem, remark = None, ""
     try:
         remark = call(*args)
@@ -341,7 +351,7 @@ def check(name: str, call: Callable[..., str], *args: Any) -> bool:
         if not isinstance(error, AssertionError):
             traceback.print_exc()
     problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    dist.all_gather_object(problems, problem, group=words)
     first = next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text is not None), None)
     if dist.get_rank() == 0:
         print(f"{'ok    ' if first is None else 'FAILED'}  {name}: {first or remark}", flush=True)
@@ -350,16 +360,25 @@ def check(name: str, call: Callable[..., str], *args: Any) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """``world_size`` processes on ``device`` that communicate through ``backend``."""
+    """``world_size`` processes on ``device`` that communicate through ``backend``; with ``spread`` each on its own.
+
+    They run parity checks and situations, or those of ``only``, with ``environment`` set.
+    """
 
     backend: str
     world_size: int
     device: torch.device
+    spread: bool = False
+    only: tuple[Situation, ...] | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def on(self, rank: int) -> torch.device:
+        return torch.device(self.device.type, rank) if self.spread else self.device
 
 
 def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -> None:
     """One process of a setting. They meet at the file ``place``; rank 0 puts into ``passed`` whether all checks did."""
-    backend, device = setting.backend, setting.device
+    backend, device = setting.backend, setting.on(rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
     torch.set_num_threads(1)
@@ -371,19 +390,39 @@ def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -
         timeout=timedelta(seconds=60),
         device_id=None if backend == "gloo" else device,
     )
-    title = f"{backend} x {setting.world_size}"
+    words = dist.new_group(backend="gloo")  # for results: a check may leave the other group of no use
+    title = f"{backend} x {setting.world_size}" + "".join(f", {value}" for _, value in setting.environment)
+    situations = fitting(TOGETHER if setting.only is None else setting.only, device, backend, setting.world_size)
+    results = [check(f"{title}, {s.run.__name__.replace('_', ' ')}", s.run, device, words=words) for s in situations]
+    if setting.only is None:
+        results += run_parity(setting, device, steps, words)
+        if device.type == "cpu":  # where they spoil nothing
+            last = fitting(ALONE, device, backend, setting.world_size)
+            results += [check(f"{title}, {s.run.__name__}", s.run, device, words=words) for s in last]
+    if rank == 0:
+        passed.put(all(results))
+    if setting.only is None:  # else it may be broken: the end of the process ends it
+        dist.destroy_process_group()
+
+
+def run_parity(setting: Setting, device: torch.device, steps: int, words: Any) -> list[bool]:
+    """Whether each check of parity, memory and the host has passed on all ranks."""
+    backend, title = setting.backend, f"{setting.backend} x {setting.world_size}"
     results = []
-    if backend == "nccl":
-        results.append(check(f"{title}, instruments", check_instruments, device))
+    alone = backend == "nccl" and setting.world_size == 1
+    run_check = functools.partial(check, words=words)
+
+    if alone:
+        results.append(run_check(f"{title}, instruments", check_instruments, device))
     for strategy, use_orig_params, accumulation in itertools.product(STRATEGIES, (False, True), PASSES):
         passes = PASSES[accumulation]
         options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
         case = f"{title}, {strategy.name}, use_orig_params={use_orig_params}, {accumulation}"
-        results.append(check(f"{case}, parity", check_parity, device, passes, steps, options))
+        results.append(run_check(f"{case}, parity", check_parity, device, passes, steps, options))
         if device.type != "cpu":
-            results.append(check(f"{case}, memory", check_memory, device, passes, options))
-        if backend == "nccl":
-            results.append(check(f"{case}, host", check_host, device, passes, options))
+            results.append(run_check(f"{case}, memory", check_memory, device, passes, options))
+        if alone:
+            results.append(run_check(f"{case}, host", check_host, device, passes, options))
     for feature, strategy, use_orig_params in itertools.product(FEATURES, STRATEGIES, (False, True)):
         if use_orig_params is not (strategy is ShardingStrategy.FULL_SHARD):
             continue  # one mode per strategy
@@ -391,20 +430,51 @@ def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -
             continue  # two processes show it as well
         options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params, "feature": feature}
         case = f"{title}, {feature}, {strategy.name}, use_orig_params={use_orig_params}"
-        results.append(check(f"{case}, parity", check_parity, device, PASSES["no_sync"], steps, options))
+        results.append(run_check(f"{case}, parity", check_parity, device, PASSES["no_sync"], steps, options))
         if device.type != "cpu" and feature not in ("copying", "saving"):
-            results.append(check(f"{case}, memory", check_memory, device, PASSES["no_sync"], options))
-        if backend == "nccl" and feature in ("mixed precision", "clipping"):
-            results.append(check(f"{case}, host", check_host, device, PASSES["no_sync"], options))
-    if rank == 0:
-        passed.put(all(results))
-    dist.destroy_process_group()
+            results.append(run_check(f"{case}, memory", check_memory, device, PASSES["no_sync"], options))
+        if alone and feature in ("mixed precision", "clipping"):
+            results.append(run_check(f"{case}, host", check_host, device, PASSES["no_sync"], options))
+    return results
+
+
+def settings_for(device: torch.device) -> list[Setting]:
+    """What is run on ``device`` and others of its kind."""
+    backend = dist.get_default_backend_for_device(device)
+    settings = [Setting(backend, 1, device), Setting("gloo", 2, device)]
+    if device.type == "cpu":
+        return [*settings, *_means(device, 3)]
+    count = torch.accelerator.device_count()
+    groups = [(backend, 1, False), ("gloo", 2, False)]
+    if count > 1:
+        groups += [(backend, count, True), (f"cpu:gloo,{device.type}:{backend}", count, True)]
+        settings += [Setting(*_placed(group, device)) for group in groups[2:]]
+    for group in groups:
+        alone = (Setting(*_placed(group, device), only=(s,)) for s in fitting(ALONE, device, group[0], group[1]))
+        settings += alone
+    expandable = (("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),)
+    settings.append(Setting(backend, 1, device, only=TOGETHER, environment=expandable))
+    return [*settings, *_means(device, 3), *_means(device, 6)]
+
+
+def _placed(group: tuple[str, int, bool], device: torch.device) -> tuple[str, int, torch.device, bool]:
+    backend, world_size, spread = group
+    return backend, world_size, device, spread
+
+
+def _means(device: torch.device, world_size: int) -> list[Setting]:
+    """By NCCL where there is a device for each rank, and by gloo."""
+    only = (Situation(means, "any"),)
+    spread = device.type != "cpu" and torch.accelerator.device_count() >= world_size
+    backends = ["gloo", *([dist.get_default_backend_for_device(device)] if spread else [])]
+    return [Setting(backend, world_size, device, spread and backend != "gloo", only) for backend in backends]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="device to check on (default: the accelerator)")
     parser.add_argument("--steps", type=int, default=12, help="steps of each parity check (default: 12)")
+    parser.add_argument("--brief", action="store_true", help="only the two settings that every machine has")
     options = parser.parse_args()
     if options.device is None and not torch.accelerator.is_available():
         print("gpu_check.py: there is no accelerator here, nothing is checked")
@@ -415,11 +485,14 @@ def main() -> None:
     os.environ["FSDP_FORCE_SHARDED"] = "1"
     passed = torch.multiprocessing.get_context("spawn").SimpleQueue()
     failures = 0
-    for setting in (Setting(dist.get_default_backend_for_device(device), 1, device), Setting("gloo", 2, device)):
+    for setting in settings_for(device)[: 2 if options.brief else None]:
+        os.environ.update(setting.environment)
         with tempfile.TemporaryDirectory() as directory:
             args = (setting, options.steps, f"{directory}/rendezvous", passed)
             torch.multiprocessing.spawn(run_rank, args, nprocs=setting.world_size)
         failures += not passed.get()
+        for name, _ in setting.environment:
+            del os.environ[name]
     print("gpu_check.py: some checks failed" if failures else "gpu_check.py: all checks passed")
     sys.exit(failures > 0)
 

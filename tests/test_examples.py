@@ -253,11 +253,11 @@ def test_gpu_check_says_that_there_is_no_accelerator() -> None:
 
 
 def test_gpu_check_compares_with_a_plain_model() -> None:
-    """What of it can run without an accelerator: parity, in a group of one and of two."""
-    result = run(sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--steps", "2")
+    """What of it can run without an accelerator: parity, in a group of one and of two, and situations (FD71)."""
+    result = run(sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--steps", "2", "--brief")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    assert len(lines) == 43 and all(line.startswith("ok ") for line in lines[:-1])
+    assert len(lines) == 50 and all(line.startswith("ok ") for line in lines[:-1])
     assert lines[-1] == "gpu_check.py: all checks passed"
 
 

@@ -1,0 +1,346 @@
+"""Situations that ``gpu_check.py`` runs beside its parity checks: each returns what to print, or raises.
+
+Every rank runs them, on its own device. What needs an accelerator, or more ranks or devices than there are, is left out
+by ``fitting``.
+"""
+
+import contextlib
+import ctypes
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import CPUOffload, MixedPrecision
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.checkpoint import async_save
+from fsdp.comm import streams as streams_module
+from fsdp.wrap import ModuleWrapPolicy
+
+WIDTH = 1024
+LONG = 1_000_000_000  # device cycles: about half a second
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.skipped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.skipped else x + self.outer(torch.relu(self.inner(x)))
+
+
+def tower(device: torch.device, *, wrapped: bool = True, width: int = WIDTH, **options: object) -> nn.Module:
+    torch.manual_seed(1)
+    model: nn.Module = nn.Sequential(*(Block(width) for _ in range(4))).to(device)
+    if not wrapped:
+        return model
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device, **options)
+
+
+def train(model: nn.Module, device: torch.device, steps: int, width: int = WIDTH) -> Tensor:
+    """The last loss; every rank has the same batch, so that a plain model beside it has the same gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        x = torch.randn(8, width, generator=generator).to(device)
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.detach()
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+# -- without an accelerator, too ---------------------------------------------------------------------------------------
+
+
+def skipping(device: torch.device) -> str:
+    """One rank leaves a unit out: every rank is told within seconds. The group is of no use afterwards."""
+    model = tower(device, width=64)
+    train(model, device, 3, 64)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        next(module for module in model.modules() if isinstance(module, Block)).skipped = True
+    started = time.monotonic()
+    try:
+        for _ in range(4):
+            train(model, device, 1, 64).item()
+    except RuntimeError as error:
+        took = time.monotonic() - started
+        expect("unit '" in str(error), f"the error names no unit: {error}")
+        expect(took < 20, f"it took {took:.0f} s to say: {error}")
+        return f"said after {took:.1f} s"
+    raise AssertionError("nobody noticed that a rank left a unit out")
+
+
+def means(device: torch.device) -> str:
+    """bf16 means of gradients are right at numbers of ranks whose inverse is no bf16 number."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = FSDP(nn.Linear(1, 6000, bias=False), device_id=device, mixed_precision=precision, use_orig_params=True)
+    values = torch.linspace(1, 8, 6000, device=device).to(torch.bfloat16)
+    (model(torch.ones(1, 1, device=device)) * values).sum().backward()
+    (grad,) = (param.grad for param in model.parameters())
+    start = -(-6000 // dist.get_world_size()) * dist.get_rank()
+    own = values[start : start + grad.numel()].float()
+    bias = (grad.flatten().float() / own).mean().item() - 1
+    expect(abs(bias) < 5e-4, f"means are off by {bias:+.2%} on average")
+    return f"off by {bias:+.3%} on average"
+
+
+def kept_leaves(device: torch.device) -> str:
+    """A parameter that is kept from inside a forward is refused, or NaN, when it is read, and crashes nothing."""
+    model, kept = tower(device, width=64), []
+    handle = model.module[0].module.inner.register_forward_pre_hook(lambda module, _: kept.append(module.weight))
+    train(model, device, 1, 64)
+    handle.remove()
+    try:
+        value = kept[0].sum().item()
+    except RuntimeError as error:
+        expect("kept from inside a forward" in str(error), f"the error does not say why: {error}")
+        return "an error in words"
+    expect(value != value, f"a sharded parameter was read, and gave {value}")
+    return "NaN"
+
+
+def profiler(device: torch.device) -> str:
+    """Profilers that record shapes see released memory and do not stumble over it."""
+    model = tower(device, width=64)
+    with torch.profiler.profile(record_shapes=True, profile_memory=True) as profile:
+        train(model, device, 2, 64)
+    return f"{len(profile.events())} events"
+
+
+# -- on an accelerator -------------------------------------------------------------------------------------------------
+
+
+def other_streams(device: torch.device) -> str:
+    """Wrapped on one stream, trained on another behind a long queue, then on a third."""
+    plain = tower(device, wrapped=False)
+    wrapping, training, third = (torch.cuda.Stream(device) for _ in range(3))
+    torch.cuda.synchronize(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch tells of accumulators that are on another stream
+        with torch.cuda.stream(wrapping):
+            model = tower(device)
+        for before, stream in ((wrapping, training), (training, third)):
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(LONG)
+                loss = train(model, device, 4)
+    torch.cuda.current_stream(device).wait_stream(third)
+    expected = [train(plain, device, 4) for _ in range(2)][-1]
+    difference = (loss - expected).abs().item() / expected.abs().item()
+    expect(difference < 1e-4, f"the losses differ by {difference:.1e}")
+    return f"the losses differ by {difference:.0e}"
+
+
+def offload(device: torch.device) -> str:
+    """Host memory that is overwritten at once does not reach the device, though its copy was queued late."""
+    model, x = tower(device, cpu_offload=CPUOffload(offload_params=True)), torch.ones(2, WIDTH, device=device)
+    real = streams_module.AcceleratorStreams.upload
+
+    def late(self: streams_module.AcceleratorStreams, tensor: Tensor, *, wait: bool = False) -> Tensor:
+        torch.cuda._sleep(LONG // 20)
+        return real(self, tensor, wait=wait)
+
+    def spoil() -> list[Tensor]:
+        before = [param.detach().clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.data.fill_(torch.nan)
+        return before
+
+    def summoned() -> Tensor:
+        with FSDP.summon_full_params(model, writeback=False):
+            return next(model.parameters()).sum()
+
+    def by_hand() -> Tensor:
+        model._unshard(async_op=True).wait()
+        return torch.zeros((), device=device)
+
+    streams_module.AcceleratorStreams.upload = late  # type: ignore[method-assign]
+    try:
+        for read in (lambda: model(x).sum(), summoned, by_hand):
+            result = read()
+            before = spoil()
+            torch.cuda.synchronize(device)
+            expect(bool(result.isfinite()), "the device read what was written to the host afterwards")
+            for param, values in zip(model.parameters(), before, strict=True):
+                param.data.copy_(values)
+    finally:
+        streams_module.AcceleratorStreams.upload = real  # type: ignore[method-assign]
+    return "forward, summon and a gather by hand"
+
+
+def contexts() -> list[int]:
+    """The devices on which this process has a context."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    flags, active = ctypes.c_uint(), ctypes.c_int()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        driver.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active))
+        found += [index] * bool(active.value)
+    return found
+
+
+def pinned_bytes() -> int:
+    """Held by torch's allocator of page-locked memory, whose blocks are powers of two and stay."""
+    stats = torch.cuda.memory.host_memory_stats() if hasattr(torch.cuda.memory, "host_memory_stats") else {}
+    return int(stats.get("reserved_bytes.current", stats.get("allocated_bytes.current", 0)))
+
+
+def background_save(device: torch.device) -> str:
+    """Opens no context, keeps no page-locked memory, and does not wait for what the device has queued."""
+    model = tower(device)
+    train(model, device, 2)
+    root = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(root, src=0, device=device)
+    before, pinned = contexts(), pinned_bytes()
+    saved = async_save(Path(root[0]), model)
+    torch.cuda._sleep(4 * LONG)
+    queued = torch.cuda.Event()
+    queued.record()
+    saved.result()
+    early = not queued.query()
+    after, kept = contexts(), pinned_bytes()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(root[0])
+    expect(after == before, f"contexts on devices {before} before, {after} after")
+    expect(kept <= pinned, f"{kept - pinned:,} bytes of page-locked memory are kept")
+    expect(early, "the save ended only after what the device had queued later")
+    return f"contexts on {after}, {kept:,} page-locked bytes in torch's allocator"
+
+
+def overlap(device: torch.device) -> str:
+    """In a trace: how much of the communication has compute beside it, and the priorities of its streams."""
+    engine = streams_module.streams_for(device)
+    for stream in (engine._gather, engine._reduce):
+        raw = torch.cuda.Stream(
+            stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+        )
+        expect(raw.priority < 0, f"a stream of collectives has priority {raw.priority}")
+    model = tower(device, width=4096)
+    train(model, device, 3, 4096)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        train(model, device, 2, 4096)
+        torch.cuda.synchronize(device)
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            communicates = "nccl" in event.name.lower()
+            spans[communicates].append((event.time_range.start, event.time_range.end))
+    total = sum(end - start for start, end in spans[True])
+    expect(total > 0, "the trace has no kernel of NCCL")
+    beside = sum(
+        max(0.0, min(end, other_end) - max(start, other_start))
+        for start, end in spans[True]
+        for other_start, other_end in spans[False]
+    )
+    expect(beside > 0.1 * total, f"{beside / total:.0%} of the communication has compute beside it")
+    return f"{min(beside / total, 1):.0%} of {total / 1e3:.1f} ms of communication have compute beside them"
+
+
+def allocator(device: torch.device) -> str:
+    """Nothing is retried, and what is reserved does not grow after the second step."""
+    model, reserved = tower(device), []
+    for _ in range(12):
+        train(model, device, 1)
+        reserved.append(torch.cuda.memory_reserved(device))
+    stats = torch.cuda.memory_stats(device)
+    expect(stats["num_alloc_retries"] == 0, f"{stats['num_alloc_retries']} allocations were retried")
+    expect(len(set(reserved[2:])) == 1, f"reserved bytes from step to step: {reserved}")
+    peak = torch.cuda.max_memory_allocated(device)
+    return f"{reserved[-1]:,} bytes reserved, {peak:,} allocated at the peak, {pinned_bytes():,} page-locked"
+
+
+def sanitized(device: torch.device) -> str:
+    """Under torch's own detector of races between streams, which reads addresses as the tracer of the tests does."""
+    from torch.cuda import _sanitizer
+
+    _sanitizer.enable_cuda_sanitizer()
+    train(tower(device, width=64), device, 3, 64)
+    torch.cuda.synchronize(device)
+    return "no race found"
+
+
+def other_device(device: torch.device) -> str:
+    """Another device is the current one while the model trains on its own."""
+    expected = train(tower(device, wrapped=False), device, 3)
+    other = (device.index + 1) % torch.cuda.device_count()
+    with torch.cuda.device(other):
+        loss = train(tower(device), device, 3)
+        expect(torch.cuda.current_device() == other, "another device is the current one afterwards")
+    difference = (loss - expected).abs().item() / expected.abs().item()
+    expect(difference < 1e-4, f"the losses differ by {difference:.1e}")
+    return f"the losses differ by {difference:.0e}"
+
+
+def capture(device: torch.device) -> str:
+    """A forward and backward is captured in a graph, or refused in words; training goes on in either case."""
+    model, x = tower(device, width=64), torch.ones(2, 64, device=device)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(x).sum().backward()
+    torch.cuda.current_stream(device).wait_stream(side)
+    model.zero_grad()
+    graph, remark = torch.cuda.CUDAGraph(), "captured"
+    try:
+        with torch.cuda.graph(graph, stream=side):
+            model(x).sum().backward()
+        graph.replay()
+    except RuntimeError as error:
+        remark = f"refused: {str(error).splitlines()[0]}"
+    torch.cuda.synchronize(device)
+    if remark == "captured":
+        return remark
+    with contextlib.suppress(RuntimeError):
+        model.zero_grad()
+    train(model, device, 1, 64).item()
+    return remark
+
+
+class Situation(NamedTuple):
+    run: Callable[[torch.device], str]
+    on: str = "accelerator"  # or "any" device, "nccl" for groups whose collectives it serves
+    ranks: int = 1  # at least
+    devices: int = 1  # at least
+
+
+TOGETHER = (
+    Situation(means, "any"),
+    Situation(kept_leaves, "any"),
+    Situation(profiler, "any"),
+    Situation(other_streams),
+    Situation(offload),
+    Situation(background_save, "nccl"),
+    Situation(overlap, "nccl", ranks=2),
+    Situation(allocator),
+    Situation(other_device, devices=2),
+)
+ALONE = (  # what spoils the process or its group for what follows
+    Situation(skipping, "any", ranks=2),
+    Situation(capture, "nccl"),
+    Situation(sanitized),
+)
+
+
+def fitting(situations: tuple[Situation, ...], device: torch.device, backend: str, ranks: int) -> list[Situation]:
+    """Those that can be run by so many ranks over ``backend`` on ``device`` and its like."""
+    devices = torch.accelerator.device_count() if device.type != "cpu" else 1
+    places = {"any", *(["accelerator"] if device.type == "cuda" else []), *(["nccl"] if "nccl" in backend else [])}
+    return [s for s in situations if s.on in places and ranks >= s.ranks and devices >= s.devices]
