@@ -73,7 +73,6 @@ from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, summon
-from fsdp.runtime.hooks import watch_optimizers
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.order import PrefetchLimits
 from fsdp.runtime.precision import UnitPrecision
@@ -325,7 +324,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
                 self.compute_device,
                 self.mixed_precision,
                 self.cpu_offload,
-                align_params=use_orig_params,
+                use_orig_params=use_orig_params,
             )
             for handle, members in handles:
                 views = (
@@ -340,8 +339,6 @@ class FullyShardedDataParallel(StateDictMethods, _State):
                 if not use_orig_params:
                     item.param._fsdp_replaced = True  # type: ignore[attr-defined]
                     item.param = None  # type: ignore[assignment]
-            if not use_orig_params:
-                watch_optimizers()
             policy = dataclasses.replace(policy, reduce_unused=reduce_unused)
             precision = UnitPrecision(module, self.mixed_precision, ignored.modules)
             self._fsdp_unit = Unit(module, unit_name, buckets, groups, self.compute_device, policy, precision)
@@ -412,6 +409,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
             return self  # a param_init_fn of the parent empties modules below it; these have their values already
         for _, inner, _ in units_in(self):
             inner.check_can_change()
+            inner.follow_parameters()
         unit = self._fsdp_unit
         unit.precision.release_buffers(self.compute_device)
         for views in unit.views:

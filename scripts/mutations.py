@@ -73,6 +73,104 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
+        "            view.check_leaves()\n",
+        "            pass\n",
+        "what forward writes to a gathered parameter is lost without a word",
+        _tests("writes", "what_is_changed_in_forward_is_an_error"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "(gradients.trainable or gradients.accumulates)",
+        "gradients.trainable",
+        "what was accumulated and then frozen stays unreduced",
+        _tests("writes", "what_is_frozen_keeps_its_gradient"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "return Phase.IDLE if self._summoned is Summoned.NOWHERE else Phase.SUMMONED",
+        "return Phase.SUMMONED if self._shown else Phase.IDLE",
+        "what is summoned into other memory is taken for sharded",
+        _tests("writes", "state_is_taken_while_parameters_are_shown_elsewhere"),
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "frozen = not visible.param.requires_grad and position not in adopted",
+        "frozen = not visible.param.requires_grad",
+        "a gradient accumulated before its parameter was frozen is dropped",
+        _tests("writes", "what_is_frozen_keeps_its_gradient"),
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "                self.add(each, part)\n",
+        "                pass\n",
+        "gradients of the whole flat parameter are dropped",
+        _tests("writes", "forward_can_use_all_of_its_parameters"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "self._home._parameters[self._name] = self.handle.copy.whole",
+        "self._home._parameters[self._name] = self.handle.flat_param",
+        "forward finds a shard in the place of all its parameters",
+        _tests("writes", "forward_can_use_all_of_its_parameters"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "                    self._take_shown(index, new)\n",
+        "                    pass\n",
+        "a parameter that is replaced while shown is dropped",
+        _tests("writes", "what_is_replaced_while_shown_is_kept"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "point_at([old, new], [old.data.clone(), data])",
+        "point_at([old, new], [old.data, data])",
+        "a parameter that was replaced still writes to the shard",
+        _tests("backward", "replaced_parameters_are_written_back"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "if views is not None and not views.shows_whole:",
+        "if views is not None and False:",
+        "a copy of a module alone has shards for parameters",
+        _tests("writes", "a_module_is_copied_with_its_unit_or_whole"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/state_dict.py",
+        "return weakref.ref(copied) if copied is not None else _nothing",
+        "return weakref.ref(copied if copied is not None else wrapper)",
+        "a plain copy of a module saves and loads the model it was copied from",
+        _tests("writes", "a_module_is_copied_with_its_unit_or_whole"),
+    ),
+    Mutation(
+        "fsdp/runtime/full_params.py",
+        "    unit.follow_parameters()\n",
+        "",
+        "what was replaced before the parameters are shown is lost",
+        _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
+    ),
+    Mutation(
+        "fsdp/runtime/copies.py",
+        "    unit.follow_parameters()\n",
+        "",
+        "what was replaced before the model is copied is lost",
+        _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
+    ),
+    Mutation(
+        "fsdp/fully_sharded_data_parallel.py",
+        "            inner.follow_parameters()\n",
+        "",
+        "what was replaced before the model is moved is lost",
+        _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
+    ),
+    Mutation(
+        "fsdp/runtime/hooks.py",
+        "            unit.before_step()\n",
+        "            pass\n",
+        "an optimizer steps beside what does not fit",
+        _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
         "                self.gather(context)\n"
         "            for handle in self.handles:\n"
         "                handle.wait()\n"
@@ -177,8 +275,8 @@ MUTATIONS = [
     Mutation(
         "fsdp/runtime/unit.py",
         "            self.gather(context)\n            for handle in self.handles:\n                handle.wait()\n"
-        "        self._shown = True\n",
-        "            self.gather(context)\n        self._shown = True\n",
+        "        self._summoned = Summoned.HERE\n",
+        "            self.gather(context)\n        self._summoned = Summoned.HERE\n",
         "parameters are shown before they are gathered",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),
@@ -649,8 +747,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            if touched and parked is not None:  # zeroed",
-        "            if False:  # zeroed",
+        "            elif touched and parked is not None:  # zeroed",
+        "            elif False:  # zeroed",
         "zeroing an accumulator leaves what it hides",
         _tests("accumulation", "every_order_of_synchronised_and_unsynchronised_passes[2]"),
     ),
@@ -664,9 +762,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            if not gradients.is_open:  # unused, but not by all: zeros, on every rank alike\n"
-        "                gradients.open(context.reductions, synchronize=True)\n",
-        "            if not gradients.is_open:\n                continue\n",
+        "                if not (gradients.trainable or gradients.accumulates):\n                    continue\n",
+        "                continue\n",
         "an unused bucket beside a used one gets no gradient",
         _tests("backward", "unused_parameters_get_zeros_and_unused_units_nothing"),
     ),

@@ -123,17 +123,17 @@ class Ledger:
             if not used and not (pending and synchronize):
                 continue
             for name in unit:
-                if name in self.frozen:
-                    continue
+                frozen = name in self.frozen
                 for rank, local in enumerate(self.local):
                     grad, before = grads[rank][name], local[name]
                     if grad is not None:
                         self.summed[name] = self.summed.get(name, self.zeros[name]) + grad.abs()
                     if before is None:
-                        local[name] = grad.clone() if grad is not None else self.zeros[name].clone()
+                        if not frozen:
+                            local[name] = grad.clone() if grad is not None else self.zeros[name].clone()
                     elif grad is not None:
                         local[name] = before + grad
-                if synchronize and len(self.local) > 1:
+                if synchronize and len(self.local) > 1 and self.local[0][name] is not None:
                     self._reduce(name)
 
     def _reduce(self, name: str) -> None:
@@ -478,7 +478,6 @@ def _frozen() -> None:
             for by_name in per_rank:
                 by_name.update(dict.fromkeys(frozen))
         trainer.ledger.frozen = set(frozen)
-        trainer.ledger.drop(frozen)
         trainer.grads = thawed[0]
         trainer.run(1, NO_SYNC)
         trainer.run(2, SYNC)
@@ -490,7 +489,7 @@ def _frozen() -> None:
 
 
 def test_freezing_between_accumulated_passes() -> None:
-    """R27, R29, G14: what is frozen loses its gradient, the rest keeps what it has."""
+    """R27, R29, FD05: what is frozen keeps the gradient that it has, and the next synchronised backward reduces it."""
     run_ranks(2, _frozen)
 
 

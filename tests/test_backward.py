@@ -1835,8 +1835,8 @@ def _replaced() -> None:
         plain, model = seeded(Mlp)(), wrapped(seeded(Mlp), (strategy, True), MlpBlock)
         block = _block(model)
         original = block.linear.weight
-        # a new object in its place: its values are taken over, and the old object is put back
-        block.linear.weight = nn.Parameter(original.detach() * 0.5)
+        # a new object in its place: it is the parameter from then on
+        block.linear.weight = replacing = nn.Parameter(original.detach() * 0.5)
         block.linear.bias.data = block.linear.bias.data * 0.25  # other memory, the same object
         model.embed.weight.data = model.embed.weight.data * 2.0
         model.embed.bias = nn.Parameter(model.embed.bias.detach() * 2.0)
@@ -1846,11 +1846,13 @@ def _replaced() -> None:
             plain.embed.weight.mul_(2.0)
             plain.embed.bias.mul_(2.0)
             assert torch.equal(model(x), plain(x)), strategy
-        assert block.linear.weight is original
+        original, before = block.linear.weight, original
+        assert original is replacing and before.data_ptr() != original.data_ptr()  # as in the plain module
         for name, full in full_parameters(model).items():
             assert torch.equal(full, dict(plain.named_parameters())[name]), (name, strategy)
         with torch.no_grad():
-            original.mul_(4.0)  # what the user held is what is trained
+            before.zero_()
+            original.mul_(4.0)  # what is registered is what is trained
             _block(plain).linear.weight.mul_(4.0)
             assert torch.equal(model(x), plain(x)), strategy
         # of another shape: refused before anything runs, and right again once it is undone

@@ -393,7 +393,7 @@ class Registration:
         """The units that run show leaves, the others what stands for their parameters while they are sharded."""
         self.seen.append(stage)
         self.check_flat_parameters()
-        self.check_names()
+        self.check_names(running)
         for name in self.originals:
             what = f"{stage}: {name}"
             if self.unit_of(name) in running:
@@ -414,8 +414,9 @@ class Registration:
             if not self.use_orig_params:  # without alignment, the plain chunk rule
                 assert flat.shape == (-(-numel // self.world_size) if self.is_sharded else numel,)
 
-    def check_names(self) -> None:
-        """Names and objects of `named_parameters()`, which optimizers and tools go by, are the same at every stage."""
+    def check_names(self, running: set[str]) -> None:
+        """Names of `named_parameters()` are the same at every stage, and so are the objects, which optimizers go by,
+        outside of the units that run."""
         found = dict(self.model.named_parameters())
         top = "_fsdp_wrapped_module."
         if self.use_orig_params:
@@ -426,7 +427,13 @@ class Registration:
             infixes = {"": top, "0": f"{top}0._fsdp_wrapped_module.", "1": f"{top}1._fsdp_wrapped_module."}
             assert set(found) == {infix + "_flat_param" for infix in infixes.values()}
             for unit, infix in infixes.items():
-                assert found[infix + "_flat_param"] is self.flat[unit]
+                flat = found[infix + "_flat_param"]
+                if unit in running:  # G2, FD04: all of it
+                    numel = sum(v.numel() for name, v in self.values.items() if self.unit_of(name) == unit)
+                    assert isinstance(flat, FlatParameter) and type(flat) is nn.Parameter and flat.is_leaf
+                    assert flat.shape == (numel,) and flat.requires_grad and flat.grad is None
+                else:
+                    assert flat is self.flat[unit]
 
     def check_leaf(self, name: str, what: str) -> None:
         leaf, original = self.registered(name), self.originals[name]

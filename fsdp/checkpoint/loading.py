@@ -11,7 +11,7 @@ that takes no communication and no unit's memory; rows of torch's sharded tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from fsdp.checkpoint.state_dict import (
     CHECKPOINTED,
     Wrapper,
     check_at_rest,
+    copied_ref,
     flat_home,
     flat_name,
     flat_ranges,
@@ -448,17 +449,16 @@ class LoadingHooks:
     ``state_dict()`` of the same module gives."""
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper = weakref.ref(wrapper)
+        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self.active: Loading | None = None
         for owner in dict.fromkeys([wrapper, *(owner for _, owner in own_modules(wrapper._fsdp_unit.module))]):
             owner.register_load_state_dict_pre_hook(self._before)
             owner.register_load_state_dict_post_hook(self._after)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LoadingHooks:
-        """Those of the wrapper's copy, which is under way."""
+        """Those of the wrapper's copy, which is under way; of a module that is copied alone, none."""
         copied = memo[id(self)] = LoadingHooks.__new__(LoadingHooks)
-        wrapper = self._wrapper()
-        copied._wrapper, copied.active = weakref.ref(memo.get(id(wrapper), wrapper)), None
+        copied._wrapper, copied.active = copied_ref(self._wrapper(), memo), None
         return copied
 
     def _before(

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -370,6 +370,16 @@ def begin_saving(wrapper: Wrapper, opener: nn.Module) -> Saving:
     return SavingSharded(wrapper, opener)
 
 
+def copied_ref(wrapper: Any, memo: dict[int, Any]) -> Callable[[], Any]:
+    """What leads to ``wrapper``'s copy in ``memo``; to nothing where it is not copied."""
+    copied = memo.get(id(wrapper))
+    return weakref.ref(copied) if copied is not None else _nothing
+
+
+def _nothing() -> None:
+    return None
+
+
 # -- the hooks ---------------------------------------------------------------------------------------------------------
 
 
@@ -378,7 +388,7 @@ class SavingHooks:
     the original names."""
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper = weakref.ref(wrapper)
+        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self._saving: Saving | None = None
 
         after = _After(self)
@@ -387,10 +397,9 @@ class SavingHooks:
             owner.register_state_dict_post_hook(after)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavingHooks:
-        """Those of the wrapper's copy, which is under way."""
+        """Those of the wrapper's copy, which is under way; of a module that is copied alone, none."""
         copied = memo[id(self)] = SavingHooks.__new__(SavingHooks)
-        wrapper = self._wrapper()
-        copied._wrapper, copied._saving = weakref.ref(memo.get(id(wrapper), wrapper)), None
+        copied._wrapper, copied._saving = copied_ref(self._wrapper(), memo), None
         return copied
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -34,6 +34,12 @@ from fsdp.flat.layout import FlatLayout
 from fsdp.flat.metadata import for_tools
 from fsdp.flat.released import CheckedLeaf, guard_released, new_leaf
 
+LOST_WRITE = (
+    "where it is a gathered copy: that would be lost. If forward is to change it, make it a buffer (register_buffer). "
+    "Else change it between the steps: what is sharded in place, or the whole inside summon_full_params(), on all "
+    "ranks alike"
+)
+
 
 class MisplacedShardError(RuntimeError, AssertionError):
     """A shard was moved to another device than its unit computes on, past ``.to()`` and the like.
@@ -237,16 +243,42 @@ class FullCopy:
     Attributes:
         tensor: ``layout.padded_numel`` elements; the shard itself if that is all of it, in this dtype, on this device.
         leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over ``tensor``.
+        whole: one for all of the vector, without padding, where the modules have a flat parameter.
         lent: the buffer's memory; None where the shard has it.
+        keeps_writes: whether what is written to the leaves reaches the shard.
     """
 
-    __slots__ = ("_least_held", "_state", "leaves", "lent", "pending", "tensor")
+    __slots__ = (
+        "_least_held",
+        "_marks",
+        "_state",
+        "_views",
+        "all_leaves",
+        "keeps_writes",
+        "leaves",
+        "lent",
+        "pending",
+        "tensor",
+        "whole",
+    )
 
-    def __init__(self, layout: FlatLayout, tensor: torch.Tensor, leaves: list[nn.Parameter], *, resident: bool) -> None:
-        """Points ``leaves`` at ``tensor``, whose memory is released unless it is ``resident``."""
-        self.tensor, self.leaves = tensor, leaves
+    def __init__(
+        self,
+        layout: FlatLayout,
+        tensor: torch.Tensor,
+        leaves: list[nn.Parameter],
+        whole: nn.Parameter | None,
+        *,
+        resident: bool,
+    ) -> None:
+        """Points the leaves at ``tensor``, whose memory is released unless it is ``resident``."""
+        self.tensor, self.leaves, self.whole = tensor, leaves, whole
+        self.all_leaves = leaves if whole is None else [*leaves, whole]
         self.pending: Pending | None = None
-        point_at(leaves, parameter_views(layout, tensor))  # views are made while there is memory
+        self._views = [*parameter_views(layout, tensor), tensor[: layout.numel]]  # made while there is memory
+        point_at(self.all_leaves, self._views)
+        self._marks = self._look()
+        self.keeps_writes = resident
         self.lent = None if resident else LentTensor(tensor)
         self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._least_held: list[float] | None = None
@@ -264,10 +296,43 @@ class FullCopy:
 
     def _holders(self) -> list[float]:
         counts: list[float] = []
-        for leaf in self.leaves:
+        for leaf in self.all_leaves:
             held = reference_counts(leaf)
             counts += (float("inf"),) if held is None else (*held, sys.getrefcount(leaf))
         return counts
+
+    def _look(self) -> list[tuple[int, int, bool]]:
+        """Of each leaf what a write to it changes; our own writes go to ``tensor``, and change none of it."""
+        start = self.tensor.data_ptr()
+        return [(leaf._version, (leaf.data_ptr() or start) - start, leaf.requires_grad) for leaf in self.all_leaves]
+
+    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
+        """Freeze or unfreeze one leaf."""
+        version, offset, _ = self._marks[index]
+        self.all_leaves[index].requires_grad_(requires_grad)
+        self._marks[index] = (version, offset, requires_grad)
+
+    def undo_writes(self) -> list[tuple[int, str]]:
+        """What users did to the leaves since the last call and will be lost with the buffer's memory, as (index, in
+        words). But for their values the leaves are what they were again. To be called while there is memory.
+
+        What is written through ``leaf.data`` leaves no trace; under ``FSDP_DEBUG=1`` it is an error at once.
+        """
+        seen, marks = self._look(), self._marks
+        if seen == marks:
+            return []
+        found = []
+        for index, (leaf, view, now, before) in enumerate(zip(self.all_leaves, self._views, seen, marks)):
+            if now[1] != before[1]:
+                leaf.data = view
+                found.append((index, "given other data"))
+            elif now[0] != before[0] and not self.keeps_writes:
+                found.append((index, "changed in place"))
+            if now[2] is not before[2]:
+                leaf.requires_grad_(before[2])
+                found.append((index, "unfrozen" if now[2] else "frozen"))
+        self._marks = self._look()
+        return found
 
     @property
     def state(self) -> BufferState:
@@ -305,10 +370,12 @@ class FlatParamHandle:
         device: torch.device,
         offload: CPUOffload,
         *,
+        with_whole: bool,
         donated: torch.Tensor | None = None,
     ) -> None:
-        """Takes ``shard`` over. ``params`` tell what requires grad, and what users have hung on it; ``donated`` is
-        memory of the size of a full buffer that may become one."""
+        """Takes ``shard`` over. ``params`` tell what requires grad, and what users have hung on it; ``with_whole``:
+        there are leaves for the whole vector as well; ``donated`` is memory of the size of a full buffer that may
+        become one."""
         self.layout = layout
         self.groups = groups
         self.device = device
@@ -320,12 +387,15 @@ class FlatParamHandle:
 
         self._shard = self._put_at_rest(shard)
         requires_grad = any(param.requires_grad for param in params)
-        self.flat_param: Any = FlatParameter(self._shard, requires_grad=requires_grad)
+        # Its version counter is its own: it tells what users change in place, and not what we write to the shard.
+        self.flat_param: Any = FlatParameter(torch.empty_like(self._shard[:0]), requires_grad=requires_grad)
+        self.flat_param.data = self._shard
         for name, value in for_tools(layout, groups.shard_rank).items():
             setattr(self.flat_param, name, value)
         self._copies: dict[torch.dtype, FullCopy] = {}
         leaves = self._new_leaves(layout.compute_dtype, params)
-        self.copy = self._make_copy(layout.compute_dtype, leaves, donated)
+        whole = self._new_whole(layout.compute_dtype) if with_whole else None
+        self.copy = self._make_copy(layout.compute_dtype, leaves, whole, donated)
 
     @staticmethod
     def flatten(
@@ -334,6 +404,8 @@ class FlatParamHandle:
         groups: Groups,
         device: torch.device,
         offload: CPUOffload,
+        *,
+        with_whole: bool,
     ) -> FlatParamHandle:
         """A handle with the values of ``params``, which stay as they are."""
         values = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=device)  # zeros: padding is born zero
@@ -341,14 +413,18 @@ class FlatParamHandle:
             for view, param in zip(parameter_views(layout, values), params):
                 view.copy_(param)
         if not groups.sharded:
-            return FlatParamHandle(layout, values, params, groups, device, offload)
+            return FlatParamHandle(layout, values, params, groups, device, offload, with_whole=with_whole)
         start, end = layout.shard_range(groups.shard_rank)
-        return FlatParamHandle(layout, values[start:end].clone(), params, groups, device, offload, donated=values)
+        shard = values[start:end].clone()
+        return FlatParamHandle(layout, shard, params, groups, device, offload, with_whole=with_whole, donated=values)
 
     def clone(self) -> FlatParamHandle:
         """One with the same values, in memory of its own."""
         shard = self._shard.clone()
-        return FlatParamHandle(self.layout, shard, self.leaves, self.groups, self.device, self.offload)
+        with_whole = self.copy.whole is not None
+        return FlatParamHandle(
+            self.layout, shard, self.leaves, self.groups, self.device, self.offload, with_whole=with_whole
+        )
 
     def _put_at_rest(self, shard: torch.Tensor) -> torch.Tensor:
         """``shard``, in host memory if that is where it lives."""
@@ -363,17 +439,28 @@ class FlatParamHandle:
             leaf.__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
         return leaves
 
-    def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter], donated: torch.Tensor | None) -> FullCopy:
+    def _new_whole(self, dtype: torch.dtype) -> nn.Parameter:
+        leaf = new_leaf(dtype, self.device, self.flat_param.requires_grad)
+        leaf.__dict__.update(self.flat_param.__dict__)
+        return leaf
+
+    def _make_copy(
+        self,
+        dtype: torch.dtype,
+        leaves: list[nn.Parameter],
+        whole: nn.Parameter | None,
+        donated: torch.Tensor | None,
+    ) -> FullCopy:
         """``donated``, which may become the buffer: the flattened values have just its size."""
         resident = not self.groups.sharded and (dtype, self.device) == (self._shard.dtype, self._shard.device)
         if resident:
             donated = self._shard
         elif donated is None or donated.dtype != dtype:
             donated = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        self._copies[dtype] = copy = FullCopy(self.layout, donated, leaves, resident=resident)
-        for index, leaf in enumerate(leaves):
+        self._copies[dtype] = copy = FullCopy(self.layout, donated, leaves, whole, resident=resident)
+        for index, leaf in enumerate(copy.all_leaves):
             if isinstance(leaf, CheckedLeaf):
-                leaf.explain = _why_not_there(weakref.ref(self), dtype, index)
+                leaf.explain = _why_not(weakref.ref(self), dtype, index)
         return copy
 
     def compute_in_full_precision(self, full_precision: bool) -> None:
@@ -383,7 +470,8 @@ class FlatParamHandle:
         copy = self._copies.get(dtype)
         if copy is None:
             with torch.inference_mode(False):  # it outlives this forward, and the next one may want gradients
-                copy = self._make_copy(dtype, self._new_leaves(dtype, self.leaves), None)
+                whole = self._new_whole(dtype) if self.copy.whole is not None else None
+                copy = self._make_copy(dtype, self._new_leaves(dtype, self.leaves), whole, None)
         self.copy = copy
 
     @property
@@ -409,8 +497,12 @@ class FlatParamHandle:
 
     @property
     def all_leaves(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """(index, leaf) of every dtype that was computed in."""
-        return ((index, leaf) for copy in self._copies.values() for index, leaf in enumerate(copy.leaves))
+        """(index, leaf) of every dtype that was computed in; the whole vector's comes behind those of the layout."""
+        return ((index, leaf) for copy in self._copies.values() for index, leaf in enumerate(copy.all_leaves))
+
+    def name_of(self, index: int) -> str:
+        """What errors call leaf ``index``."""
+        return self.layout.params[index].name if index < len(self.layout.params) else "_flat_param"
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -460,10 +552,14 @@ class FlatParamHandle:
         """The state of the full copy in ``dtype``."""
         return self._copies[dtype].state if dtype in self._copies else BufferState.SHARDED
 
+    def keeps_writes_in(self, dtype: torch.dtype) -> bool:
+        """Whether what is written to the leaves in ``dtype`` reaches the shard."""
+        return dtype in self._copies and self._copies[dtype].keeps_writes
+
     def describe_sharded(self, index: int) -> str:
         """Why parameter ``index`` of the layout cannot be read, and what to do."""
         return (
-            f"parameter {self.layout.params[index].name!r} of {self.unit_name} is sharded; its values are there only "
+            f"parameter {self.name_of(index)!r} of {self.unit_name} is sharded; its values are there only "
             "while the unit runs. Call the wrapped module itself, or a module that contains it, instead of reading the "
             "parameter or calling a module inside the unit; use register_forward_method() for other methods, and "
             "summon_full_params() to read parameters"
@@ -537,7 +633,7 @@ class FlatParamHandle:
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze parameter ``index`` in every dtype."""
         for copy in self._copies.values():
-            copy.leaves[index].requires_grad_(requires_grad)
+            copy.set_requires_grad(index, requires_grad)
 
     def is_leaf(self, tensor: Any, index: int) -> bool:
         """Whether ``tensor`` is a leaf of parameter ``index``."""
@@ -549,7 +645,7 @@ class FlatParamHandle:
         The flat parameter and the leaves stay the same objects. The full buffer must have been released.
         """
         self.compute_in_full_precision(False)
-        leaves = self.leaves
+        leaves, whole = self.leaves, self.copy.whole
         self.layout = dataclasses.replace(
             self.layout,
             dtype=new.dtype,
@@ -559,7 +655,7 @@ class FlatParamHandle:
         self.device = compute_device
         self._shard = self.flat_param.data = self._put_at_rest(new)
         self._copies.clear()
-        self.copy = self._make_copy(self.layout.compute_dtype, leaves, None)
+        self.copy = self._make_copy(self.layout.compute_dtype, leaves, whole, None)
 
     # -- the shard's views ---------------------------------------------------------------------------------------------
 
@@ -572,6 +668,14 @@ class FlatParamHandle:
             return parameter_views(self.layout, flat_shard)
         pieces = self.layout.pieces(self.groups.shard_rank)
         return [flat_shard[piece.shard_offset : piece.shard_offset + piece.numel] for piece in pieces]
+
+    def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
+        """What :meth:`sharded_views` has of parameter ``index``, of a tensor in its true shape."""
+        if not self.groups.sharded:
+            return whole
+        record, piece = self.layout.params[index], self.layout.piece(index, self.groups.shard_rank)
+        in_memory_order = torch.empty_strided(record.shape, record.stride, dtype=whole.dtype, device=whole.device)
+        return in_memory_order.copy_(whole).as_strided((record.numel,), (1,))[piece.start : piece.end]
 
     def write_back_flat(self) -> None:
         """Take over the values of a tensor that the user put in the place of the flat parameter's data.
@@ -598,16 +702,16 @@ class FlatParamHandle:
         point_at(originals, self.sharded_views(self.shard))
 
 
-def _why_not_there(
-    handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype, index: int
-) -> Callable[[], str | None]:
-    """What a :class:`CheckedLeaf` of the handle's copy in ``dtype`` asks before it is read."""
+def _why_not(handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype, index: int) -> Callable[[bool], str | None]:
+    """What a :class:`CheckedLeaf` of the handle's copy in ``dtype`` asks before it is read, or written."""
 
-    def explain() -> str | None:
+    def explain(written: bool) -> str | None:
         handle = handle_ref()
         if handle is None:
             return "a parameter was read after its unit was deleted"
         there = handle.state_in(dtype) in (BufferState.UNSHARDED, BufferState.RESIDENT)
+        if there and written and not handle.keeps_writes_in(dtype):
+            return f"{handle.name_of(index)!r} of {handle.unit_name} is written, {LOST_WRITE}"
         return None if there else f"{handle.describe_sharded(index)}. This reference was kept from inside a forward"
 
     return explain

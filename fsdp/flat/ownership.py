@@ -150,12 +150,13 @@ def build_handles(
     precision: MixedPrecision,
     offload: CPUOffload,
     *,
-    align_params: bool,
+    use_orig_params: bool,
 ) -> list[tuple[FlatParamHandle, list[OwnedParam]]]:
     """One handle per bucket of (dtype, ``requires_grad``), in order of first appearance, trainable ones first.
 
     On accelerators shards and parameters are aligned to 16 bytes. On CPU shards are what ``torch.chunk`` gives, and
-    ``align_params`` decides about the parameters. ``FSDP_SHARD_ALIGNMENT`` (bytes) overrides it, on every rank.
+    only original parameters are aligned, not those in a flat parameter. ``FSDP_SHARD_ALIGNMENT`` (bytes) overrides it,
+    on every rank.
     """
     buckets: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
     for item in owned:
@@ -178,11 +179,12 @@ def build_handles(
             world_size=groups.shard_size,
             compute_dtype=precision.compute_dtype_of(dtype),
             reduce_dtype=precision.reduce_dtype_of(dtype),
-            param_alignment=ALIGNMENT if align_params or shard_alignment > 1 else 1,
+            param_alignment=ALIGNMENT if use_orig_params or shard_alignment > 1 else 1,
             shard_alignment=shard_alignment,
         )
         params = [item.param for item in members]
-        handles.append((FlatParamHandle.flatten(layout, params, groups, device, offload), members))
+        handle = FlatParamHandle.flatten(layout, params, groups, device, offload, with_whole=not use_orig_params)
+        handles.append((handle, members))
     return handles
 
 

@@ -146,18 +146,20 @@ def new_leaf(dtype: torch.dtype, device: torch.device, requires_grad: bool) -> t
 
 
 class CheckedLeaf(torch.Tensor):
-    """A parameter, or a view of one, that raises when its values are used while they are not there.
+    """A parameter, or a view of one, that raises when its values are used while they are not there, or written where
+    that would be lost.
 
-    ``explain`` returns the error's text, and None while the values are there. Views take it over.
+    ``explain``, told whether they are written, returns the error's text, and None where there is none. Views take it
+    over, and so does ``.data``.
     """
 
-    explain: Callable[[], str | None]
+    explain: Callable[[bool], str | None]
 
     @staticmethod
     def __new__(cls, data: torch.Tensor, requires_grad: bool) -> CheckedLeaf:
         leaf: Any = torch.Tensor._make_subclass(cls, data, requires_grad)
         leaf._is_param = True
-        leaf.explain = lambda: None
+        leaf.explain = lambda written: None
         return leaf
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -167,8 +169,9 @@ class CheckedLeaf(torch.Tensor):
         checked = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, cls)]
         is_view = getattr(func, "is_view", False)
         if not is_view:
+            written = [] if not func._schema.is_mutable else _written(func._schema, args, kwargs or {})
             for value in checked:
-                error = value.explain()
+                error = value.explain(any(value is other for other in written))
                 if error is not None:
                     raise RuntimeError(f"{func}: {error}")
         with torch._C._DisableTorchDispatch():
@@ -187,3 +190,10 @@ class CheckedLeaf(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CheckedLeaf(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation of this schema writes to."""
+    named = dict(zip((argument.name for argument in schema.arguments), args)) | kwargs
+    changed = [named.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return pytree.tree_leaves(changed)

@@ -7,15 +7,28 @@ ones), so that gradients are handed out the same way in both modes. This file al
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from fsdp.flat.flat_param import BufferState, FlatParamHandle, FullCopy, SlotBuffer, assign_grad, collect, point_at
+from fsdp.flat.flat_param import (
+    LOST_WRITE,
+    BufferState,
+    FlatParamHandle,
+    FullCopy,
+    SlotBuffer,
+    assign_grad,
+    collect,
+    parameter_views,
+    point_at,
+)
 from fsdp.flat.ownership import OwnedParam, Place, own_modules
+
+Marks = list[tuple[int, int]]  # of each visible parameter which one it is, and how often it was changed in place
 
 
 @dataclass(frozen=True)
@@ -77,6 +90,26 @@ class _AtRest:
         raise TypeError(f"cannot pickle a module: {self._handle.describe_sharded(self._index)}")
 
 
+class _InUnit:
+    """Stands in the ``__dict__`` of a module that owns parameters of a unit, where a copy of the module alone would not
+    have them: ``copy.deepcopy`` comes by here, unless the unit is being copied, and it is refused."""
+
+    ATTRIBUTE = "_fsdp_in_unit"
+
+    def __init__(self, views: _BucketViews, module: nn.Module, index: int) -> None:
+        self._views, self._kind, self._index = weakref.ref(views), type(module).__name__, index
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        views = self._views()
+        if views is not None and not views.shows_whole:
+            raise RuntimeError(
+                f"copy.deepcopy of a {self._kind} alone would be without its parameters: parameter "
+                f"{views.handle.name_of(self._index)!r} of {views.handle.unit_name} belongs to the unit. Copy the "
+                "wrapped model, copy.deepcopy(model), which copies shards; or copy inside summon_full_params(model), "
+                "which gives a plain module"
+            )
+
+
 class _Slot:
     """One registration: the dictionary that holds it, and what goes there."""
 
@@ -89,12 +122,23 @@ class _Slot:
         # A class with a __setattr__ of its own (torch's RNNs) keeps books that a dictionary write would pass by.
         self.plain = type(place.module).__setattr__ is nn.Module.__setattr__
 
+    def current(self) -> Any:
+        """What stands there now: users assign parameters, which ``nn.Module`` registers wherever we had put ours."""
+        registered = self.module._parameters.get(self.attribute)
+        return registered if registered is not None else self.owner.get(self.attribute)
+
     def put(self, value: Any) -> None:
         if not self.plain:
             setattr(self.module, self.attribute, value)
             for home in (self.module._parameters, self.module.__dict__):
                 home.pop(self.attribute, None)
+        elif self.owner is not self.module._parameters:
+            self.module._parameters.pop(self.attribute, None)
         self.owner[self.attribute] = value
+
+
+def _shape(tensor: torch.Tensor | None) -> torch.Size | None:
+    return tensor.shape if tensor is not None else None
 
 
 class _BucketViews:
@@ -105,13 +149,17 @@ class _BucketViews:
     def __init__(self, handle: FlatParamHandle, slots: list[_Slot]) -> None:
         self.handle = handle
         self._slots = slots
+        self._slots_of: dict[int, list[_Slot]] = {}  # by parameter of the layout
+        for slot in slots:
+            self._slots_of.setdefault(slot.index, []).append(slot)
         self._copy: FullCopy | None = None  # whose leaves the next line holds
         self._leaf_writes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in slots if slot.plain]
+        self._note_sharded()
         self._careful = [slot for slot in slots if not slot.plain]
         for slot in slots:
             if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
                 slot.module.__dict__["flatten_parameters"] = _keep_layout
+        self._in_unit: list[_InUnit] = []
         self._shown: list[nn.Parameter] | None = None
         self._drop: Callable[[], None] | None = None  # takes away what stands in for the parameters, if something does
         self._shown_values: list[torch.Tensor] = []
@@ -122,6 +170,22 @@ class _BucketViews:
         """Grows when a visible parameter is written in place; past it, through its ``.data`` for instance, nobody sees
         it."""
         return sum(visible.param._version for visible in self.visible)
+
+    def _note_sharded(self) -> None:
+        """``use_sharded`` is to register what the slots have now."""
+        self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in self._slots]
+
+    def marks(self) -> Marks:
+        """What ``changed_since`` compares with."""
+        if not self.check_writeback:
+            return []
+        return [(id(visible.param), visible.param._version) for visible in self.visible]
+
+    def changed_since(self, before: Marks) -> list[int]:
+        """The positions of the visible parameters that users have changed in place or replaced since these marks were
+        made. What they wrote through ``.data`` leaves none, as with plain parameters."""
+        now = self.marks()
+        return [] if now == before else [i for i, (one, other) in enumerate(zip(now, before)) if one != other]
 
     def grad(self, position: int) -> torch.Tensor | None:
         """The gradient that belongs to visible parameter ``position``."""
@@ -146,15 +210,42 @@ class _BucketViews:
         return [grad for grad in grads if grad is not None and grad.numel()]
 
     def use_leaves(self) -> None:
-        """The modules compute with the full parameters from here on."""
+        """The modules compute with the full parameters from here on.
+
+        What users have put in the place of what was registered is taken over; if a gather was started before, it
+        counts from the next one on.
+        """
         copy = self.handle.copy
         if copy is not self._copy:
             self._copy = copy
-            self._leaf_writes = [(s.owner, s.attribute, copy.leaves[s.index]) for s in self._slots if s.plain]
+            self._leaf_writes = [(s.owner, s.attribute, copy.leaves[s.index]) for s in self._slots]
+        if self.check_writeback and self._shown is None:
+            for (owner, attribute, leaf), (_, _, sharded) in zip(self._leaf_writes, self._sharded_writes):
+                current = owner.get(attribute)
+                if current is not sharded and current is not leaf:
+                    self.take_over()
+                    break
         for owner, attribute, leaf in self._leaf_writes:
             owner[attribute] = leaf
         for slot in self._careful:
             slot.put(copy.leaves[slot.index])
+
+    def _forbid_copies(self) -> None:
+        """Modules that own parameters of the bucket can be copied with their unit only, or while it is summoned."""
+        for module, index in {slot.module: slot.index for slot in self._slots}.items():
+            module.__dict__[_InUnit.ATTRIBUTE] = guard = _InUnit(self, module, index)
+            self._in_unit.append(guard)
+
+    def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
+        """The modules are about to be copied; ``handle`` is the copy of this one's. Says what to put for what is on
+        them."""
+        memo[id(self.handle.flat_param)] = handle.flat_param
+        memo.update({id(guard): None for guard in self._in_unit})
+
+    @property
+    def shows_whole(self) -> bool:
+        """Whether the parameters are summoned."""
+        return self._shown is not None
 
     @property
     def shows_grads(self) -> bool:
@@ -167,10 +258,87 @@ class _BucketViews:
             if slot.attribute in slot.module._parameters:
                 slot.module._parameters[slot.attribute] = None  # which nn.Module passes over, and which keeps the place
 
-    def collect_shown(self) -> None:
-        """While summoned: take over what users put in the place of the data that is shown."""
+    def take_over(self) -> None:
+        """Take over the values of what users have put in the place of parameters or of their data.
+
+        Raises:
+            RuntimeError: it cannot be, as it has another shape for instance. Nothing of that parameter is changed.
+            NotImplementedError: one registration of a shared parameter was replaced.
+        """
         if self._shown is not None:
-            collect(self._shown, self._shown_values)
+            with torch.no_grad():
+                for index, new in self._replaced():
+                    self._take_shown(index, new)
+                collect(self._shown, self._shown_values)
+
+    def _take_shown(self, index: int, new: torch.Tensor) -> None:
+        """``new`` is registered in the place of what is shown of parameter ``index``."""
+        value = self._shown_values[index]
+        self._check_fits(index, new, value, "the parameter shown has")
+        value.copy_(new)
+
+    def _replaced(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index, the user's) of each parameter that is not what we have registered."""
+        shown = self._shown
+        strange = {
+            slot.index: (slot.name, current)
+            for slot in self._slots
+            if (current := slot.current()) is not (slot.sharded if shown is None else shown[slot.index])
+            and current is not None  # the module has to do without
+            and not self.handle.is_leaf(current, slot.index)
+        }
+        for index, (name, new) in strange.items():
+            slots = self._slots_of[index]
+            if any(slot.current() is not new for slot in slots):
+                raise NotImplementedError(
+                    f"Cannot writeback {name!r}: it is one registration of a shared parameter "
+                    f"({', '.join(slot.name for slot in slots)}); change the parameter in place instead, or replace "
+                    "all of them by the same one"
+                )
+            if getattr(new, "_fsdp_flattened", False) and not getattr(new, "_fsdp_replaced", False):
+                raise RuntimeError(
+                    f"Cannot writeback {name!r} of {self.handle.unit_name}: it was replaced by "
+                    f"{getattr(new, '_fsdp_owner', 'a flat parameter')}, which is sharded already. Share parameters "
+                    "before wrapping"
+                )
+            yield index, new
+
+    def _check_fits(self, index: int, new: torch.Tensor, like: torch.Tensor, hint: str) -> None:
+        """Raises where ``new`` cannot stand for parameter ``index``, whose values lie in ``like``."""
+        name = f"{self.handle.layout.params[index].name!r} of {self.handle.unit_name}"
+        if not isinstance(new, nn.Parameter):
+            raise TypeError(f"Cannot writeback {name}: assign a torch.nn.Parameter, not a {type(new).__name__}")
+        if new.shape != like.shape:
+            raise RuntimeError(
+                f"Cannot writeback {name}: its shape became {tuple(new.shape)}, and {hint} {tuple(like.shape)}"
+            )
+        if (new.dtype, new.device.type) != (like.dtype, like.device.type):
+            raise RuntimeError(
+                f"Cannot writeback {name}: it became {new.dtype} on {new.device}, and is sharded as {like.dtype} on "
+                f"{like.device}. Move or cast the wrapped module instead, all of it: .to(), .half() and the like"
+            )
+
+    def check_leaves(self) -> None:
+        """To be called when a forward is over, while the leaves have their memory.
+
+        Raises:
+            RuntimeError: inside, something was written that goes with that memory.
+        """
+        if not self.check_writeback:
+            return
+        found = self.handle.copy.undo_writes()
+        if any(owner.get(attribute) is not leaf for owner, attribute, leaf in self._leaf_writes):
+            for slot in self._slots:
+                leaf, current = self.handle.leaves[slot.index], slot.current()
+                if current is not leaf and current is not None:
+                    found.append((slot.index, "replaced"))
+                    slot.put(leaf)
+        if found:
+            index, what = found[0]
+            raise RuntimeError(
+                f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} inside of a forward "
+                f"or backward, {LOST_WRITE}"
+            )
 
     def shown(self) -> list[tuple[str, nn.Parameter]]:
         """While summoned: (name in the unit, full parameter)."""
@@ -192,6 +360,11 @@ class _BucketViews:
         self._drop = drop
         self.unregister()
         home._parameters[name] = stand_in  # type: ignore[assignment]
+
+    @property
+    def has_stand_ins(self) -> bool:
+        """Whether stand-ins are registered."""
+        return self._drop is not None
 
     def drop_stand_ins(self) -> None:
         """Register what belongs there again; idempotent."""
@@ -260,6 +433,8 @@ class OriginalViews(_BucketViews):
             if handle.groups.sharded
         ]
         self._guard()
+        if handle.groups.sharded:
+            self._forbid_copies()
 
     def _guard(self) -> None:
         for pre_hooks, guard in self._guards:
@@ -278,9 +453,7 @@ class OriginalViews(_BucketViews):
         self._guard()
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
-        """The modules are about to be copied; ``handle`` is the copy of this one's. Says what to put for what is on
-        them."""
-        memo[id(self.handle.flat_param)] = handle.flat_param
+        super().announce_copies(handle, memo)
         for original in self._originals:
             copied: Any = torch.Tensor._make_subclass(type(original), original.detach()[:0], original.requires_grad)
             copied.__dict__.update(original.__dict__)
@@ -324,54 +497,55 @@ class OriginalViews(_BucketViews):
         return self._shown_grads is not None
 
     def grad(self, position: int) -> torch.Tensor | None:
-        return self._hidden_grads[position] if self._shown is not None else super().grad(position)
+        return self._hidden_grads[position] if self.shows_grads else super().grad(position)
 
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
-        if (
-            self._shown is not None
-        ):  # what is visible now has the full shape; its gradients, if shown, are another matter
+        if self._shown is not None:
             self._hidden_grads[position] = grad
-        else:
+        if not self.shows_grads:
             super().set_grad(position, grad)
 
     def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
-        """The originals hold ``values`` (in their true shapes), and ``grads`` or no gradient, until ``hide_full``."""
+        """The originals hold ``values`` (in their true shapes) until ``hide_full``, and ``grads``, or the gradients
+        that they have."""
         self._hidden_grads = [original.grad for original in self._originals]
         self._shown_values, self._shown_grads = values, grads
+        self.handle.copy.keeps_writes = True
         point_at(self._originals, values)
-        for position, original in enumerate(self._originals):
-            original.grad = grads[position] if grads is not None else None
+        for original, grad in zip(self._originals, grads or ()):
+            original.grad = None  # of another shape
+            original.grad = grad
         self._shown = self._originals
         self._register_shown(self._originals)
 
     def hide_full(self, *, write_grads: bool) -> None:
-        """Hold the shards again."""
-        self._shown = None
-        shown_grads = [original.grad for original in self._originals]
+        """Hold the shards again. Gradients that users have set meanwhile are taken over with ``write_grads``."""
+        shown_grads, with_grads = [original.grad for original in self._originals], self.shows_grads
+        self._shown = self._shown_grads = None
+        self.handle.copy.keeps_writes = self.handle.state is BufferState.RESIDENT
         for original in self._originals:
             original.grad = None
         self.handle.point_at_shard(self._originals)
-        for index, (original, hidden, shown) in enumerate(zip(self._originals, self._hidden_grads, shown_grads)):
-            self.set_grad(index, hidden)
-            if self._shown_grads is None or not write_grads or self.visible[index].absent:
+        for index, (hidden, shown) in enumerate(zip(self._hidden_grads, shown_grads)):
+            sharded = self.visible[index].param.shape
+            if not with_grads and (shown is hidden or shown is None or shown.shape in (sharded, _shape(hidden))):
+                self.set_grad(index, shown)
                 continue
-            if shown is None:
-                original.grad = None
-            elif self.handle.groups.sharded:
-                piece = self.handle.layout.pieces(self.handle.groups.shard_rank)[index]
-                record = self.handle.layout.params[index]
-                in_memory_order = torch.empty_strided(
-                    record.shape, record.stride, dtype=shown.dtype, device=shown.device
-                )
-                part = in_memory_order.copy_(shown).as_strided((record.numel,), (1,))[piece.start : piece.end]
-                if hidden is None:
-                    original.grad = part.clone()
-                else:
-                    hidden.copy_(part)
-            else:
-                original.grad = shown
-        self._hidden_grads, self._shown_values, self._shown_grads = [], [], None
+            self.set_grad(index, hidden)
+            if write_grads and not self.visible[index].absent:
+                self._take_grad(index, shown)
+        self._hidden_grads, self._shown_values = [], []
         self.use_sharded()
+
+    def _take_grad(self, index: int, whole: torch.Tensor | None) -> None:
+        """Make this rank's part of a gradient in full shape that of original ``index``."""
+        original = self._originals[index]
+        if whole is None or not self.handle.groups.sharded:
+            original.grad = whole
+        elif original.grad is None:
+            original.grad = self.handle.part_of(index, whole).clone()
+        else:
+            original.grad.copy_(self.handle.part_of(index, whole))
 
     def _register_shown(self, shown: list[nn.Parameter]) -> None:
         super().use_sharded()  # the same objects
@@ -381,49 +555,53 @@ class OriginalViews(_BucketViews):
         """Follow what the user did to the parameters since the last forward; True if some ``requires_grad`` changed.
 
         Raises:
-            RuntimeError: a parameter was replaced by one of another shape.
-            NotImplementedError: one registration of a shared parameter was replaced.
+            RuntimeError, NotImplementedError: see ``take_over``.
         """
         self.drop_stand_ins()  # left there by something that raised
         if self.check_writeback:
-            self._write_back()
+            self.take_over()
         changed = False
         for index, (original, leaf) in enumerate(zip(self._originals, self.handle.leaves)):
             if original.requires_grad is not leaf.requires_grad:
                 self.handle.set_requires_grad(index, original.requires_grad)
-                if not original.requires_grad:
-                    original.grad = None
                 changed = True
         if changed:
             self.handle.flat_param.requires_grad_(any(original.requires_grad for original in self._originals))
         return changed
 
-    def _write_back(self) -> None:
-        for index, item in enumerate(self._owned):
-            for place in item.places:
-                current = place.module._parameters.get(place.attribute)
-                if current is not item.param and current is not None and not self.handle.is_leaf(current, index):
-                    if len(item.places) > 1:
-                        raise NotImplementedError(
-                            f"Cannot writeback {place.name!r}: it is one registration of a shared parameter "
-                            f"({', '.join(other.name for other in item.places)}); change the parameter in place instead"
-                        )
-                    self._copy_into_shard(index, current)
-                    place.module._parameters[place.attribute] = item.param
-            if item.param.data_ptr() != self._pointers[index]:
-                self._copy_into_shard(index, item.param)
-
-    def _copy_into_shard(self, index: int, new: torch.Tensor) -> None:
-        target = self.handle.sharded_views(self.handle.shard)[index]
-        if new.shape != target.shape:
-            raise RuntimeError(
-                f"Cannot writeback {self._owned[index].name!r}: its shape became {tuple(new.shape)}, and this rank's "
-                f"part of it has {tuple(target.shape)}. Between steps a parameter may be given new values of the shape "
-                "it has then"
-            )
+    def take_over(self) -> None:
+        super().take_over()
+        if self._shown is not None:
+            return
+        part = "this rank's part of it has"
         with torch.no_grad():
-            target.copy_(new)
-        point_at([self._originals[index]], [target])
+            for index, new in self._replaced():
+                target = self.handle.sharded_views(self.handle.shard)[index]
+                self._check_fits(index, new, target, part)
+                target.copy_(new)
+                self._adopt(index, new, target)
+            for index, (original, pointer) in enumerate(zip(self._originals, self._pointers)):
+                if original.data_ptr() != pointer:
+                    target = self.handle.sharded_views(self.handle.shard)[index]
+                    self._check_fits(index, original, target, part)
+                    target.copy_(original)
+                    point_at([original], [target])
+
+    def _take_shown(self, index: int, new: torch.Tensor) -> None:
+        super()._take_shown(index, new)
+        self._adopt(index, new, self._shown_values[index])
+
+    def _adopt(self, index: int, new: Any, data: torch.Tensor) -> None:
+        """``new`` is the user's parameter from here on, over ``data``; the one before is a tensor of its own."""
+        old: Any = self._originals[index]
+        new._fsdp_owner, new._fsdp_flattened, new._fsdp_replaced = old._fsdp_owner, True, False
+        old._fsdp_flattened, old._fsdp_replaced = False, True
+        point_at([old, new], [old.data.clone(), data])
+        self._originals[index] = self._owned[index].param = new
+        self.visible[index] = replace(self.visible[index], param=new)
+        for slot in self._slots_of[index]:
+            slot.sharded = new
+        self._note_sharded()
 
 
 class FlatViews(_BucketViews):
@@ -449,10 +627,12 @@ class FlatViews(_BucketViews):
             count += 1
             name = f"_flat_param_{count}"
         self._home, self._name = module, name
+        self._requires_grad = handle.flat_param.requires_grad  # as users were last told
         module._parameters[name] = handle.flat_param
         self.visible = [Visible(name, handle.flat_param, range(len(handle.leaves)), False)]
         self._runs = handle.layout.shard_runs(handle.groups.shard_rank)
         super().__init__(handle, slots)
+        self._forbid_copies()
         self.use_sharded()
 
     def _resting(self, handle: FlatParamHandle) -> list[torch.Tensor]:
@@ -465,7 +645,7 @@ class FlatViews(_BucketViews):
         return [ShardedPlaceholder(handle, index) for index in range(len(handle.leaves))]
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
-        memo[id(self.handle.flat_param)] = handle.flat_param
+        super().announce_copies(handle, memo)
         for slot in self._slots:
             memo[id(slot.sharded)] = slot.sharded  # until it is replaced
 
@@ -480,15 +660,49 @@ class FlatViews(_BucketViews):
     def show_full(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """New parameters with ``values`` (in their true shapes) are registered under the original names."""
         self._shown_values = values
+        self.handle.copy.keeps_writes = True
         requires_grad = self.handle.flat_param.requires_grad
         self._shown = [nn.Parameter(value, requires_grad=requires_grad) for value in values]
         self._register_shown(self._shown)
 
+    def _take_shown(self, index: int, new: Any) -> None:
+        super()._take_shown(index, new)
+        assert self._shown is not None
+        if new is not self._shown[index]:
+            self._drop_grad(index)
+        self._shown[index] = new
+
+    def _drop_grad(self, index: int) -> None:
+        """Parameter ``index`` is another one from here on, which has no gradient."""
+        grad = self.handle.flat_param.grad
+        if grad is not None:
+            sharded = grad.shape == self.handle.shard.shape
+            views = self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad)
+            views[index].zero_()
+
     def hide_full(self, *, write_grads: bool) -> None:
-        """The flat parameter is registered again."""
+        """The flat parameter is registered again.
+
+        Raises:
+            RuntimeError: some of what was shown was frozen or unfrozen, and some not.
+        """
+        flags = {param.requires_grad for param in self._shown or ()}
         self._shown, self._shown_values = None, []
+        self.handle.copy.keeps_writes = self.handle.state is BufferState.RESIDENT
         self._unregister_originals()
         self.use_resting()
+        self._follow_flags(flags)
+
+    def _follow_flags(self, flags: set[bool]) -> None:
+        """``flags``: those of what stands for the parameters. The flat parameter has one for all of them."""
+        if len(flags) > 1:
+            raise RuntimeError(
+                f"{', '.join(repr(record.name) for record in self.handle.layout.params)} of {self.handle.unit_name} "
+                "are one flat parameter, and so are frozen or unfrozen together: by requires_grad_() on all of them "
+                "or on the flat parameter. Pass use_orig_params=True to freeze them one by one"
+            )
+        if flags:
+            self.handle.flat_param.requires_grad_(flags.pop())
 
     def _unregister_originals(self) -> None:
         for slot in self._slots:
@@ -524,6 +738,8 @@ class FlatViews(_BucketViews):
         if self._shown is not None:  # a forward inside: the plain attributes come before registered parameters
             self._unregister_originals()
         super().use_leaves()
+        assert self.handle.copy.whole is not None
+        self._home._parameters[self._name] = self.handle.copy.whole
 
     def unregister(self) -> None:
         self._home._parameters[self._name] = None
@@ -534,7 +750,7 @@ class FlatViews(_BucketViews):
         resting = self._resting(self.handle)
         for slot in self._slots:
             slot.sharded = resting[slot.index]
-        self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in self._slots if slot.plain]
+        self._note_sharded()
         self.use_sharded()
 
     def use_resting(self) -> None:
@@ -555,16 +771,41 @@ class FlatViews(_BucketViews):
     def refresh(self) -> bool:
         self.drop_stand_ins()  # left there by something that raised
         if self.check_writeback:
-            self.handle.write_back_flat()
+            self.take_over()
         wanted = self.handle.flat_param.requires_grad
         changed = False
-        for index, leaf in enumerate(self.handle.leaves):
+        for index, leaf in enumerate(self.handle.copy.all_leaves):
             if leaf.requires_grad is not wanted:
                 self.handle.set_requires_grad(index, wanted)
                 changed = True
-        if changed and not wanted:
-            self.handle.flat_param.grad = None
+        if changed:
+            for slot in self._slots:
+                slot.sharded.requires_grad_(wanted)
+        self._requires_grad = wanted
         return changed
+
+    def take_over(self) -> None:
+        super().take_over()
+        if self._shown is not None:
+            return
+        self.handle.write_back_flat()
+        with torch.no_grad():
+            for index, new in self._replaced():
+                slots = self._slots_of[index]
+                self._check_fits(index, new, slots[0].sharded, "the parameter has")
+                self.handle.sharded_views(self.handle.shard)[index].copy_(self.handle.part_of(index, new))
+                torch.autograd.graph.increment_version(self.handle.flat_param)  # as that of another parameter
+                self._drop_grad(index)
+                for slot in slots:
+                    slot.put(slot.sharded)
+            if not self.handle.groups.sharded:  # then they have values, of which users may have changed the data
+                resting = [slots[0].sharded for slots in self._slots_of.values()]
+                values = self.handle.sharded_views(self.handle.shard)
+                collect(resting, values)
+                point_at(resting, values)
+        flags = {slot.sharded.requires_grad for slot in self._slots}
+        if flags != {self._requires_grad}:
+            self._follow_flags(flags)
 
 
 BucketViews = OriginalViews | FlatViews

@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from fsdp.flat.views import Marks
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
 
@@ -68,14 +69,18 @@ class ForwardCall:
     Attributes:
         full_precision: in which copy of the parameters its graph lies.
         start: the sequence number of its first graph node.
+        marks: by bucket, what tells whether a parameter was changed since; see ``marks`` of the buckets' views.
         outer: the call inside which it was made, of the unit around.
         entered: where a backward entered it; None before that, and once the backward is behind it.
     """
 
-    __slots__ = ("__weakref__", "_runs", "context", "entered", "full_precision", "outer", "start", "unit")
+    __slots__ = ("__weakref__", "_runs", "context", "entered", "full_precision", "marks", "outer", "start", "unit")
 
-    def __init__(self, unit: CalledUnit, context: RootContext, start: int, *, full_precision: bool) -> None:
+    def __init__(
+        self, unit: CalledUnit, context: RootContext, start: int, marks: list[Marks], *, full_precision: bool
+    ) -> None:
         self.unit = unit
+        self.marks = marks
         self.context = context
         self.start = start
         self.full_precision = full_precision

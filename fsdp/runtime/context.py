@@ -96,6 +96,8 @@ class TreeUnit(Protocol):
 
     def refresh(self, context: RootContext) -> None: ...
 
+    def follow_parameters(self) -> None: ...
+
     def renew_accumulators(self) -> None: ...
 
     def gather(self, context: RootContext) -> None: ...
@@ -308,6 +310,8 @@ class RootContext:
 
     def _clear(self) -> None:
         """Wait for what a failed pass left under way."""
+        for unit in self.units:
+            unit.follow_parameters()  # what users have put on the modules since, before ours is put there again
         self.reset()
         with self.joined():
             for unit in self.units:

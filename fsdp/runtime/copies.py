@@ -23,13 +23,18 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     A communication hook, with its state, is shared.
 
     Raises:
-        RuntimeError: ``unit`` runs, or is shown whole.
+        RuntimeError: ``unit`` runs, or is shown whole, or its state dict is being made.
     """
     if unit.phase is not Phase.IDLE:
         raise RuntimeError(
             f"{unit.name} is in {unit.phase.name}: a wrapped model can be copied only while it does not run, and "
             "outside of summon_full_params()"
         )
+    if any(views.has_stand_ins for views in unit.views):
+        raise RuntimeError(
+            f"the state dict of {unit.name} is being made: a wrapped model cannot be copied in its hooks"
+        )
+    unit.follow_parameters()
     for group in (unit.groups.shard, unit.groups.replica):
         memo[id(group)] = group
     handles = [handle.clone() for handle in unit.handles]

@@ -59,18 +59,26 @@ def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) ->
         yield
 
 
+def is_device(device: torch.device) -> bool:
+    """Whether ``device`` has memory of its own, apart from the host's."""
+    return device.type != "cpu"
+
+
 @contextlib.contextmanager
 def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Iterator[None]:
+    unit.follow_parameters()
     with torch.no_grad():
         full_grads = _gather_grads(unit) if options.with_grads else None
         unit.show_full(context)
-    offloaded = options.offload_to_cpu and unit.device.type != "cpu"
+    offloaded = options.offload_to_cpu and is_device(unit.device)
     shown = not options.rank0_only or unit.groups.shard_rank == 0 or not unit.groups.sharded
-    values = [handle.full.cpu() if offloaded else handle.full for handle in unit.handles] if shown else []
-    if offloaded or options.rank0_only:
-        unit.refuse_forwards()
+    values = (
+        [handle.full.to("cpu", copy=True) if offloaded else handle.full for handle in unit.handles] if shown else []
+    )
     if offloaded or not shown:
         unit.release_shown(context)
+    elif options.rank0_only:
+        unit.refuse_forwards()
     try:
         for position, (handle, views, value) in enumerate(zip(unit.handles, unit.views, values)):
             grads = None if full_grads is None else full_grads[position]
@@ -87,7 +95,7 @@ def _hide(handle: FlatParamHandle, views: BucketViews, value: torch.Tensor, opti
     """Hold the shards again, with what was changed in ``value``, the full vector that was shown."""
     try:
         if options.writeback or not handle.groups.sharded:
-            views.collect_shown()
+            views.take_over()
     finally:
         views.hide_full(write_grads=options.writeback or not handle.groups.sharded)
     if (options.writeback or not handle.groups.sharded) and handle.state is not BufferState.RESIDENT:

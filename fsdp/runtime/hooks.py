@@ -12,8 +12,8 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,27 +84,57 @@ def on_accumulated(leaf: torch.Tensor, door: Callable[[torch.Tensor], None]) -> 
     return leaf.register_post_accumulate_grad_hook(door)
 
 
-_seen_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+class Stepped(Protocol):
+    """What optimizers step the parameters of: a unit."""
+
+    def visible_params(self) -> Iterator[torch.Tensor]: ...
+
+    def before_step(self) -> None: ...
+
+
+_stepped: weakref.WeakSet[Stepped] = weakref.WeakSet()
+# of each optimizer the number of its parameters when that was last looked at, and what it steps
+_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Stepped]]]] = weakref.WeakKeyDictionary()
+
+
+def watch_optimizers(unit: Stepped) -> None:
+    """From now on, ``unit`` is told before each step of an optimizer that has some of its parameters. And there is a
+    warning at the first step of each optimizer that holds parameters which no module has any more."""
+    _stepped.add(unit)
+    _register_step_hook()
 
 
 @functools.cache
-def watch_optimizers() -> None:
-    """From now on, warn at the first step of each optimizer that holds parameters which no module has any more."""
-    register_optimizer_step_pre_hook(_look_at_optimizer)
+def _register_step_hook() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _look_at_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _seen_optimizers:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling() or current_backward() != NO_BACKWARD:
         return
-    _seen_optimizers.add(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = _optimizers.get(optimizer)
+    if known is None or known[0] != count:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if known is None:
+            _warn_of_stale(optimizer, params)
+        ids = {id(param) for param in params}
+        found = [weakref.ref(unit) for unit in _stepped if any(id(param) in ids for param in unit.visible_params())]
+        known = _optimizers[optimizer] = (count, found)
+    for unit_ref in known[1]:
+        unit = unit_ref()
+        if unit is not None:
+            unit.before_step()
+
+
+def _warn_of_stale(optimizer: Optimizer, params: list[Any]) -> None:
     stale = [param._fsdp_owner for param in params if getattr(param, "_fsdp_replaced", False)]
     if stale:
         warnings.warn(
             f"{type(optimizer).__name__} holds {len(stale)} of {len(params)} parameters from before they were wrapped, "
             f"the first one {stale[0]}, and steps nothing with them: no optimizer holds the flat parameters that took "
             "their place. Build the optimizer from the wrapped module's parameters(), or pass use_orig_params=True",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

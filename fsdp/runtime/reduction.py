@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
 from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import Streams
-from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer
+from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer, parameter_views
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.comm_hook import CommHook
 
@@ -114,6 +114,7 @@ class BucketGradients:
         self._exposed: list[TensorWeakRef] = []
         self._exposed_shapes: list[torch.Size] = []
         self._exposed_version = 0
+        self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
         self._parked: list[torch.Tensor | None] = []  # sharded gradients that the accumulator hides
 
     @property
@@ -176,8 +177,12 @@ class BucketGradients:
             self._target = SlotBuffer(layout, empty)
 
     def add(self, index: int, grad: torch.Tensor) -> None:
-        """Put the gradient of leaf ``index`` into its slot."""
+        """Put the gradient of leaf ``index`` into its slot; of the whole vector's leaf, into all slots."""
         assert self._target is not None
+        if index == len(self._target.slots):
+            for each, part in enumerate(parameter_views(self.handle.layout, grad.to_dense().contiguous())):
+                self.add(each, part)
+            return
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         slot = self._target.slots[index]
@@ -192,7 +197,7 @@ class BucketGradients:
         source = self._seal()
         if self._continues:
             self._conceal()
-        sharded = self.handle.groups.sharded
+        sharded, adopted = self.handle.groups.sharded, self._adopted
         shard = source.flat
         if sharded:
             shard = torch.empty(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
@@ -218,11 +223,11 @@ class BucketGradients:
 
         def finish() -> None:
             if offloaded is None:
-                self._attach(shard)
+                self._attach(shard, adopted)
             else:
                 grad, there = offloaded
                 with streams.on_host(there):
-                    self._attach(grad)
+                    self._attach(grad, adopted)
 
         queue.add(pending, source, bounded=sharded, at_once=self._is_awaited, finish=finish)
 
@@ -239,7 +244,7 @@ class BucketGradients:
             return
         for visible in self.views.visible:
             param: Any = visible.param
-            if visible.absent or param.grad is None:
+            if visible.absent or param.grad is None or not param.requires_grad:
                 continue
             for hook in tuple((param._post_accumulate_grad_hooks or {}).values()):
                 hook(param)
@@ -312,9 +317,10 @@ class BucketGradients:
     def _adopt(self) -> torch.Tensor | None:
         """What became of the accumulator while it was visible: the flat vector, or None if nothing is left of it.
 
-        Notes in ``_written`` what is still in it.
+        Notes in ``_written`` and ``_adopted`` what is still in it.
         """
         kept = self._visible_accumulator()
+        self._adopted = {position for position, _ in kept}
         if not kept:
             self._exposed, self._parked = [], []
             return None
@@ -324,15 +330,16 @@ class BucketGradients:
             if grad is exposed[position]:
                 accumulator = grad if grad._base is None else grad._base
         touched = accumulator is not None and accumulator._version != self._exposed_version
-        positions = {position for position, _ in kept}
         for position, grad in kept:
             parked = self._parked[position]
-            if touched and parked is not None:  # zeroed in place: then the hidden part goes as well
+            if grad is not exposed[position]:  # the user's own, in place of all that was accumulated
+                self._parked[position] = None
+            elif touched and parked is not None:  # zeroed in place: then the hidden part goes as well
                 parked.masked_fill_(grad.any().logical_not(), 0)
             for member in self.views.visible[position].members:
                 self._written[member] = True
         for position in range(len(exposed)):
-            if position not in positions:
+            if position not in self._adopted:
                 self._parked[position] = None
         held = any(grad is not None and self.views.grad(p) is not grad for p, grad in enumerate(exposed))
         if accumulator is None or held or len(kept) > sum(grad is exposed[position] for position, grad in kept):
@@ -353,14 +360,18 @@ class BucketGradients:
                 self.views.set_grad(position, parked)
         self._exposed, self._parked = [], []
 
-    def _attach(self, shard: torch.Tensor) -> None:
-        """Make the reduced gradient visible, or add it, in the parameter's dtype, to what is there."""
+    def _attach(self, shard: torch.Tensor, adopted: set[int]) -> None:
+        """Make the reduced gradient visible, or add it, in the parameter's dtype, to what is there.
+
+        ``adopted``: the positions with gradients accumulated before this backward.
+        """
         present, added = [], []
         grads = self.views.sharded_grads(shard.to(self.dtype))
         wide = self.views.sharded_grads(shard.to(self.handle.layout.dtype)) if self._keep_low_precision else grads
         for position, grad in enumerate(grads):
             visible = self.views.visible[position]
-            if visible.absent or not visible.param.requires_grad:
+            frozen = not visible.param.requires_grad and position not in adopted
+            if visible.absent or frozen:  # what was accumulated before it was frozen is still its gradient
                 continue
             current = self.views.grad(position)
             if current is None:

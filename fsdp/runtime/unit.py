@@ -37,6 +37,15 @@ class Phase(Enum):
     SUMMONED = auto()  # its parameters are shown whole; forwards inside leave it so
 
 
+class Summoned(Enum):
+    """Where its parameters are shown whole."""
+
+    NOWHERE = auto()
+    HERE = auto()  # in the full buffers, on all ranks: forwards inside compute with them
+    HERE_ALONE = auto()  # in the full buffers, but not on other ranks
+    ELSEWHERE = auto()  # in other memory, or on other ranks: the full buffers are released
+
+
 class Unit:
     """One wrapped module and the parameters it owns.
 
@@ -81,9 +90,8 @@ class Unit:
         self._context: Callable[[], RootContext | None] = lambda: None
         self._communicator: Communicator | None = None
         self._phase = Phase.IDLE
-        self._shown = False  # summoned: the full buffers are what users see
+        self._summoned = Summoned.NOWHERE
         self._in_output = False  # the last forward returned (a view of) a parameter, which must stay readable
-        self._refuses_forward = False  # summoned into other memory, or on other ranks
         self._depth = 0  # forwards of this unit under way
         self._generation = -1  # of the context, when the full buffers were last filled
         self._kept_version: int | None = None  # of the shards, where an unsynchronised backward left them gathered
@@ -95,6 +103,7 @@ class Unit:
         # (bucket, index) and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[tuple[int, int], Any]] = {}
         self._watch_leaves()
+        hooks.watch_optimizers(self)
         for handle in self.handles:
             handle.cast_to = functools.partial(_cast, self.ref, weakref.ref(handle))
 
@@ -358,6 +367,7 @@ class Unit:
             raise AssertionError(
                 f"{self.name} is in {self._phase.name}: Cannot manually unshard parameters during forward/backward"
             )
+        self.follow_parameters()
         if self._gathers:
             if not self.is_gathered:
                 context.make_room(self)
@@ -384,20 +394,25 @@ class Unit:
             self.gather(context)
             for handle in self.handles:
                 handle.wait()
-        self._shown = True
+        self._summoned = Summoned.HERE
         self._phase = Phase.SUMMONED
+
+    @property
+    def _shown(self) -> bool:
+        """Whether the full buffers are what users see."""
+        return self._summoned in (Summoned.HERE, Summoned.HERE_ALONE)
 
     def refuse_forwards(self) -> None:
         """Until ``end_show``: not every rank's device has the full parameters."""
-        self._refuses_forward = True
+        self._summoned = Summoned.HERE_ALONE
 
     def release_shown(self, context: RootContext) -> None:
-        """The values are shown in other memory, or on other ranks: give the buffers back."""
-        self._shown = False
+        """The values are shown in other memory, or on other ranks: give the buffers back, and run no forwards."""
+        self._summoned = Summoned.ELSEWHERE
         self.reshard(context)
 
     def end_show(self, context: RootContext) -> None:
-        self._shown = self._refuses_forward = False
+        self._summoned = Summoned.NOWHERE
         self._phase = Phase.IDLE
         self.reshard(context)
         context.settle_offloaded()
@@ -450,7 +465,7 @@ class Unit:
 
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
         """Gather, and gather ahead; returns the call to hand to ``post_forward``, and the inputs, cast."""
-        if self._refuses_forward:
+        if self._summoned in (Summoned.HERE_ALONE, Summoned.ELSEWHERE):
             raise RuntimeError(
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
                 "parameters are not on every rank's device. Run it outside, or summon without these options"
@@ -476,7 +491,8 @@ class Unit:
             if self is context.root:
                 for handle in self.handles:
                     handle.copy.note_holders()
-            return ForwardCall(self, context, start, full_precision=full_precision), inputs
+            marks = [views.marks() for views in self.views]
+            return ForwardCall(self, context, start, marks, full_precision=full_precision), inputs
         except BaseException:
             self.abort_forward(context)
             raise
@@ -491,6 +507,8 @@ class Unit:
 
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
         """Reshard unless the backward follows at once, and hook the outputs; returns them."""
+        for view in self.views:
+            view.check_leaves()
         if not self._shown and not self.precision.wants_full:
             output = self.precision.cast_outputs(output)
         outputs = list(tensors_in(output))
@@ -570,13 +588,27 @@ class Unit:
         context.enter_backward(self)
         self._compute_in(context, call.full_precision)
         self._open_calls.add(call)
-        self._expect()
+        expected = self._expect()
         call.enter()
         if self is not context.root:
             context.root.reshard_unheld(context)
         self.unshard(context, refill=False)
+        self._check_unchanged(call, expected)  # what was replaced has been taken over by now
         self._phase = Phase.BACKWARD
         context.gather_ahead(self)
+
+    def _check_unchanged(self, call: ForwardCall, expected: set[tuple[int, int]]) -> None:
+        """Raises RuntimeError if a parameter that this backward computes the gradient of is not what it was in
+        ``call``, as autograd does for plain ones."""
+        for bucket, (views, before) in enumerate(zip(self.views, call.marks)):
+            for position in views.changed_since(before):
+                visible = views.visible[position]
+                if any((bucket, member) in expected for member in visible.members):
+                    raise RuntimeError(
+                        f"{visible.name!r} of {self.name} was changed in place, or replaced, between a forward and its "
+                        "backward, which would compute with other values than the forward did. Change parameters, and "
+                        "step optimizers, after the backward; or run the forward again"
+                    )
 
     def _expect(self) -> set[tuple[int, int]]:
         """The leaves that the running graph task has still to deliver; found out when it is first seen."""
@@ -597,14 +629,14 @@ class Unit:
         bucket, index = key
         if self.handles[bucket].state not in (BufferState.UNSHARDED, BufferState.RESIDENT):
             raise RuntimeError(
-                f"a backward reached parameter {self.handles[bucket].layout.params[index].name!r} of {self.name} while "
+                f"a backward reached parameter {self.handles[bucket].name_of(index)!r} of {self.name} while "
                 "its values were sharded, before it reached an output of the wrapped module: through a tensor that the "
                 "forward stored, or that a hook took. Return that tensor, or mark it inside the forward by "
                 "fsdp.mark_side_output(tensor)"
             )
         if grad.requires_grad:
             raise RuntimeError(
-                f"the gradient of parameter {self.handles[bucket].layout.params[index].name!r} of {self.name} requires "
+                f"the gradient of parameter {self.handles[bucket].name_of(index)!r} of {self.name} requires "
                 "grad itself: gradients of gradients (create_graph=True) of sharded parameters are not supported. "
                 "Compute such terms on the plain module"
             )
@@ -673,9 +705,10 @@ class Unit:
     def _reduce(self, context: RootContext, ticket: Ticket | None) -> None:
         """Start to reduce what this backward has written so far, and zeros where that is nothing."""
         for bucket, gradients in enumerate(self.gradients):
-            if not gradients.trainable:
-                continue
-            if not gradients.is_open:  # unused, but not by all: zeros, on every rank alike
+            if not gradients.is_open:
+                if not (gradients.trainable or gradients.accumulates):
+                    continue
+                # unused, but not by all: zeros, on every rank alike; or frozen after a backward without synchronisation
                 gradients.open(context.reductions, synchronize=True)
             assert self._communicator is not None
             gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"), ticket)
@@ -718,7 +751,7 @@ class Unit:
 
     @property
     def _resting_phase(self) -> Phase:
-        return Phase.SUMMONED if self._shown else Phase.IDLE
+        return Phase.IDLE if self._summoned is Summoned.NOWHERE else Phase.SUMMONED
 
     def refresh(self, context: RootContext) -> None:
         """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
@@ -726,13 +759,17 @@ class Unit:
             self._compute_in(context, self.precision.wants_full)
         self.follow_parameters()
 
+    def visible_params(self) -> Iterator[torch.Tensor]:
+        """What optimizers hold of it."""
+        return (visible.param for views in self.views for visible in views.visible)
+
+    def before_step(self) -> None:
+        """An optimizer is about to change the shards."""
+        if self._phase is Phase.IDLE:
+            self.follow_parameters()
+
     def follow_parameters(self) -> None:
         """Follow what the user did to the visible parameters."""
-        if self._shown:
-            with torch.no_grad():
-                for view in self.views:
-                    view.collect_shown()
-            return  # the rest is written back when it is hidden
         changed = [view.refresh() for view in self.views]
         if any(changed):
             self._watch_leaves()

@@ -1,0 +1,436 @@
+"""What users write is kept: parameters and gradients replaced, frozen, changed in place and copied, at every moment
+between construction and exit, with the numbers of a plain model to which the same is done, or an error that says what
+to do."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.api import TrainingState
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_gradients, wrap
+
+FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+Mode = tuple[ShardingStrategy, bool]
+MODES: list[Mode] = list(itertools.product((FULL, GRAD_OP, NONE), (False, True)))
+summon = FullyShardedDataParallel.summon_full_params
+
+
+class Layer(nn.Module):
+    """A linear layer in whose forward something can be done."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.inside: Callable[[], Any] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside()
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Two layers that become units, and a root with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(5, 7), Layer(7, 4)])
+        self.head = nn.Linear(4, 3)
+        self.penalty = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = self.head(x)
+        if self.penalty:
+            own = [param for name, param in self.named_parameters() if "layers" not in name]  # units of their own
+            assert {param.dtype for param in own} == {x.dtype}
+            x = x + self.penalty * sum(param.square().sum() for param in own)
+        return x
+
+
+def build() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def pair(mode: Mode, **options: Any) -> tuple[Net, FullyShardedDataParallel]:
+    return build(), wrap(build(), *mode, wrap_policy=ModuleWrapPolicy({Layer}), **options)
+
+
+def layer_of(model: nn.Module, index: int) -> Any:
+    layer = model.layers[index]
+    return layer.module if isinstance(layer, FullyShardedDataParallel) else layer
+
+
+def batch(seed: int = 0) -> Tensor:
+    """The same on every rank, so that the mean of the gradients is each of them."""
+    return torch.randn(2, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
+    return model(batch(seed)).square().mean()
+
+
+def step(model: nn.Module, seed: int = 0) -> Tensor:
+    """What a step computes; the gradients are those that there are already, and this batch's."""
+    loss = loss_of(model, seed)
+    loss.backward()
+    torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5).step()
+    model.zero_grad()
+    return loss.detach()
+
+
+def assert_alike(model: nn.Module, plain: nn.Module, what: str) -> None:
+    assert_bit_equal(model.state_dict(), plain.state_dict(), what)
+    assert torch.equal(step(model, 1), step(plain, 1)), what
+    assert_bit_equal(model.state_dict(), plain.state_dict(), f"{what}, one step on")
+
+
+def part_of(model: nn.Module, param: Any, name: str, value: Tensor) -> Tensor:
+    """What `param`, which stands on the model for the parameter `name`, has of its `value`."""
+    if param.shape == value.shape:
+        return value
+    for unit in fsdp.shard_info(model):
+        for bucket in unit.buckets:
+            for record, piece in zip(bucket.layout.params, bucket.pieces):
+                if unit.full_name(record) == name:
+                    return value.flatten()[piece.start : piece.end]
+    raise KeyError(name)
+
+
+def describe(mode: Mode) -> str:
+    return f"{mode[0].name}, use_orig_params={mode[1]}"
+
+
+# -- one by one --------------------------------------------------------------------------------------------------------
+
+
+def _penalty() -> None:
+    for mode in MODES:
+        plain, model = pair(mode)
+        plain.penalty = model.module.penalty = 0.1
+        torch.testing.assert_close(step(model), step(plain))
+        with model.no_sync():
+            loss_of(model, 3).backward()
+        loss_of(model, 4).backward()
+        for seed in (3, 4):
+            loss_of(plain, seed).backward()
+        torch.testing.assert_close(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()})
+        precision = MixedPrecision(torch.bfloat16, cast_root_forward_inputs=True)
+        _, model = pair(mode, mixed_precision=precision)
+        model.module.penalty = 0.1  # the forward asserts its parameters' dtype
+        step(model)
+        with summon(model):  # where it is the parameters' own
+            model(batch())
+
+
+def test_forward_can_use_all_of_its_parameters() -> None:
+    """FD04: `self.parameters()` inside of a forward: whole, in the compute dtype, and with gradients."""
+    run_ranks(2, _penalty)
+
+
+def _adversarial() -> None:
+    for mode, synchronize in itertools.product(MODES, (True, False)):
+        plain, model = pair(mode)
+        what = f"{describe(mode)}, synchronize={synchronize}"
+        for net in (plain, model):
+            own = list(layer_of(net, 0).parameters())
+            with contextlib.nullcontext() if net is plain or synchronize else net.no_sync():
+                loss_of(net, 0).backward()
+            for param in own:
+                param.requires_grad_(False)
+            loss_of(net, 1).backward()
+            for param in own:
+                param.requires_grad_(True)
+            loss_of(net, 2).backward()
+        assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, what)
+        for net in (plain, model):
+            torch.optim.SGD(net.parameters(), lr=0.5).step()
+            net.zero_grad()
+        assert_bit_equal(model.state_dict(), plain.state_dict(), what)
+
+
+def test_what_is_frozen_keeps_its_gradient() -> None:
+    """FD05: a backward, frozen for another one, unfrozen, a third one."""
+    run_ranks(2, _adversarial)
+
+
+def _replace_in_forward(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach() * 0.5)
+
+
+def _give_data(linear: nn.Linear) -> None:
+    linear.weight.data = linear.weight.data * 0.5
+
+
+def _change_in_place(linear: nn.Linear) -> None:
+    linear.weight.mul_(0.5)
+
+
+def _change_through_data(linear: nn.Linear) -> None:
+    linear.weight.data.mul_(0.5)
+
+
+def _freeze(linear: nn.Linear) -> None:
+    linear.weight.requires_grad_(False)
+
+
+def _in_forward() -> None:
+    for mode in ((FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False), (NONE, True)):
+        for change, words in (
+            (_change_in_place, "changed in place"),
+            (_give_data, "given other data"),
+            (_replace_in_forward, "replaced"),
+            (_freeze, "frozen"),
+        ):
+            plain, model = pair(mode)
+            layer = layer_of(model, 0)
+            what = f"{words}, {describe(mode)}"
+
+            def inside(layer: Any = layer, change: Any = change) -> None:
+                with torch.no_grad():
+                    change(layer.linear)
+
+            layer.inside = inside
+            for grad in (True, False):
+                if mode[0] is NONE and change is _change_in_place:  # there is no other copy
+                    with torch.no_grad():
+                        model(batch())
+                        plain.layers[0].linear.weight.mul_(0.5)
+                    continue
+                unit = r"unit 'layers\.0'"
+                pattern = (
+                    rf"parameter 'linear.weight' of {unit} was {words} inside.*register_buffer.*summon_full_params"
+                )
+                with pytest.raises(RuntimeError, match=pattern), torch.set_grad_enabled(grad):
+                    model(batch())
+            layer.inside = lambda: None
+            if change is _replace_in_forward and mode == (NONE, True):
+                continue
+            assert_alike(model, plain, what)
+        # what is shown is written back
+        plain, model = pair(mode)
+        layer = layer_of(model, 0)
+        with summon(model), torch.no_grad():
+            layer.inside = lambda layer=layer: _change_in_place(layer.linear)
+            model(batch())
+            layer.inside = lambda: None
+            plain.layers[0].linear.weight.mul_(0.5)
+        assert_alike(model, plain, describe(mode))
+    with mock.patch.dict(os.environ, FSDP_DEBUG="1"):
+        _, model = pair((FULL, True))
+    layer = layer_of(model, 0)
+    layer.inside = lambda: _change_through_data(layer.linear)
+    with pytest.raises(RuntimeError, match=r"mul_.*'linear.weight' of .* would be lost"):
+        model(batch())
+
+
+class Others(nn.Module):
+    """torch's own modules that write in forward: buffers, or what they keep of their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spectral = parametrizations.spectral_norm(nn.Linear(5, 5))
+        self.weight = parametrizations.weight_norm(nn.Linear(5, 5))
+        self.orthogonal = parametrizations.orthogonal(nn.Linear(5, 5))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.old_spectral = nn.utils.spectral_norm(nn.Linear(5, 5))
+            self.old_weight = nn.utils.weight_norm(nn.Linear(5, 5))
+        self.norms = nn.Sequential(nn.BatchNorm1d(5), nn.LayerNorm(5), nn.Dropout(0.1))
+        self.lstm = nn.LSTM(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.old_weight(self.old_spectral(self.orthogonal(self.weight(self.spectral(x)))))
+        return self.lstm(self.norms(x))[0]
+
+
+def _others() -> None:
+    for mode in ((FULL, False), (FULL, True), (GRAD_OP, True)):
+        model = wrap(Others(), *mode, wrap_policy=None)
+        for _ in range(2):
+            step(model)
+            with torch.no_grad():
+                model(batch())
+
+
+def test_what_is_changed_in_forward_is_an_error() -> None:
+    """FD06: in place, replaced, given other data, frozen; named, and not where it is kept."""
+    run_ranks(2, _in_forward)
+
+
+def test_modules_that_write_buffers_in_forward_run() -> None:
+    """FD06: no false alarms."""
+    run_ranks(2, _others)
+
+
+ENTRIES: dict[str, Callable[[FullyShardedDataParallel], Any]] = {
+    "forward": lambda model: model(batch()),
+    "summon": lambda model: summon(model).__enter__(),
+    "state_dict": lambda model: model.state_dict(),
+    "load_state_dict": lambda model: model.load_state_dict(build().state_dict()),
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "deepcopy": copy.deepcopy,
+    "to": lambda model: model.to(torch.float64),
+}
+
+
+def _after_wrapping() -> None:
+    for mode, trained, how in itertools.product(MODES, (False, True), ("data", "replaced")):
+        plain, model = pair(mode)
+        if trained:
+            step(plain), step(model)
+        value = torch.randn(7, 5, generator=torch.Generator().manual_seed(9))
+        plain.layers[0].linear.weight.data = value.clone()
+        linear = layer_of(model, 0).linear
+        if how == "data":
+            if not mode[1] and mode[0] is not NONE:  # there are no data to replace
+                continue
+            linear.weight.data = part_of(model, linear.weight, "layers.0.linear.weight", value).clone()
+        else:
+            linear.weight = nn.Parameter(part_of(model, linear.weight, "layers.0.linear.weight", value).clone())
+        what = f"{how}, trained={trained}, {describe(mode)}"
+        with summon(model):
+            assert torch.equal(linear.weight, value), what
+        assert_alike(model, plain, what)
+    for mode, (name, entry) in itertools.product(((FULL, False), (FULL, True), (NONE, True)), ENTRIES.items()):
+        for bad, words in ((torch.zeros(2, 3), "its shape became"), (None, "it became torch.float64")):
+            _, model = pair(mode)
+            linear = layer_of(model, 0).linear
+            before = linear.weight
+            if bad is None:
+                bad = torch.zeros(before.shape, dtype=torch.float64)
+            linear.weight = nn.Parameter(bad)
+            with pytest.raises(RuntimeError, match=rf"Cannot writeback 'linear.weight' of .*: {words}"):
+                entry(model)
+            if mode[1]:
+                linear.weight = before
+            else:
+                del linear.weight
+            assert_alike(model, build(), f"{name}, {describe(mode)}")
+
+
+def test_what_is_replaced_is_taken_over_at_every_entry() -> None:
+    """FD07: right after wrapping, before any forward, and later; what does not fit is refused at every entry."""
+    run_ranks(2, _after_wrapping)
+
+
+def _while_shown() -> None:
+    for mode, how in itertools.product(MODES, ("summon", "apply")):
+        plain, model = pair(mode)
+        what = f"{how}, {describe(mode)}"
+
+        def replace(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(module.weight.detach() * 0.5)
+                module.bias.data = module.bias.data + 1
+
+        plain.apply(replace)
+        if how == "apply":
+            model.apply(replace)
+        else:
+            with summon(model):
+                for module in model.modules():
+                    replace(module)
+        assert_alike(model, plain, what)
+
+        def spoil(module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                module.weight = nn.Parameter(torch.zeros(2, 3))
+
+        with pytest.raises(
+            RuntimeError, match=r"Cannot writeback '(linear\.)?weight' of .*: its shape became \(2, 3\)"
+        ):
+            model.apply(spoil)
+        assert_alike(model, plain, what)
+        with summon(model):
+            model.requires_grad_(False)
+        assert not any(param.requires_grad for param in model.parameters())
+        if not mode[1]:
+            words = r"'linear.weight', 'linear.bias' of unit 'layers.0' are one flat"
+            with pytest.raises(RuntimeError, match=words), summon(model):
+                layer_of(model, 0).linear.weight.requires_grad_(True)
+
+
+def test_what_is_replaced_while_shown_is_kept() -> None:
+    """FD08: in `summon_full_params` and in `apply`; and what is frozen there."""
+    run_ranks(2, _while_shown)
+
+
+def _copied_alone() -> None:
+    for mode in MODES:
+        plain, model = pair(mode)
+        step(plain), step(model)
+        if mode == (NONE, True):  # its parameters are whole
+            copied = copy.deepcopy(model.module.head)
+            assert torch.equal(copied.weight, plain.head.weight)
+        else:
+            for module in (model.module, model.module.head, layer_of(model, 0).linear):
+                words = r"copy.deepcopy of a \w+ alone .*'\w.*' of .*copy.deepcopy\(model\).*summon_full_params"
+                with pytest.raises(RuntimeError, match=words):
+                    copy.deepcopy(module)
+            copy.deepcopy(layer_of(model, 0).inside)
+        with summon(model):
+            copied = copy.deepcopy(layer_of(model, 0))
+        assert_bit_equal(copied.state_dict(), plain.layers[0].state_dict(), describe(mode))
+        assert torch.equal(copied(batch()), plain.layers[0](batch()))
+        copied.load_state_dict(build().layers[0].state_dict())
+        assert_bit_equal(copied.state_dict(), build().layers[0].state_dict(), describe(mode))
+        assert len(list(copied.parameters())) == 2
+        again = copy.deepcopy(copied)
+        assert torch.equal(again.linear.weight, copied.linear.weight)
+        with torch.no_grad():  # of its own
+            copied.linear.weight.zero_()
+        assert_alike(copy.deepcopy(model), plain, describe(mode))
+
+
+def test_a_module_is_copied_with_its_unit_or_whole() -> None:
+    """FD14: `copy.deepcopy(model.module)`."""
+    run_ranks(2, _copied_alone)
+
+
+def _offloaded() -> None:
+    elsewhere = mock.patch("fsdp.runtime.full_params.is_device", lambda device: True)
+    for use_orig_params in (True, False):
+        plain, model = pair((FULL, use_orig_params))
+        for rank0_only in (True, False):
+            options = {"offload_to_cpu": True, "rank0_only": rank0_only, "writeback": not rank0_only}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                summoned = summon(model, **options)
+            with elsewhere, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with summoned:
+                    model.reset_iter_state()
+                    assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+                    if rank0_only:
+                        continue
+                    state = model.state_dict()
+                    assert_bit_equal(state, plain.state_dict())
+                    layer_of(model, 0).linear.weight.data.mul_(2)
+                    with torch.no_grad():
+                        plain.layers[0].linear.weight.mul_(2)
+                    assert_bit_equal(model.state_dict(), plain.state_dict())
+        assert_alike(model, plain, f"{use_orig_params=}")
+
+
+def test_state_is_taken_while_parameters_are_shown_elsewhere() -> None:
+    """FD26: inside `summon_full_params(offload_to_cpu=True)`, as on an accelerator."""
+    run_ranks(2, _offloaded)
