@@ -34,7 +34,13 @@ def load(
     wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
     """``wrapper.load_state_dict(state_dict, strict, assign)``; ``into_module`` is that of ``nn.Module``."""
-    wrapper._join_context()
+    with wrapper._join_context().calling("load_state_dict()"):
+        return _load(wrapper, into_module, state_dict, strict, assign)
+
+
+def _load(
+    wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
+) -> Any:
     settings = wrapper._state_dict_settings
     if isinstance(settings.state_dict_config, FullStateDictConfig) and settings.state_dict_config.rank0_only:
         empty = torch.tensor([int(isinstance(state_dict, Mapping) and not state_dict)], device="cpu")

@@ -427,6 +427,7 @@ def problem_elsewhere(
     """
     alike: dict[Any, list[str]] = {}
     for unit in units:
+        unit.watch_call()
         for group in (unit.groups.shard, unit.groups.replica):
             alike.setdefault(group, []).extend(given.get(unit, ()))
     device = next((unit.device for unit in units), torch.device("cpu"))

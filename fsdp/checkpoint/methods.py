@@ -226,7 +226,8 @@ class StateDictMethods(nn.Module):
         """
         form = Form.of(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return optim_state.optim_state_dict(model, optim, raw, form, group=group)
+        with _calling("optim_state_dict()", model):
+            return optim_state.optim_state_dict(model, optim, raw, form, group=group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -252,9 +253,15 @@ class StateDictMethods(nn.Module):
             AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
         """
         form = Form.of(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
-        loadable = optim_load.optim_state_dict_to_load(
-            model, optim_state_dict, optim=optim, is_named=is_named_optimizer, from_rank0=form.rank0_only, group=group
-        )
+        with _calling("optim_state_dict_to_load()", model):
+            loadable = optim_load.optim_state_dict_to_load(
+                model,
+                optim_state_dict,
+                optim=optim,
+                is_named=is_named_optimizer,
+                from_rank0=form.rank0_only,
+                group=group,
+            )
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
@@ -353,7 +360,10 @@ class StateDictMethods(nn.Module):
         mesh = None if full_state_dict else _mesh_of(model)
         kind = Kind.FULL if full_state_dict else Kind.CHUNKS
         form = Form(kind, rank0_only and full_state_dict, cpu_offload, mesh)
-        return optim_state.optim_state_dict(model, optim, optim_state_dict, form, optim_input=optim_input, group=group)
+        with _calling("optim_state_dict()", model):
+            return optim_state.optim_state_dict(
+                model, optim, optim_state_dict, form, optim_input=optim_input, group=group
+            )
 
     @staticmethod
     def _optim_state_dict_to_load_impl(
@@ -368,15 +378,16 @@ class StateDictMethods(nn.Module):
     ) -> dict[str, Any]:
         """What the methods that take a dict share; full and sharded ones are told apart by what is in them."""
         StateDictMethods._warn_optim_input(optim_input, stacklevel=2)
-        return optim_load.optim_state_dict_to_load(
-            model,
-            optim_state_dict,
-            optim=optim,
-            optim_input=optim_input,
-            is_named=is_named_optimizer,
-            from_rank0=rank0_only,
-            group=group,
-        )
+        with _calling("optim_state_dict_to_load()", model):
+            return optim_load.optim_state_dict_to_load(
+                model,
+                optim_state_dict,
+                optim=optim,
+                optim_input=optim_input,
+                is_named=is_named_optimizer,
+                from_rank0=rank0_only,
+                group=group,
+            )
 
     @staticmethod
     def _warn_optim_input(optim_input: Any, *, stacklevel: int = 1) -> None:
@@ -391,6 +402,15 @@ class StateDictMethods(nn.Module):
     def _is_using_optim_input(optim_input: Any, optim: Optimizer | None) -> bool:
         """Whether ids are positions in ``optim_input`` (or ``model.parameters()``) rather than in ``optim``."""
         return optim_input is not None or optim is None
+
+
+@contextlib.contextmanager
+def _calling(call: str, module: nn.Module) -> Iterator[None]:
+    """Inside, ``call``, which all ranks have to make."""
+    with contextlib.ExitStack() as calls:
+        for context in dict.fromkeys(wrapper._join_context() for wrapper in wrappers_in(module)):
+            calls.enter_context(context.calling(call))
+        yield
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:

@@ -129,8 +129,9 @@ def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelPara
                 )
         except Exception as caught:
             error = caught
-    device = next(iter(params.units)).device
-    told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has", device)
+    unit = next(iter(params.units))
+    unit.watch_call()
+    told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has", unit.device)
     if error is not None:
         raise error
     assert told is not None

@@ -438,9 +438,13 @@ class _After:
 
 @contextlib.contextmanager
 def collecting(wrapper: Any) -> Iterator[None]:
-    """Inside, ``wrapper``'s state is collected; where that raises, every unit has its parameters back."""
+    """Inside, ``wrapper``'s state is collected, on all ranks alike; where that raises, every unit has its parameters
+    back."""
+    settings = wrapper._state_dict_settings
+    alone = ", rank0_only" if getattr(settings.state_dict_config, "rank0_only", False) else ""
     try:
-        yield
+        with wrapper._join_context().calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
+            yield
     except BaseException:
         for inner in wrappers_in(wrapper):
             inner._fsdp_saving.abandon()

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from fsdp.comm import ledger
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.watcher import PATIENCE as PATIENCE
@@ -152,9 +153,17 @@ class Pending:
             self._event = self._streams.record()
 
     def wait(self) -> None:
-        works, self._works = self._works, ()
-        for work in works:
-            wait_for(work, self._label, self._watch, self._group, sliced=self._sliced)
+        """Where it is interrupted, or the ranks are out of step, this is still under way: memory stays in use."""
+        while self._works:
+            work, *rest = self._works
+            try:
+                wait_for(work, self._label, self._watch, self._group, sliced=self._sliced)
+            except OutOfStep:
+                raise
+            except Exception:
+                self._works = ()  # it has failed
+                raise
+            self._works = rest
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -265,21 +274,23 @@ class Communicator:
         works = self._issue(tag, "gather", _wire(shard), pieces, dst=self._first(), group=self.groups.shard)
         return Pending(works, None, self.streams, tag, watch, self.groups.shard, True)
 
-    def scatter_from_first(self, shard: torch.Tensor, full: torch.Tensor | None, tag: Tag) -> Pending:
+    def scatter_from_first(
+        self, shard: torch.Tensor, full: torch.Tensor | None, tag: Tag, watch: Watch | None = None
+    ) -> Pending:
         """Start writing each rank's piece of rank 0's ``full`` (None on the others) into ``shard``."""
         pieces = None if full is None else list(_wire(full).view(self.groups.shard_size, -1).unbind())
         works = self._issue(tag, "scatter", _wire(shard), pieces, src=self._first(), group=self.groups.shard)
-        return Pending(works, None, self.streams, tag, None, self.groups.shard, True)
+        return Pending(works, None, self.streams, tag, watch, self.groups.shard, True)
 
     def _first(self) -> int:
         group: Any = self.groups.shard
         return dist.get_global_rank(group, 0)
 
-    def maximum(self, values: torch.Tensor, device: torch.device, label: str) -> None:
+    def maximum(self, values: torch.Tensor, device: torch.device, label: str, watch: Watch | None = None) -> None:
         """Replace ``values`` (int64, on CPU) by the largest of all ranks, element by element. The host waits."""
         for group in (self.groups.shard, self.groups.replica):
             if group is not None and group.size() > 1:
-                agree(values, group, device, label)
+                agree(values, group, device, label, watch)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
@@ -304,6 +315,10 @@ class Communicator:
 
     def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Sequence[Any]:
         watcher.check(options["group"])
+        root = options.get("dst", options.get("src"))
+        flat = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)][: 1 if root is not None else None]
+        detail = _operation(options["op"]) if "op" in options else root
+        ledger.note(options["group"], name, flat[0].dtype, [tensor.numel() for tensor in flat], detail)
         with labelled(tag.label):
             work = getattr(dist, name)(*tensors, async_op=self.streams.asynchronous_work, **options)
         return (work,) if work is not None else ()
@@ -369,6 +384,11 @@ def _mail(letters: list[Letter], group: Any, label: str) -> Sequence[Any]:
         )
         for letter in letters
     ]
+    told = [
+        (letter.sent, letter.rank, letter.tensor.numel(), str(letter.tensor.dtype), _TAG_BASE + letter.number)
+        for letter in letters
+    ]
+    ledger.note(group, "messages", "", (), told)
     with labelled(label):
         return dist.batch_isend_irecv(operations) if operations else ()
 
@@ -405,10 +425,10 @@ def gather_numbers(values: list[int], group: Any, device: torch.device, label: s
     """Every rank's ``values``, equally many, by rank; zeros from a group that changes nothing. The host waits."""
     own = torch.tensor(values, device=control_device(group, device))
     every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
+    serving = _serving(group, own.device)
+    ledger.note(serving, ALL_GATHER, own.dtype, [every.numel(), own.numel()])
     with labelled(label):
-        work = getattr(dist, ALL_GATHER)(
-            every, own, group=_serving(group, own.device), async_op=own.device.type == "cpu"
-        )
+        work = getattr(dist, ALL_GATHER)(every, own, group=serving, async_op=own.device.type == "cpu")
     if work is not None:
         wait_for(work, label, None, group)
     return every.view(group.size(), -1).tolist()
@@ -440,7 +460,15 @@ class Agreeing:
         return bool(self._votes[:2].tolist() != [self._value, -self._value])
 
 
-def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, largest: bool = False) -> None:
+def combine(
+    values: torch.Tensor,
+    group: Any,
+    streams: Streams,
+    label: str,
+    watch: Watch | None = None,
+    *,
+    largest: bool = False,
+) -> None:
     """Replace ``values`` by their sum over ``group``'s ranks, or with ``largest`` by the largest, element by element.
 
     On CPU the host waits, else the current stream does. ``streams`` are those of the device of ``values``.
@@ -448,12 +476,19 @@ def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, l
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     work = _all_reduce(values, op, group, label, asynchronous=streams.asynchronous_work)
     if work is not None:
-        wait_for(work, label, None, group)
+        wait_for(work, label, watch, group)
+
+
+def _operation(op: Any) -> str:
+    """Its name among ``torch.distributed.ReduceOp``'s."""
+    return str(op).rpartition(".")[2]
 
 
 def _all_reduce(values: torch.Tensor, op: Any, group: Any, label: str, *, asynchronous: bool) -> Any:
+    serving = _serving(group, values.device)
+    ledger.note(serving, "all_reduce", values.dtype, [values.numel()], _operation(op))
     with labelled(label):
-        return dist.all_reduce(values, op=op, group=_serving(group, values.device), async_op=asynchronous)
+        return dist.all_reduce(values, op=op, group=serving, async_op=asynchronous)
 
 
 def group_store(group: Any) -> Any | None:
@@ -514,6 +549,7 @@ def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
     with torch.no_grad():
         for batch in (batch for several in batches.values() for batch in several):
             message = torch.cat([tensor.reshape(-1) for tensor in batch])
+            ledger.note(group, "broadcast", message.dtype, [message.numel()], source)
             dist.broadcast(_wire(message), src=source, group=group)
             for tensor, part in zip(batch, message.split([tensor.numel() for tensor in batch])):
                 tensor.copy_(part.view(tensor.shape))
@@ -535,6 +571,7 @@ def exchange(
     ``wait()``.
     """
     asynchronous = streams.asynchronous_work
+    ledger.note(group, "all_to_all", received.dtype, ())
     with labelled(tag.label):
         work = dist.all_to_all_single(received, sent, received_nbytes, sent_nbytes, group=group, async_op=asynchronous)
     return Pending((work,) if asynchronous else (), None, streams, tag, watch, group)

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp.comm import ledger
 from fsdp.comm.collectives import agree, default_group, group_ranks, group_store, group_timeout, labelled
 from fsdp.comm.streams import streams_for
 
@@ -190,6 +191,7 @@ def _differences(here: list[str], theirs: list[str]) -> str:
 def all_gather_object(value: Any, group: Any, label: str, device: torch.device = CPU) -> list[Any]:
     """Every rank's ``value`` (anything that pickles), in rank order. ``device`` is where the models compute."""
     values: list[Any] = [None] * group.size()
+    ledger.note(group, "all_gather_object", "", ())
     with labelled(label), streams_for(device).on_device():
         dist.all_gather_object(values, value, group=group)
     return values
@@ -207,6 +209,7 @@ def broadcast_object(value: Any, group: Any, label: str, device: torch.device = 
     except Exception as error:  # whatever its class does
         problem = f"{label}: what rank 0 has cannot be sent to the other ranks: {type(error).__name__}: {error}"
     values: list[Any] = [packed, problem]
+    ledger.note(group, "broadcast_object_list", "", ())
     with labelled(label), streams_for(device).on_device():
         dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
     packed, problem = values

@@ -617,9 +617,9 @@ class FlatParamHandle:
         copy = self.copy
         if copy.state in (BufferState.GATHERING, BufferState.UNSHARDED):  # another stream may have waited before
             assert copy.pending is not None
+            copy.pending.wait()  # where that is interrupted, the gather is still under way
             if copy.state is BufferState.GATHERING:
                 copy.state = BufferState.UNSHARDED
-            copy.pending.wait()
 
     def release(self, pool: MemoryPool, last_use: Event) -> None:
         """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""

@@ -14,6 +14,12 @@ record alone learns that it is alone, and both raise. At the end of a pass the r
 nobody waits for the answer before the next pass ends. A pass begins in a group with the first collective there: where
 a tree has several groups, as with experts, a group knows nothing of the passes that do not concern it.
 
+What else communicates (``state_dict()``, ``clip_grad_norm_()``, ...) is a call, which begins and ends like a pass. It
+is announced before anything is sent, unless steps are made of it and it comes in its usual place.
+
+*After a failure*, of all ranks or of some, nobody knows where the others are. So all ranks meet before anything else,
+issue what some have issued and others have not (:mod:`fsdp.comm.ledger`), and forget all but the layout.
+
 With ``reduce_unused`` the order may differ between ranks, and is settled as they go; see :class:`Negotiation`.
 """
 
@@ -21,36 +27,41 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fsdp.comm import ledger
+from fsdp.comm.board import Board
 from fsdp.comm.collectives import (
     PATIENCE,
     Agreeing,
     OutOfStep,
     agree,
+    control_device,
     debug_detail,
     gather_numbers,
-    group_store,
     group_timeout,
+    wait_for,
 )
 from fsdp.comm.streams import Streams
+from fsdp.runtime.diagnosis import Did, Said, different_order, different_passes, left_alone, passed_by
 
 GATHER, REDUCE, END = "gather", "reduce", "end"
 MAX_BUCKETS = 64  # of a unit
-_KINDS = (GATHER, REDUCE)
-_END = 2 * len(_KINDS)  # times the number of members: the event that a pass ends
+KINDS = (GATHER, REDUCE)
+PER_MEMBER = 2 * len(KINDS)  # times the number of members: the event that a pass ends
 _MASK = (1 << 62) - 1
+CALLS_REMEDY = "What communicates has to be called on all ranks, in the same place of the program"
 HEARING = timedelta(seconds=1)  # how long to wait for what the other ranks have to say
-_BACKWARD, _ELSEWHERE = -1, -2  # numbers of a backward, and of the forward of a unit that another group serves
+# Numbers of a backward, of the forward of a unit that another group serves, and of calls, from here down.
+BACKWARD, _ELSEWHERE, _CALLS = -1, -2, -3
 
 
 class Member(Protocol):
@@ -101,11 +112,47 @@ class Ticket(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """A forward or backward of a tree."""
+    """A forward or backward of a tree, or another call in which its ranks communicate."""
 
     words: str
-    caller: Member | None = None  # the unit whose forward it is; None: a backward
+    caller: Member | None = None  # the unit whose forward it is; None: a backward, or a call
     trains: bool = False  # whether it is a forward in training mode
+    call: str = ""  # what all ranks have to call: "state_dict()"; empty for a forward or backward
+    often: bool = False  # a call that steps are made of: it need not be announced where it comes as before
+
+
+class Habit:
+    """Which pass or call came after which, so that what comes as it did before needs no words.
+
+    All ranks of a group have the same one, as they do the same. It holds a bounded number of things.
+    """
+
+    LONGEST = 64  # passes since the last call, as far as they are told apart
+
+    def __init__(self) -> None:
+        self._followed: dict[tuple[int, ...], int] = {}  # by the last one and how many there were since the last call
+        self._last, self._count = (0, 0), 0
+        self._forward: int | None = None  # the latest, which comes if nothing else is known
+
+    def _contexts(self) -> list[tuple[int, ...]]:
+        """From the best to the one that is known earliest."""
+        counted = [(self._last[-1], self._count, 0)] if self._count < self.LONGEST else []
+        return [*counted, self._last]
+
+    @property
+    def expected(self) -> int | None:
+        """The number of what comes next, if it comes as before."""
+        known = (self._followed[context] for context in self._contexts() if context in self._followed)
+        return next(known, self._forward)
+
+    def note(self, number: int, what: Pass) -> None:
+        """``what`` comes next."""
+        for context in self._contexts():
+            self._followed[context] = number
+        self._last = (self._last[-1], number)
+        self._count = 0 if what.call else min(self._count + 1, self.LONGEST)
+        if what.caller is not None:
+            self._forward = number
 
 
 class Agreement:
@@ -123,19 +170,27 @@ class Agreement:
         self._streams = streams
         self._rank, self._size = group.rank(), group.size()
         self._members = [weakref.ref(member) for member in members]
-        self._nonce: int | None = None  # of this tree's keys in the store; known once the layout is agreed on
-        self._record: dict[int, int] = {}  # what came before -> what followed
+        self._board: Board | None = None  # of this tree; there once the layout is agreed on
+        self._record: dict[int, int] = {}  # what came before -> what followed; the oldest first
+        self._longest_record = 64 * (len(members) + 1)
+        self._habit = Habit()
         self._before = 0  # a hash of the pass so far
-        self._pass = (_BACKWARD, "")  # the last one that began: its number, which all ranks agree on, and its words
+        self._begun = 0  # a hash of the pass and of the one before it
+        self._pass = (BACKWARD, "", False)  # the last that began: its number, which all ranks agree on; words; a call?
         self._passes = 0
         self._position = 0
         self._under_way: Pass | None = None
-        self._gave_up: tuple[int, int] | None = None  # the last pass failed: its number, and how far it had come
+        self._announces: int | None = None  # the position that this rank waits for the others to announce
+        self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # the latest announcements of all: pass and position
+        self._spent: list[str] = []  # what the latest one wrote on the board
+        self._gave_up: tuple[int, int] | None = None  # a pass failed: its number, and how far it had come
+        self._recoveries = 0  # how often the ranks have met after that
+        self._accused = False  # this rank has been told that the ranks are out of step
         self._trained = False  # a forward in training mode has begun
         self._detailed = False  # see ``_compare_handles``
         self._together = True  # no rank has begun anything since all of them were asked
         self._questions: deque[tuple[Ticket, Agreeing]] = deque()  # not yet answered
-        self._recent: deque[Ticket] = deque(maxlen=16)  # of the pass under way
+        self._recent: deque[tuple[int, Ticket]] = deque(maxlen=32)  # by the number of their pass
 
     # -- the layout ----------------------------------------------------------------------------------------------------
 
@@ -145,15 +200,16 @@ class Agreement:
         Raises:
             RuntimeError: on every rank, with the first difference.
         """
-        if self._nonce is not None:
+        if self._board is not None:
             return
         lines = [f"{member.name}: {member.signature()}" for member in self._present()]
-        digest = _hash("\n".join(line.partition(": ")[2] for line in lines))
+        digest = hash_of("\n".join(line.partition(": ")[2] for line in lines))
         votes = torch.tensor([digest, -digest, random.SystemRandom().getrandbits(62)], device="cpu")
         agree(votes, self._group, self._device, "agree on the layout")
         if votes[:2].tolist() != [digest, -digest]:
             raise OutOfStep(self._first_difference(self._all_texts("\n".join(lines))))
-        self._nonce = int(votes[2])
+        self._board = Board(self._group, f"{int(votes[2]):x}")
+        self._board.live()
 
     def _present(self) -> list[Member]:
         return [member for member in (reference() for reference in self._members) if member is not None]
@@ -189,38 +245,45 @@ class Agreement:
         return self._under_way
 
     def begin(self, what: Pass) -> None:
-        """A pass begins."""
-        self._pass, self._position = (self._number(what), what.words), 0
-        before, self._before = self._before, _hash(str(self._pass[0]))
+        """A pass begins, or a call. What does not come as before is announced, and so are most calls: whoever is alone
+        with it sends nothing, and the others, who wait for this rank, hear what it waits for."""
+        number, expected = self._number(what), self._habit.expected
+        self._habit.note(number, what)
+        before, self._before = self._before, hash_of(str(number))
+        self._begun = (before * 1000003 + self._before) & _MASK
+        self._pass, self._position = (number, what.words, bool(what.call)), 0
         self._passes += 1
-        self._recent.clear()
+        self._under_way = what
         self._detailed = what.trains and not self._trained and debug_detail()
         self._trained = self._trained or what.trains
-        event = (before * 1000003 + self._before) & _MASK
-        if (
-            self._gave_up is not None
-        ):  # if that was this rank's fate alone, others are anywhere in the pass: send nothing yet
-            self._announce(Ticket(self._ref, -1, event, "begin", f"the {what.words}"), event)
-        else:
-            self._ask_to_begin(event)
-        self._under_way, self._gave_up = what, None
+        together, self._together = self._together, bool(what.call)
+        as_before = together and (expected == number if what.call else expected in (number, None))
+        as_before = as_before and (what.often or not what.call)
+        if not as_before and (together or what.call):
+            self._announce(Ticket(self._ref, -1, self._begun, "begin", f"the {what.words}"), self._begun)
+        elif not together:
+            self._ask_to_begin()
 
     def _number(self, what: Pass) -> int:
         """What the ranks have to agree on of a pass: names may differ between ranks, and so may the other groups."""
+        if what.call:
+            return _CALLS - (hash_of(what.call) >> 2)
         if what.caller is None:
-            return _BACKWARD
+            return BACKWARD
         return what.caller.place if any(member is what.caller for member in self._present()) else _ELSEWHERE
 
-    def _ask_to_begin(self, event: int) -> None:
+    def _ask_to_begin(self) -> None:
         """Ask whether all ranks begin this pass here.
 
-        After a backward all ranks are together. After anything else some may be about to begin another pass, whose
-        messages have other sizes, and gloo aborts the process when such messages meet. Where the group serves the CPU,
-        the first collective waits for the answer.
+        After a backward or a call all ranks are together. After anything else some may be about to begin another pass,
+        whose messages have other sizes, and gloo aborts the process when such messages meet. Where the group serves the
+        CPU, the first collective waits for the answer.
         """
-        together, self._together = self._together, False
-        if not together:
-            self._ask_later(event, f"agree to begin the {self._pass[1]}")
+        self._ask_later(self._begun, f"agree to begin the {self._pass[1]}")
+
+    def here(self) -> Ticket:
+        """For who waits, in the call that has begun, for a collective that no unit has."""
+        return Ticket(self._ref, self._position, self._begun, "go on with", f"the {self._pass[1]}")
 
     def end(self, *, wait: bool) -> None:
         """The pass is over. With ``wait`` all ranks have to be through, and are asked whether theirs was the same.
@@ -229,7 +292,8 @@ class Agreement:
             RuntimeError: they are not through, or this pass was not the same.
         """
         self._detailed = False
-        self._next(END, "", _END * len(self._members))
+        if not self._pass[2]:  # what a call communicates is the same wherever it is called
+            self._next(END, "", PER_MEMBER * len(self._members))
         if wait:
             self._ask_later(self._before, f"agree on the {self._pass[1]}")
             self._look_at_answers()
@@ -246,11 +310,68 @@ class Agreement:
             if question.differs(asked):
                 raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
-    def forget_pass(self) -> None:
-        """The pass under way failed, if there is one."""
+    def give_up(self) -> None:
+        """The pass under way has failed here, or one of the tree that has not come to this group. The others are told,
+        and all ranks meet before anything else; see ``meet``."""
         self._questions.clear()
-        if self._under_way is not None:
-            self._gave_up, self._under_way = (self._passes, self._position), None
+        if self._board is None:
+            return
+        if self._gave_up is None:
+            self._gave_up = (self._passes, self._position) if self._under_way is not None else (self._passes + 1, 0)
+        self._under_way = None
+        if self._accused:
+            return  # the others are told why
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that served it
+            self._board.write(f"said/{self._rank}", self._own())
+
+    @property
+    def given_up(self) -> bool:
+        """Whether the ranks have to meet."""
+        return self._gave_up is not None
+
+    def come(self) -> None:
+        """The first half of ``meet``: in all groups before the second in any."""
+        if self._gave_up is not None and self._board is not None:
+            self._board.write(f"come/{self._recoveries}/{self._rank}", [self._passes, ledger.told(self._group)])
+
+    def meet(self) -> None:
+        """Wait until all ranks have given up, wherever they were, and go on together as if nothing had been agreed on
+        but the layout. What some have issued has then been issued by all. Nothing happens unless this one gave up.
+
+        Raises:
+            RuntimeError: some have not, and have told so; or they do not come; or they cannot come together.
+        """
+        if self._gave_up is None or self._board is None:
+            return
+        came = [f"come/{self._recoveries}/{rank}" for rank in range(self._size)]
+        self._wait_on_board(came, "after a pass that failed")
+        self._raise_if_broken()  # others may have come without this rank having looked around
+        said = [self._board.read(key) for key in came]
+        where = control_device(self._group, self._device)
+        behind = ledger.catch_up(self._group, where, {rank: issued for rank, (_, issued) in enumerate(said)})
+        for work, label in behind:
+            wait_for(work, label, self.here(), self._group)
+        self._passes = max(passes for passes, _ in said)
+        self._record.clear()
+        self._recent.clear()
+        self._habit, self._together, self._before = Habit(), True, 0
+        self._gave_up, self._accused = None, False
+        self._recoveries += 1
+
+    def _wait_on_board(self, keys: list[str], why: str) -> None:
+        """Wait until all ``keys`` are written there, and look around meanwhile."""
+        assert self._board is not None
+        started = time.monotonic()
+
+        def look() -> None:
+            self.look_around()
+            if time.monotonic() - started > group_timeout(self._group).total_seconds():
+                raise RuntimeError(
+                    f"rank {self._rank} is at {self._own_words()}, {why}, and waited in vain for the other ranks to do "
+                    f"the same. {self.last_words()}"
+                )
+
+        self._board.await_written(keys, PATIENCE, look)
 
     def about_to(self, kind: str, member: Member) -> Ticket:
         """``member`` is about to gather or reduce. Returns once the ranks agree, as far as they have to be asked.
@@ -258,7 +379,7 @@ class Agreement:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        ticket = self._next(kind, _words(member), _event(kind, member))
+        ticket = self._next(kind, words_of(member), event_of(kind, member))
         if self._detailed and kind == GATHER:
             self._compare_handles(member)
         return ticket
@@ -271,20 +392,21 @@ class Agreement:
             by_rank = gather_numbers(numbers, self._group, self._device, f"agree to gather {member.name}")
             if any(other != by_rank[0] for other in by_rank):
                 found = "; ".join(f"rank {rank} gathers handles {theirs}" for rank, theirs in enumerate(by_rank))
-                raise self._out_of_step(
-                    f"in the {self._pass[1]}, where rank {self._rank} gathers {member.name}, {found}"
-                )
+                found = f"in the {self._pass[1]}, where rank {self._rank} gathers {member.name}, {found}"
+                raise self._out_of_step(self._in_words(found, {}))
 
     def _next(self, kind: str, name: str, event: int) -> Ticket:
         self._look_at_answers()
         ticket = Ticket(self._ref, self._position, event, kind, name)
         recorded = self._record.get(self._before)
-        self._recent.append(ticket)
+        self._recent.append((self._passes, ticket))
         if recorded is None or self._detailed:
             self._ask_all(ticket, event)
         elif recorded != event:
             self._announce(ticket, event)
         self._record[self._before] = event
+        if len(self._record) > self._longest_record:  # what is forgotten is asked for again
+            del self._record[next(iter(self._record))]
         self._before = (self._before * 1000003 + event + 1) & _MASK
         self._position += 1
         return ticket
@@ -296,284 +418,146 @@ class Agreement:
             raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
     def _announce(self, ticket: Ticket, event: int) -> None:
-        store = group_store(self._group)
-        if store is None:
-            return
-        self.look_around()
-        key = self._path(f"{self._passes}/{ticket.position}")
-        if store.add(f"{key}/{event}", 1) == self._size:
-            store.set(f"{key}/all", "agreed")
-            return
-        started = looked = time.monotonic()
-        while not store.check([f"{key}/all"]):
-            time.sleep(0.002)
-            now = time.monotonic()
-            if now - looked > PATIENCE.total_seconds():
-                self.look_around()
-                looked = now
-            if now - started > group_timeout(self._group).total_seconds():
-                raise RuntimeError(
-                    f"rank {self._rank} left the recorded order, or a pass that failed, to {ticket}, and waited in "
-                    f"vain for the other ranks to do the same. {self.last_words()}"
-                )
+        """Say on the board what comes, and wait until all ranks have said the same."""
+        assert self._board is not None
+        key, self._announces = f"{self._passes}/{ticket.position}", ticket.position
+        self._raise_if_broken()
+        self._board.write(f"said/{self._rank}", self._own())
+        if self._board.sign(f"{key}/{event}") == self._size:
+            self._board.write(f"{key}/all", "agreed")
+            self._board.erase(*self._spent)  # all ranks have seen it, as they are here
+        self._wait_on_board([f"{key}/all"], f"waiting to {ticket}, which is not what came before")
+        self._announces, self._spent = None, [f"{key}/{event}", f"{key}/all"]
+        self._announced.append((self._passes, ticket.position))
 
     def look_around(self) -> None:
-        """Tell the others how far this rank is; raises if another one has said that it did something else."""
-        store = group_store(self._group)
-        if store is not None and store.check([self._path("broken")]):
-            broken = store.get(self._path("broken")).decode()
-            raise OutOfStep(f"rank {self._rank} is at {self._own_words()}. {broken}")
+        """Tell the others how far this rank is; raises if another one has said that it did something else, or is
+        dead."""
+        self._raise_if_broken()
         said = self._talk(timedelta(0))
-        if self._first_mismatch(said) is not None:
-            raise self._out_of_step(self._what_differs(said))
+        found = self._first_mismatch(said)
+        if found is not None:
+            raise self._out_of_step(found)
+        dead = self._board.dead() if self._board is not None else []
+        if dead:
+            self._accused = True
+            ended = ", ".join(f"rank {rank}" for rank in dead)
+            raise OutOfStep(
+                f"the process of {ended} has ended, and rank {self._rank} waits for it at {self._own_words()}. "
+                f"{self.last_words()}"
+            )
+
+    def _raise_if_broken(self) -> None:
+        """Raises what another rank has found out; once, if this one has given up."""
+        broken = self._board.read(f"broken/{self._recoveries}") if self._board is not None else None
+        if broken is not None and not (self._accused and self._gave_up is not None):
+            self._accused = True
+            raise OutOfStep(f"rank {self._rank} is at {self._own_words()}. {broken}")
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
-    def _own(self) -> dict[str, Any]:
+    def _own(self) -> Said:
         """What this rank has to tell the others."""
-        own: dict[str, Any] = {"number": self._passes, "pass": self._pass, "gave up": self._gave_up}
-        own.update({str(ticket.position): (ticket.event, str(ticket)) for ticket in self._recent})
-        return dict(json.loads(json.dumps(own)))  # in the form that it has when it comes from another rank
+        kind, words, is_call = self._pass
+        recent = [Did(number, ticket.position, ticket.event, str(ticket)) for number, ticket in self._recent]
+        return Said(
+            self._recoveries,
+            self._passes,
+            kind,
+            words,
+            is_call,
+            self._begun,
+            self._gave_up,
+            self._announces,
+            recent,
+        )
 
-    def _talk(self, patience: timedelta) -> dict[int, dict[str, Any]]:
+    def _talk(self, patience: timedelta) -> dict[int, Said]:
         """Tell the other ranks what this one did last in the pass, and hear what they have told within ``patience``.
 
-        Goes through the store. By rank: the number of the pass, what it is, and its latest collectives by position.
+        By rank, only of those that have met as often as this one.
         """
-        own = self._own()
-        said = {self._rank: own}
-        store = group_store(self._group)
-        if store is None:
-            return said
+        said = {self._rank: self._own()}
         until = time.monotonic() + patience.total_seconds()
         with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that served it
-            store.set(self._path(f"said/{self._rank}"), json.dumps(own))
-            while True:
+            if self._board is not None:
+                self._board.write(f"said/{self._rank}", said[self._rank])
+            while self._board is not None:
                 for rank in range(self._size):
-                    if rank != self._rank and store.check([self._path(f"said/{rank}")]):
-                        said[rank] = json.loads(store.get(self._path(f"said/{rank}")))
+                    words = self._board.read(f"said/{rank}") if rank != self._rank else None
+                    if words is not None and words[0] == self._recoveries:
+                        said[rank] = Said.heard(words)
                 if self._first_mismatch(said) is not None or time.monotonic() >= until:
                     break
                 time.sleep(0.02)
         return said
 
-    def _first_mismatch(self, said: dict[int, dict[str, Any]]) -> str | None:
-        """What the ranks do differently, in words; None as far as one can see."""
-        for rank, words in said.items():
-            number, count = words["gave up"] or (-1, 0)  # before the first pass they count from 0
-            if number == self._passes and self._recent and self._recent[-1].position >= count:
-                return (
-                    f"rank {rank} gave up the {self._pass[1]} at its collective {count}, and rank {self._rank} is "
-                    f"about to {self._recent[-1]}"
-                )
-        here = {rank: words for rank, words in said.items() if words["number"] == self._passes}
-        passes = {rank: words["pass"] for rank, words in here.items()}
-        if len({number for number, _ in passes.values()}) > 1:
-            return "; ".join(f"rank {rank} runs the {what}" for rank, (_, what) in sorted(passes.items()))
-        for position in range(self._position + len(self._recent) + 1):
-            there = {rank: words[str(position)] for rank, words in here.items() if str(position) in words}
-            if len({event for event, _ in there.values()}) > 1:
-                doing = "; ".join(f"rank {rank} is about to {what}" for rank, (_, what) in sorted(there.items()))
-                return f"in the {self._pass[1]}, at its collective {position}, {doing}"
-        return None
+    def _first_mismatch(self, said: dict[int, Said]) -> str | None:
+        """What the ranks do differently, in words; None as far as one can see, or where this rank has given up."""
+        own = said[self._rank]
+        if own.gave_up is not None:
+            return None
+        here = {rank: words for rank, words in said.items() if words.number == own.number}
+        found = [different_passes(here), different_order(here)]
+        found += [left_alone(rank, own, self._rank, said) for rank in said if rank != self._rank]
+        for rank in said:
+            if (said[rank].number, said[rank].announces) not in self._announced:
+                found.append(passed_by(rank, self._rank, said))
+            if own.announces is not None and not self._has_been_announced(own.announces):
+                found.append(passed_by(self._rank, rank, said))
+        return next((self._in_words(words, said) for words in found if words is not None), None)
 
-    def _what_differs(self, said: dict[int, dict[str, Any]]) -> str:
+    def _has_been_announced(self, position: int) -> bool:
+        """Whether all ranks have announced what this one announces; asked after they were heard."""
+        assert self._board is not None
+        return self._board.read(f"{self._passes}/{position}/all") is not None
+
+    def _in_words(self, found: str, said: dict[int, Said]) -> str:
+        if any(words.is_call and words.number >= self._passes for words in said.values()):
+            return f"The ranks do not make the same calls: {found}. {CALLS_REMEDY}"
+        return f"Forward order differs across ranks, or what follows from it in backward: {found}. {self.REMEDY}"
+
+    def _what_differs(self, said: dict[int, Said]) -> str:
         """What the ranks do differently, or else what each does."""
-        return self._first_mismatch(said) or "; ".join(
-            f"rank {rank} is at {_last_of(words)}" for rank, words in sorted(said.items())
-        )
+        each = "; ".join(f"rank {rank} is at {words.where}" for rank, words in sorted(said.items()))
+        return self._first_mismatch(said) or self._in_words(each, said)
 
-    def _out_of_step(self, found: str) -> OutOfStep:
-        message = f"Forward order differs across ranks, or what follows from it in backward: {found}. {self.REMEDY}"
-        store = group_store(self._group)
-        if store is not None:
-            with contextlib.suppress(RuntimeError):
-                store.set(self._path("broken"), message)
+    def _out_of_step(self, message: str) -> OutOfStep:
+        """For this rank to raise; the others are told."""
+        self._accused = True
+        with contextlib.suppress(RuntimeError):
+            if self._board is not None:
+                self._board.write(f"broken/{self._recoveries}", message)
         return OutOfStep(message)
 
     def _own_words(self) -> str:
-        return _last_of(self._own())
+        return self._own().where
 
     def last_words(self) -> str:
         """What the ranks did last, as far as they have told."""
-        words = []
+        words: list[str] = []
+        dead: list[int] = []
         said = self._talk(HEARING)
+        with contextlib.suppress(RuntimeError):
+            dead = self._board.dead() if self._board is not None else []
         for rank in range(self._size):
-            if rank in said:
-                recent = " -> ".join(_recent_of(said[rank])[-4:])
-                words.append(f"rank {rank}: {recent or 'nothing yet'} in the {said[rank]['pass'][1]}")
+            if rank in dead:
+                words.append(f"rank {rank}: its process has ended")
+            elif rank in said:
+                recent = " -> ".join(did.words for did in said[rank].of_pass[-4:])
+                words.append(f"rank {rank}: {recent or 'nothing yet'} in {said[rank].doing}")
             else:
                 words.append(f"rank {rank}: nothing heard")
         return f"Last collectives of {'; '.join(words)}"
 
-    def _path(self, key: str) -> str:
-        return f"fsdp/{self._nonce or 0:x}/{key}"
 
-
-def _recent_of(words: dict[str, Any]) -> list[str]:
-    """The latest collectives in what a rank said."""
-    return [what[1] for position, what in words.items() if position.isdigit()]
-
-
-def _last_of(words: dict[str, Any]) -> str:
-    what = f"the {words['pass'][1]}" if words["pass"][1] else "what comes before the first pass"
-    return f"{(_recent_of(words) or ['the begin'])[-1]} in {what}"
-
-
-def _hash(text: str) -> int:
+def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") & _MASK
 
 
-def _event(kind: str, member: Member) -> int:
-    return (member.place * len(_KINDS) + _KINDS.index(kind)) * 2 + member.in_full_precision
+def event_of(kind: str, member: Member) -> int:
+    return (member.place * len(KINDS) + KINDS.index(kind)) * 2 + member.in_full_precision
 
 
-def _words(member: Member) -> str:
+def words_of(member: Member) -> str:
     return f"{member.name} in full precision" if member.in_full_precision else member.name
-
-
-class Negotiation(Agreement):
-    """Ranks that need not run the same units agree, before every collective, on what it is.
-
-    Each rank proposes what it needs next, gathering or reducing some unit or ending the pass. All of them then do what
-    comes first among the proposals, whether they need it or not: one that does not lets the gathered values go, and
-    adds to a reduction what it has of the gradient, if only zeros. Whoever proposed something else proposes it again.
-    A pass is over when all ranks propose its end, so they may call units in any order and any number of times. The
-    result does not depend on what comes first, as gathers may be repeated and sums taken in parts. What does depend on
-    it is how much is done in vain, so things come first in the order in which they did in the last such pass; at first
-    that is the order of the tree, backwards in a backward.
-    """
-
-    REMEDY = "Units may differ under reduce_unused=True; forwards and backwards have to be the same on every rank"
-
-    def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
-        super().__init__(group, members, device, streams)
-        self._end = _END * len(members)
-        self._turns: dict[int, dict[int, int]] = {}  # number of a pass -> event -> when it has its turn, if known
-        self._done: list[int] = []  # in the pass under way
-        self._understood = ""  # what the ranks have to agree on besides
-
-    def begin(self, what: Pass) -> None:
-        super().begin(what)
-        self._done = []
-        text = f"runs the {what.words}"
-        if what.caller is None:
-            plans = [f"{member.name}: {member.reduction()}" for member in self._present()]
-            text = "\n".join([text, *plans])
-        self._understood = text
-
-    def _ask_to_begin(self, event: int) -> None:
-        """Each proposal tells which pass it is for."""
-
-    def about_to(self, kind: str, member: Member) -> Ticket:
-        return self._propose(kind, _words(member), _event(kind, member))
-
-    def end(self, *, wait: bool) -> None:
-        """The pass is over for this rank: help the others with what they have still to do."""
-        self._propose(END, "", self._end)
-        number, last = self._pass[0], {event: position for position, event in enumerate(self._done)}
-        order = sorted(last, key=lambda event: last[event])
-        turns = sorted(self._turn(event) for event in order)
-        self._turns.setdefault(number, {}).update(zip(order, turns))
-        self._understood = f"has ended the {self._pass[1]}"
-        self._under_way = None
-
-    def _turn(self, event: int) -> int:
-        """When ``event`` has its turn in this pass; what is lower comes first."""
-        number = self._pass[0]
-        place, rest = divmod(event, _END)
-        first = len(self._members) - 1 - place if number == _BACKWARD else place
-        return self._turns.get(number, {}).get(event, first * _END + rest)
-
-    def _propose(self, kind: str, name: str, event: int) -> Ticket:
-        while True:
-            # What is proposed may differ between ranks, and so its ticket has no number to compare.
-            ticket = Ticket(self._ref, self._position, 0, kind, name)
-            self._recent.append(ticket)
-            chosen = self._choose(event, ticket)
-            self._position += 1
-            if chosen == self._end:
-                return ticket
-            self._done.append(chosen)
-            member, what = self._members[chosen // _END](), _KINDS[chosen % _END // 2]
-            assert member is not None
-            if self._detailed and what == GATHER:
-                self._compare_handles(member)
-            if chosen == event:
-                return ticket
-            ticket = Ticket(self._ref, ticket.position, 0, what, member.name)
-            self._recent.append(ticket)
-            member.take_part(what, ticket, full_precision=bool(chosen % 2))
-
-    def _choose(self, event: int, ticket: Ticket) -> int:
-        """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""
-        turn = self._end if event == self._end else self._turn(event)
-        understood = _hash(f"{self._passes} {self._pass[0]} {self._understood.partition(chr(10))[2]}")
-        votes = torch.tensor([(self._end - turn) << 24 | event, understood, -understood], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {ticket}", ticket)
-        if votes[1:].tolist() != [understood, -understood]:
-            raise self._out_of_step(self._first_misunderstanding(self._all_texts(self._understood)))
-        return int(votes[0]) & ((1 << 24) - 1)
-
-    def _first_misunderstanding(self, texts: list[str]) -> str:
-        for lines in zip(*(text.split("\n") for text in texts)):
-            if len(set(lines)) > 1:
-                return "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
-        return "; ".join(f"rank {rank} {text.splitlines()[0]}" for rank, text in enumerate(texts))
-
-
-class Agreements:
-    """The agreements of one tree, one per group of several ranks."""
-
-    def __init__(
-        self, members: Iterable[tuple[Any, Member]], device: torch.device, streams: Streams, *, negotiate: bool
-    ) -> None:
-        """``members`` are (group or None, unit), in the order of the tree. With ``negotiate`` ranks may run different
-        ones of them, and there is one group."""
-        by_group: dict[int, tuple[Any, list[Member]]] = {}
-        for group, member in members:
-            if group is not None:
-                by_group.setdefault(id(group), (group, []))[1].append(member)
-        for _, units in by_group.values():
-            for place, unit in enumerate(units):
-                unit.place = place
-        kind = Negotiation if negotiate else Agreement
-        self._negotiate = negotiate
-        self._by_group = {key: kind(group, units, device, streams) for key, (group, units) in by_group.items()}
-        self._passes: list[Pass] = []  # under way: a backward may run inside a forward
-
-    def about_to(self, kind: str, group: Any, member: Member) -> Ticket | None:
-        agreement = self._by_group.get(id(group))
-        if agreement is None:
-            return None
-        agreement.check_layout()
-        if self._passes and agreement.under_way is not self._passes[-1]:
-            agreement.begin(self._passes[-1])
-        return agreement.about_to(kind, member)
-
-    def begin(self, what: Pass) -> None:
-        """A pass begins; in each group that will be with the first collective. A rank that has none in a pass has to
-        take part in those of others, where ranks negotiate."""
-        self._passes.append(what)
-        self._begin_at_once()
-
-    def _begin_at_once(self) -> None:
-        if self._negotiate and self._passes:
-            for agreement in self._by_group.values():
-                agreement.check_layout()
-                agreement.begin(self._passes[-1])
-
-    def end(self, *, wait: bool) -> None:
-        """The innermost pass is over, unless it failed; see :meth:`Agreement.end`."""
-        if not self._passes:
-            return  # a backward inside a forward failed, and has ended both
-        what = self._passes.pop()
-        for agreement in self._by_group.values():
-            if agreement.under_way is what:
-                agreement.end(wait=wait)
-        self._begin_at_once()
-
-    def forget_pass(self) -> None:
-        self._passes.clear()
-        for agreement in self._by_group.values():
-            agreement.forget_pass()

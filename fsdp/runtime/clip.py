@@ -130,20 +130,24 @@ def clip_grad_norm_(
     def part(grads: list[torch.Tensor]) -> torch.Tensor:
         return order.part(_norms(grads, p, wide, device))
 
+    context = root.context
+    assert context is not None
+
     def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
-        assert root.context is not None
-        combine(value, group, root.context.streams, "sum up the gradient norm", largest=order.largest)
+        watch = context.announce(group)
+        combine(value, group, context.streams, "sum up the gradient norm", watch, largest=order.largest)
         return value
 
     parts = {group: part(grads) for group, grads in sharded.items()}
     everyone = root.groups.shard if root.groups.sharded else root.groups.replica
     own = parts.pop(everyone, None)
     total = part(whole)
-    for group, value in parts.items():
-        total = order.join(total, combined(value, group))
-    if everyone is not None and (own is not None or parts or others):  # see [Note: Whose gradients count]
-        share = order.share(total, everyone.size())
-        total = combined(share if own is None else order.join(own, share), everyone)
+    with context.calling(f"clip_grad_norm_(norm_type={p})", often=True):
+        for group, value in parts.items():
+            total = order.join(total, combined(value, group))
+        if everyone is not None and (own is not None or parts or others):  # see [Note: Whose gradients count]
+            share = order.share(total, everyone.size())
+            total = combined(share if own is None else order.join(own, share), everyone)
     norm = order.norm(total).to(wide)
 
     if error_if_nonfinite and not bool(torch.isfinite(norm)):

@@ -7,8 +7,9 @@ come. It stays while there is room (``RootContext.make_room``) and is resharded 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -20,7 +21,8 @@ from torch import nn
 from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.flat.flat_param import FlatParamHandle, pool_for
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import Agreements, Pass, Ticket
+from fsdp.runtime.agreement import Pass, Ticket
+from fsdp.runtime.agreements import Agreements
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.reduction import ReductionQueue
 
@@ -79,6 +81,9 @@ class TreeUnit(Protocol):
 
     @property
     def is_gathered(self) -> bool: ...
+
+    @property
+    def is_gathering(self) -> bool: ...
 
     @property
     def awaits_leaves(self) -> bool: ...
@@ -142,6 +147,7 @@ class RootContext:
         self.compute: Stream = None  # that of the latest outermost forward: all that is done to gradients is done on it
         self.root = root
         self.order: ExecutionOrder[TreeUnit] = ExecutionOrder()
+        self._meetings = 0  # of the ranks, when the order was begun
         self.gather_pool = pool_for(root.device, self.streams)
         self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams)
         self.gathered: dict[TreeUnit, None] = {}  # in the order in which they were gathered
@@ -174,13 +180,36 @@ class RootContext:
         if not hasattr(self, "gathered"):
             return  # its constructor raised
         for unit in list(self.gathered):
-            unit.forget_output(self)
-            unit.reshard(self)
+            if not (self.failed and unit.is_gathering):  # who knows when; what writes into its memory keeps it alive
+                unit.forget_output(self)
+                unit.reshard(self)
         self._trim()
 
     def about_to(self, kind: str, unit: TreeUnit) -> Ticket | None:
         """``unit`` is about to communicate: see that its group's ranks agree."""
         return self._agreements.about_to(kind, unit.group, unit)
+
+    def announce(self, group: Any) -> Ticket | None:
+        """In a call: it is about to communicate over ``group``; see :meth:`Agreements.announce`."""
+        return self._agreements.announce(group)
+
+    @contextlib.contextmanager
+    def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
+        """Inside, something that communicates and that all ranks have to call alike. One that calls it alone sends
+        nothing: it raises, and so do the others, with the name of the call.
+
+        Whoever communicates inside, other than by a unit's gathers, asks :meth:`announce` before. With ``often`` the
+        ranks are not asked where the call comes in the same place of a step as before: for what waits with a watch.
+        """
+        if self.in_backward and hooks.current_backward() == hooks.NO_BACKWARD:
+            self.reset()  # the backward raised, and nobody has told
+        try:
+            with self._agreements.calling(call, f"{call} of {self.root.name}", often=often):
+                yield
+        except BaseException:
+            if self._agreements.given_up:
+                self.reset()
+            raise
 
     def release(self, unit: TreeUnit) -> None:
         """Let ``unit`` go to another context."""
@@ -208,8 +237,12 @@ class RootContext:
             other.refresh(self)
         self.generation += 1
         self.expects_backward = torch.is_grad_enabled()
-        self.order.start(unit, backward=False)
-        self._agreements.begin(Pass(f"forward of {unit.name}", unit, trains=unit.module.training))
+        self._start_order(unit, backward=False)
+        try:
+            self._agreements.begin(Pass(f"forward of {unit.name}", unit, trains=unit.module.training))
+        except BaseException:
+            self.reset()  # the unit has not begun, and does not end
+            raise
         self.gathers_follow_compute()
 
     def _adopt_stream(self) -> None:
@@ -223,6 +256,12 @@ class RootContext:
     def joined(self) -> AbstractContextManager[None]:
         """Inside, work goes to the stream that owns the gradients' memory, in order with that of the current one."""
         return self.streams.joined(self.compute)
+
+    def _start_order(self, unit: TreeUnit, *, backward: bool) -> None:
+        """Ranks that have met after a failure remember different orders, and would gather different units ahead."""
+        if self._meetings != self._agreements.meetings:
+            self.order, self._meetings = ExecutionOrder(), self._agreements.meetings
+        self.order.start(unit, backward=backward)
 
     @property
     def backward_follows(self) -> bool:
@@ -266,7 +305,7 @@ class RootContext:
         if self.failed:
             self._clear()
         self.in_backward = True
-        self.order.start(unit, backward=True)
+        self._start_order(unit, backward=True)
         self._agreements.begin(Pass("backward"))
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
@@ -309,10 +348,11 @@ class RootContext:
         self.failed = True
 
     def _clear(self) -> None:
-        """Wait for what a failed pass left under way."""
+        """Wait for the other ranks, and for what a failed pass left under way."""
         for unit in self.units:
             unit.follow_parameters()  # what users have put on the modules since, before ours is put there again
         self.reset()
+        self._agreements.meet()
         with self.joined():
             for unit in self.units:
                 unit.reshard(self)

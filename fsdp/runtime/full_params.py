@@ -54,8 +54,11 @@ def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) ->
                 "while they are shown already"
             )
     with contextlib.ExitStack() as stack:
-        for unit, context in units:
-            stack.enter_context(_summon_one(unit, context, options))
+        with contextlib.ExitStack() as calls:
+            for context in dict.fromkeys(context for _, context in units):
+                calls.enter_context(context.calling("summon_full_params()", often=True))
+            for unit, context in units:
+                stack.enter_context(_summon_one(unit, context, options))
         yield
 
 

@@ -176,6 +176,11 @@ class Unit:
         return any(handle.state is not BufferState.RESIDENT for handle in self.handles)
 
     @property
+    def is_gathering(self) -> bool:
+        """Whether a gather is under way."""
+        return any(handle.state is BufferState.GATHERING for handle in self.handles)
+
+    @property
     def is_gathered(self) -> bool:
         """Whether the full buffers have memory (a gather may still be under way). Always true of what is not
         sharded."""
@@ -422,7 +427,12 @@ class Unit:
     def gather_now(self, bucket: int, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Fill ``full`` with every rank's ``shard``, outside of the step's schedule."""
         assert self._communicator is not None
-        self._communicator.gather(full, shard, self._tag(bucket, "gather")).wait()
+        self._communicator.gather(full, shard, self._tag(bucket, "gather"), self.watch_call()).wait()
+
+    def watch_call(self) -> Ticket | None:
+        """For what the call under way communicates over the unit's group, apart from gathers; see
+        ``RootContext.announce``."""
+        return self.context.announce(self.group) if self.context is not None else None
 
     def gather_shards(self, context: RootContext, *, everywhere: bool = True) -> list[torch.Tensor | None]:
         """Every bucket's whole flat vector, in the shards' dtype and in memory of its own (of what is not sharded, the
@@ -453,13 +463,13 @@ class Unit:
             return full
         assert self._communicator is not None
         shard = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self.device)
-        self._communicator.scatter_from_first(shard, full, self._tag(bucket, "scatter")).wait()
+        self._communicator.scatter_from_first(shard, full, self._tag(bucket, "scatter"), self.watch_call()).wait()
         return shard
 
     def agree_on_maximum(self, values: torch.Tensor) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""
         communicator = self._communicator or Communicator(self.groups, streams_for(self.device))  # before its first use
-        communicator.maximum(values, self.device, f"agree on {self.name}")
+        communicator.maximum(values, self.device, f"agree on {self.name}", self.watch_call())
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -736,7 +746,7 @@ class Unit:
         self._depth = 0
         self._forget_backward()
         self._phase = self._resting_phase
-        if any(handle.state is BufferState.GATHERING for handle in self.handles):
+        if self.is_gathering:
             for view in self.views:
                 view.use_resting()
             context.idle[self] = Idle.AHEAD

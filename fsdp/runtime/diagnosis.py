@@ -1,0 +1,105 @@
+"""What ranks tell each other when one of them waits for long, and what can be seen from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class Did(NamedTuple):
+    """One collective of a pass: in which pass and where in it, and what it was, as a number and in words."""
+
+    number: int
+    position: int
+    event: int
+    words: str
+
+
+class Said(NamedTuple):
+    """What a rank told last."""
+
+    met: int  # how often the ranks have met after a failure; what was said before is of no use
+    number: int  # of its pass
+    kind: int  # of pass; equal on all ranks
+    words: str  # for the pass
+    is_call: bool
+    begun: int  # a hash of the pass and of all in the one before it
+    gave_up: tuple[int, int] | None  # the pass that failed, and how far it had come
+    announces: int | None  # the position for which it waits until all ranks announce the same
+    recent: list[Did]
+
+    @staticmethod
+    def heard(values: list[Any]) -> Said:
+        """From the form that JSON has given it."""
+        said = Said(*values)
+        gave_up = None if said.gave_up is None else (said.gave_up[0], said.gave_up[1])
+        return said._replace(gave_up=gave_up, recent=[Did(*did) for did in said.recent])
+
+    @property
+    def doing(self) -> str:
+        return f"the {self.words}" if self.words else "what comes before the first pass"
+
+    @property
+    def of_pass(self) -> list[Did]:
+        return [did for did in self.recent if did.number == self.number]
+
+    @property
+    def latest(self) -> str:
+        return self.of_pass[-1].words if self.of_pass else "the begin"
+
+    @property
+    def where(self) -> str:
+        return f"{self.latest} in {self.doing}"
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How far it has come."""
+        return self.number, self.of_pass[-1].position if self.of_pass else -1
+
+    def did_around(self, place: tuple[int, int]) -> str:
+        """What it did just before that place and since, in words."""
+        words = [did.words for did in self.recent if (did.number, did.position) >= (place[0], place[1] - 1)]
+        return " -> ".join(words[:4]) or "something else"
+
+
+def different_passes(here: Mapping[int, Said]) -> str | None:
+    """Ranks in passes of the same number that are not the same, or that do not follow on the same."""
+    if len({words.kind for words in here.values()}) > 1:
+        return "; ".join(f"rank {rank} runs {words.doing}" for rank, words in sorted(here.items()))
+    if len({words.begun for words in here.values()}) > 1:
+        return "; ".join(f"rank {rank} runs {words.doing} after something else" for rank, words in sorted(here.items()))
+    return None
+
+
+def different_order(here: Mapping[int, Said]) -> str | None:
+    """Ranks in the same pass that do different things at the same place in it."""
+    by_place = {rank: {did.position: did for did in words.of_pass} for rank, words in here.items()}
+    for position in sorted({position for dids in by_place.values() for position in dids}):
+        there = {rank: dids[position] for rank, dids in by_place.items() if position in dids}
+        if len({did.event for did in there.values()}) > 1:
+            doing = "; ".join(f"rank {rank} is about to {did.words}" for rank, did in sorted(there.items()))
+            return f"in {next(iter(here.values())).doing}, at its collective {position}, {doing}"
+    return None
+
+
+def passed_by(waiting: int, other: int, said: Mapping[int, Said]) -> str | None:
+    """Rank ``waiting`` waits until all announce what ``other`` has gone by; who is where, and what was done there."""
+    position = said[waiting].announces
+    if position is None or said[other].place <= (said[waiting].number, position):
+        return None
+    place = said[waiting].number, position
+    return (
+        f"rank {waiting} is at {said[waiting].where}, its collective {position}, and waits for all ranks to do the "
+        f"same; rank {other} did {said[other].did_around(place)}, and is at {said[other].where}"
+    )
+
+
+def left_alone(other: int, own: Said, rank: int, said: Mapping[int, Said]) -> str | None:
+    """``other`` gave up a pass that ``rank`` has gone on with, or left behind."""
+    if said[other].gave_up is None:
+        return None
+    number, count = said[other].gave_up or (0, 0)
+    if own.number < number or (own.number == number and own.place[1] < count):
+        return None
+    what = said[other].doing if said[other].number == number else own.doing
+    return f"rank {other} gave up {what} at its collective {count}, and rank {rank} is at {own.where}"

@@ -1,0 +1,119 @@
+"""Ranks that need not run the same units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fsdp.comm.collectives import agree
+from fsdp.comm.streams import Streams
+from fsdp.runtime.agreement import (
+    BACKWARD,
+    END,
+    GATHER,
+    KINDS,
+    PER_MEMBER,
+    Agreement,
+    Member,
+    Pass,
+    Ticket,
+    event_of,
+    hash_of,
+    words_of,
+)
+
+
+class Negotiation(Agreement):
+    """Ranks that need not run the same units agree, before every collective, on what it is.
+
+    Each rank proposes what it needs next, gathering or reducing some unit or ending the pass. All of them then do what
+    comes first among the proposals, whether they need it or not: one that does not lets the gathered values go, and
+    adds to a reduction what it has of the gradient, if only zeros. Whoever proposed something else proposes it again.
+    A pass is over when all ranks propose its end, so they may call units in any order and any number of times. The
+    result does not depend on what comes first, as gathers may be repeated and sums taken in parts. What does depend on
+    it is how much is done in vain, so things come first in the order in which they did in the last such pass; at first
+    that is the order of the tree, backwards in a backward.
+    """
+
+    REMEDY = "Units may differ under reduce_unused=True; forwards and backwards have to be the same on every rank"
+
+    def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
+        super().__init__(group, members, device, streams)
+        self._end = PER_MEMBER * len(members)
+        self._turns: dict[int, dict[int, int]] = {}  # number of a pass -> event -> when it has its turn, if known
+        self._done: list[int] = []  # in the pass under way
+        self._understood = ""  # what the ranks have to agree on besides
+
+    def begin(self, what: Pass) -> None:
+        super().begin(what)
+        self._done = []
+        text = f"runs the {what.words}"
+        if what.caller is None:
+            plans = [f"{member.name}: {member.reduction()}" for member in self._present()]
+            text = "\n".join([text, *plans])
+        self._understood = text
+
+    def _ask_to_begin(self) -> None:
+        """Each proposal tells which pass it is for."""
+
+    def about_to(self, kind: str, member: Member) -> Ticket:
+        return self._propose(kind, words_of(member), event_of(kind, member))
+
+    def end(self, *, wait: bool) -> None:
+        """The pass is over for this rank: help the others with what they have still to do."""
+        if self._pass[2]:  # all ranks do the same in a call
+            self._under_way = None
+            return
+        self._propose(END, "", self._end)
+        number, last = self._pass[0], {event: position for position, event in enumerate(self._done)}
+        order = sorted(last, key=lambda event: last[event])
+        turns = sorted(self._turn(event) for event in order)
+        self._turns.setdefault(number, {}).update(zip(order, turns))
+        self._understood = f"has ended the {self._pass[1]}"
+        self._under_way = None
+
+    def _turn(self, event: int) -> int:
+        """When ``event`` has its turn in this pass; what is lower comes first."""
+        number = self._pass[0]
+        place, rest = divmod(event, PER_MEMBER)
+        first = len(self._members) - 1 - place if number == BACKWARD else place
+        return self._turns.get(number, {}).get(event, first * PER_MEMBER + rest)
+
+    def _propose(self, kind: str, name: str, event: int) -> Ticket:
+        while True:
+            # What is proposed may differ between ranks, and so its ticket has no number to compare.
+            ticket = Ticket(self._ref, self._position, 0, kind, name)
+            self._recent.append((self._passes, ticket))
+            chosen = self._choose(event, ticket)
+            self._position += 1
+            if chosen == self._end:
+                return ticket
+            self._done.append(chosen)
+            member, what = self._members[chosen // PER_MEMBER](), KINDS[chosen % PER_MEMBER // 2]
+            assert member is not None
+            if self._detailed and what == GATHER:
+                self._compare_handles(member)
+            if chosen == event:
+                return ticket
+            ticket = Ticket(self._ref, ticket.position, 0, what, member.name)
+            self._recent.append((self._passes, ticket))
+            member.take_part(what, ticket, full_precision=bool(chosen % 2))
+
+    def _choose(self, event: int, ticket: Ticket) -> int:
+        """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""
+        turn = self._end if event == self._end else self._turn(event)
+        understood = hash_of(f"{self._passes} {self._pass[0]} {self._understood.partition(chr(10))[2]}")
+        votes = torch.tensor([(self._end - turn) << 24 | event, understood, -understood], device="cpu")
+        agree(votes, self._group, self._device, f"agree to {ticket}", ticket)
+        if votes[1:].tolist() != [understood, -understood]:
+            found = self._first_misunderstanding(self._all_texts(self._understood))
+            raise self._out_of_step(self._in_words(found, {self._rank: self._own()}))
+        return int(votes[0]) & ((1 << 24) - 1)
+
+    def _first_misunderstanding(self, texts: list[str]) -> str:
+        for lines in zip(*(text.split("\n") for text in texts)):
+            if len(set(lines)) > 1:
+                return "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
+        return "; ".join(f"rank {rank} {text.splitlines()[0]}" for rank, text in enumerate(texts))

@@ -1,0 +1,329 @@
+"""Random programs in which one rank does something else at one place: what becomes of every rank, and whether they go
+on together afterwards.
+
+A program is a list of actions, the same on all ranks but for the odd one's deviation. Everything follows from a seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp.comm import collectives
+from fsdp.runtime import agreement
+from fsdp.wrap import ModuleWrapPolicy
+
+WIDTH = 6
+SOON = 10.0  # seconds within which every rank has to know
+TIMEOUT = 25.0  # of a collective: what ends that way was found by nobody
+
+
+class Part(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Parts(nn.Module):
+    """Units in an order that can be changed, and a root with a layer of its own."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(width) for width in widths])
+        self.head = nn.Linear(WIDTH, 3)
+        self.order = list(range(len(widths)))
+        self.between: Callable[[int, Tensor], Tensor] = lambda position, x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for position, index in enumerate(self.order):
+            x = self.parts[index](self.between(position, x))
+        return self.head(x)
+
+
+class Fault(Exception):
+    """What a user's code raises."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """What is done: "train", "eval", "twice" (two forwards, then two backwards), "no_sync", or a call."""
+
+    kind: str
+    order: tuple[int, ...] = ()
+    clips: bool = False
+    fails: str = ""  # "forward", "backward" or "between", with how after a space
+    position: int = 0
+
+
+CALLS = ("state_dict", "rank0_state_dict", "optim_state_dict", "summon", "load", "clip", "grads")
+
+
+@dataclass
+class Program:
+    """Made from a seed, on every rank alike."""
+
+    seed: int
+    world_size: int
+    widths: list[int] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    actions: list[Action] = field(default_factory=list)
+    odd: int = 0
+    at: int = 0
+    deviation: str = ""
+    instead: list[Action] = field(default_factory=list)  # what the odd rank does at that place
+
+    @staticmethod
+    def make(seed: int, world_size: int, *, exits: bool) -> Program:
+        """``exits``: whether the odd rank's process ends."""
+        rng = random.Random(seed)
+        program = Program(seed, world_size)
+        count = rng.randint(2, 4)
+        program.widths = [5] * count if rng.random() < 0.5 else rng.sample([3, 4, 5, 7, 9, 11], count)
+        strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+        program.options = {
+            "sharding_strategy": rng.choice(strategies),
+            "use_orig_params": rng.random() < 0.5,
+            "reduce_unused": rng.random() < 0.15,
+            "forward_prefetch_distance": rng.randint(0, 2),
+            "backward_prefetch_distance": rng.randint(0, 2),
+        }
+        orders = [tuple(rng.sample(range(count), rng.randint(1, count))) for _ in range(2)] + [tuple(range(count))] * 3
+        habit = [program._random_action(rng, orders) for _ in range(rng.randint(1, 3))]
+        while len(program.actions) < rng.randint(2, 8):
+            program.actions += habit if rng.random() < 0.7 else [program._random_action(rng, orders)]
+        program.actions += [Action("train", orders[-1])] * 3
+        program.odd, program.at = rng.randrange(world_size), rng.randrange(len(program.actions) - 2)
+        while not program.instead:
+            program._deviate(rng, exits)
+        return program
+
+    def _random_action(self, rng: random.Random, orders: list[tuple[int, ...]]) -> Action:
+        kind = rng.choice(["train"] * 6 + ["eval", "eval", "twice", "no_sync", rng.choice(CALLS)])
+        return Action(kind, rng.choice(orders), clips=rng.random() < 0.4)
+
+    def _deviate(self, rng: random.Random, exits: bool) -> None:
+        action, after = self.actions[self.at], self.actions[self.at + 1]
+        runs = action.kind not in CALLS
+        order = list(action.order)
+        kinds = ["unit", "order", "pass", "missing", "extra", "exception", "exception"]
+        kind = self.deviation = "exit" if exits else rng.choice(kinds)
+        units_matter = runs and not self.options["reduce_unused"]
+        if kind == "unit" and units_matter:
+            place = rng.randrange(len(order))
+            order[place] = rng.choice([unit for unit in range(len(self.widths)) if unit != order[place]])
+            self.instead = [self._replaced(action, order=tuple(order))]
+        elif kind == "order" and units_matter and len(order) > 1:
+            first, second = rng.sample(range(len(order)), 2)
+            order[first], order[second] = order[second], order[first]
+            self.instead = [self._replaced(action, order=tuple(order))]
+        elif kind == "pass" and runs:
+            self.instead = [self._replaced(action, kind="train" if action.kind == "eval" else "eval")]
+        elif kind == "missing" and action.kind == "train" and action.clips and after.kind != "clip":
+            self.instead = [self._replaced(action, clips=False)]
+        elif kind == "missing" and action.kind != after.kind and {action.kind, after.kind} != {"train", "no_sync"}:
+            self.instead = [Action("nothing")]
+        elif kind == "extra":
+            extra = rng.choice(["eval", *CALLS])
+            if extra != action.kind and not (extra == "eval" and runs):
+                self.instead = [Action(extra, self.actions[-1].order), action]
+        elif kind in ("exception", "exit") and runs:
+            how = rng.choice(["Fault", "KeyboardInterrupt", "OutOfMemoryError"])
+            wheres = ["forward", "backward"] if action.kind != "eval" else ["forward"]
+            fails = f"{rng.choice(wheres)} {how if kind == 'exception' else 'exit'}"
+            self.instead = [self._replaced(action, fails=fails, position=rng.randrange(len(order)))]
+
+    @staticmethod
+    def _replaced(action: Action, **changes: Any) -> Action:
+        return Action(**{**action.__dict__, **changes})
+
+    def __str__(self) -> str:
+        actions = ", ".join(f"{a.kind}{list(a.order)}{' clip' if a.clips else ''}" for a in self.actions)
+        return (
+            f"seed {self.seed} on {self.world_size} ranks, widths {self.widths}, {self.options}: [{actions}]; rank "
+            f"{self.odd} at {self.at}: {self.deviation}: {self.instead}"
+        )
+
+
+@dataclass
+class Outcome:
+    """What became of one rank in one program."""
+
+    deviated: float | None = None  # when, by the machine's clock
+    told: float | None = None
+    error: str = ""
+    goes_on: str = ""  # "right", or what went wrong when the ranks went on together
+    found_alone: bool = False  # the exception that this rank made itself
+
+
+def run_programs(seeds: list[int], exits: bool) -> list[Outcome]:
+    """Each of them in a group of its own, which the ranks make one after the other."""
+    patience, collectives.PATIENCE = collectives.PATIENCE, timedelta(seconds=0.1)
+    agreement.PATIENCE = collectives.PATIENCE
+    kept, outcomes = [], []
+    try:
+        for seed in seeds:
+            group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+            kept.append(group)  # the end of a broken group waits for its last collectives
+            program = Program.make(seed, dist.get_world_size(), exits=exits)
+            outcomes.append(_Run(program, group).run())
+            if not exits:
+                dist.barrier()
+    finally:
+        collectives.PATIENCE = agreement.PATIENCE = patience
+    return outcomes
+
+
+class _Run:
+    def __init__(self, program: Program, group: Any) -> None:
+        self.program, self.group, self.rank = program, group, dist.get_rank()
+        torch.manual_seed(program.seed)
+        self.plain = Parts(program.widths)
+        module = copy.deepcopy(self.plain)
+        self.model = FullyShardedDataParallel(
+            module, group, auto_wrap_policy=ModuleWrapPolicy({Part}), **program.options
+        )
+        self.module: Parts = self.model.module
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        for place, action in enumerate(self.program.actions):
+            todo = [action]
+            if place == self.program.at and self.rank == self.program.odd:
+                todo, self.outcome.deviated = self.program.instead, time.monotonic()
+            try:
+                for one in todo:
+                    self._do(one)
+            except RuntimeError as error:
+                self.outcome.told, self.outcome.error = time.monotonic(), str(error)
+                break
+            except (Fault, KeyboardInterrupt):
+                self.outcome.found_alone = True
+        if self.program.deviation != "exit":
+            try:
+                self.outcome.goes_on = self._go_on()
+            except BaseException:
+                self.outcome.goes_on = traceback.format_exc()
+        return self.outcome
+
+    def _do(self, action: Action) -> None:
+        self.module.order = list(action.order)
+        self.module.between = self._between(action)
+        try:
+            if action.kind in CALLS:
+                self._call(action.kind)
+            elif action.kind == "eval":
+                with torch.no_grad():
+                    self._forward()
+            elif action.kind == "twice":
+                first, second = self._forward(), self._forward()
+                first.backward()
+                second.backward()
+            elif action.kind == "no_sync":
+                with self.model.no_sync():
+                    self._forward().backward()
+                self._forward().backward()
+            elif action.kind == "train":
+                self._forward().backward()
+            if action.clips and action.kind in ("train", "twice", "no_sync"):
+                self.model.clip_grad_norm_(1.0)
+            if action.kind in ("train", "twice", "no_sync"):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        except torch.OutOfMemoryError as error:
+            self.outcome.found_alone = True
+            if "ours" not in str(error):
+                raise
+        finally:
+            self.module.between = lambda position, x: x
+
+    def _between(self, action: Action) -> Callable[[int, Tensor], Tensor]:
+        where, _, how = action.fails.partition(" ")
+
+        def fail(grad: Tensor | None = None) -> None:
+            if how == "exit":
+                os._exit(3)
+            raise {"Fault": Fault, "KeyboardInterrupt": KeyboardInterrupt}.get(how, torch.OutOfMemoryError)("ours")
+
+        def between(position: int, x: Tensor) -> Tensor:
+            if position == action.position and where == "forward":
+                fail()
+            if position == action.position and where == "backward":
+                x = x.clone() if x.requires_grad else x.detach().requires_grad_()
+                x.register_hook(fail)
+            return x
+
+        return between
+
+    def _forward(self) -> Tensor:
+        return self.model(torch.ones(2, WIDTH)).square().mean()
+
+    def _call(self, kind: str) -> None:
+        model = self.model
+        if kind in ("state_dict", "rank0_state_dict"):
+            config = FullStateDictConfig(rank0_only=kind == "rank0_state_dict")
+            with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+                model.state_dict()
+        elif kind == "optim_state_dict":
+            FullyShardedDataParallel.optim_state_dict(model, self.optimizer)
+        elif kind == "load":
+            model.load_state_dict(self.plain.state_dict())
+        elif kind == "clip":
+            model.clip_grad_norm_(1.0)
+        else:
+            with_grads = kind == "grads" and self.program.options["use_orig_params"]
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=with_grads):
+                pass
+
+    def _go_on(self) -> str:
+        """All ranks begin anew from the same values, and train as the plain model does."""
+        self.model.zero_grad()
+        self.model.load_state_dict(self.plain.state_dict())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
+        reference = torch.optim.SGD(self.plain.parameters(), lr=0.05, momentum=0.5)
+        for order in ([*range(len(self.program.widths))], [0, 1], [1, 0], [1, 0]):
+            self.module.order = self.plain.order = order
+            self._do(Action("train", tuple(order)))
+            self.plain(torch.ones(2, WIDTH)).square().mean().backward()
+            reference.step()
+            reference.zero_grad()
+        with FullyShardedDataParallel.summon_full_params(self.model):
+            for (name, got), expected in zip(self.module.named_parameters(), self.plain.parameters(), strict=True):
+                if not torch.allclose(got, expected, rtol=1e-4, atol=1e-6):
+                    return f"{name} is {got}, and not {expected}"
+        return "right"
+
+
+def faults(program: Program, outcomes: list[Outcome | None]) -> list[str]:
+    """What is not as it has to be; None for the outcome of a rank that is dead."""
+    started = outcomes[program.odd]
+    found = []
+    for rank, outcome in enumerate(outcomes):
+        if outcome is None:
+            continue
+        if outcome.told is None and not (outcome.found_alone and program.deviation == "exception"):
+            found.append(f"rank {rank} was told nothing")
+        elif outcome.told is not None:
+            deviated = started.deviated if started is not None else None
+            if deviated is not None and outcome.told - deviated > SOON:
+                found.append(f"rank {rank} was told after {outcome.told - deviated:.1f} s: {outcome.error}")
+            if "rank " not in outcome.error or "Timed out" in outcome.error:
+                found.append(f"rank {rank} was told: {outcome.error}")
+        if program.deviation != "exit" and outcome.goes_on != "right":
+            found.append(f"rank {rank} does not go on: {outcome.goes_on}")
+    return found

@@ -1,0 +1,29 @@
+"""Random programs in which one rank differs at one place; `scripts/fuzz_ranks.py` runs many more of them.
+
+Every living rank is told within seconds, with both sides named, and they go on together and train right.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness.differing import Program, faults, run_programs
+from tests.harness.pool import Died, run_fresh, run_ranks
+
+
+@pytest.mark.parametrize("world_size, seeds", [(2, range(26)), (3, range(100, 113))])
+def test_one_rank_differs(world_size: int, seeds: range) -> None:
+    """Another unit, another order, another pass, a call that is missing or made alone, an exception."""
+    by_rank = run_ranks(world_size, run_programs, list(seeds), False, timeout=180.0)
+    for seed, outcomes in zip(seeds, zip(*by_rank, strict=True), strict=True):
+        program = Program.make(seed, world_size, exits=False)
+        assert not (found := faults(program, list(outcomes))), "\n".join([str(program), *found])
+
+
+def test_one_rank_ends() -> None:
+    """Its process does, while the others are in the middle of a step."""
+    by_rank = run_fresh(3, run_programs, [1], True)
+    program = Program.make(1, 3, exits=True)
+    assert by_rank[program.odd] == Died(3)
+    outcomes = [None if isinstance(found, Died) else found[0] for found in by_rank]
+    assert not (found := faults(program, outcomes)), "\n".join([str(program), *found])
