@@ -266,6 +266,7 @@ class TracingStreams:
         return memory
 
     def fetch(self, tensor: Tensor, into: Tensor) -> tuple[Tensor, _Event]:
+        self._tracer.is_host_memory(into)  # which may be lent anew, as another storage
         copy = place(into, tensor)
         copy.copy_(tensor)
         return copy, self.record()
