@@ -157,7 +157,7 @@ def main() -> None:
         check(codes == [-signal.SIGKILL, 1], f"the ranks exited with {codes}, expected a killed one and an error")
         for path in sorted(interrupted.glob(".*.tmp/*")):
             print(f"   left behind: {path.relative_to(interrupted)}, {path.stat().st_size:,} bytes")
-        print(f"   the latest whole checkpoint: {(interrupted / 'latest').read_text()[:8]}", flush=True)
+        print(f"   the latest whole checkpoint: {(interrupted / 'latest').read_text().split()[0]}", flush=True)
 
         print("3. 3 ranks, from the last whole checkpoint", flush=True)
         codes = run(3, interrupted)

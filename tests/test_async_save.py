@@ -153,7 +153,7 @@ def train_on_while_it_is_written(root: str) -> None:
         assert not outcome.done()
         assert not (path / "latest").exists()
         gate.opened.set()
-        assert outcome.result() == path / "00000001"
+        assert outcome.result() == path / "checkpoint_00000001"
         files.disk = Disk()
         assert_bit_equal(saved(path), expected)
         extra_state = load_plain(path).model["0._extra_state"]
@@ -203,7 +203,7 @@ def one_after_the_other(root: str) -> None:
         expected.append(expected[-1])
         files.disk = Disk()
     for number, values in enumerate(expected):
-        assert_bit_equal(saved(path / f"{number + 1:08d}"), values, f"checkpoint {number + 1}")
+        assert_bit_equal(saved(path / f"checkpoint_{number + 1:08d}"), values, f"checkpoint {number + 1}")
     assert_bit_equal(saved(path), expected[-1])
 
 
@@ -224,7 +224,7 @@ def of_two_groups(root: str) -> None:
             outcomes.append(async_save(f"{root}/{number}", model, optimizer, process_group=group))
     gate.opened.set()
     for outcome, (number, values) in zip(outcomes, expected, strict=True):
-        assert outcome.result() == Path(f"{root}/{number}/00000001")
+        assert outcome.result() == Path(f"{root}/{number}/checkpoint_00000001")
         assert_bit_equal(saved(Path(root) / str(number)), values)
     files.disk = Disk()
     dist.barrier()
@@ -266,7 +266,7 @@ def errors_in_the_background(root: str) -> None:
         if rank == 0:  # asked for on one rank, and not on the other
             assert isinstance(unasked.exception(), OSError)
         dist.barrier()
-        assert sorted(os.listdir(path)) == ["00000001", "latest"]
+        assert sorted(os.listdir(path)) == ["checkpoint_00000001", "latest"]
         assert_bit_equal(saved(path), before)
         dist.barrier()
     files.disk = Disk()
@@ -274,9 +274,9 @@ def errors_in_the_background(root: str) -> None:
         async_save(path, model, optimizer, extra=print if rank == 1 else None)
     with pytest.raises(ValueError, match="keep must be a positive number"):
         async_save(path, model, optimizer, keep=0)
-    assert async_save(path, model, optimizer, keep=1).result() == path / "00000002"
+    assert async_save(path, model, optimizer, keep=1).result() == path / "checkpoint_00000002"
     dist.barrier()
-    assert sorted(os.listdir(path)) == ["00000002", "latest"]
+    assert sorted(os.listdir(path)) == ["checkpoint_00000002", "latest"]
 
 
 def test_errors_in_the_background(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def paths_and_threads(root: str) -> None:
         outcome = async_save("run" if rank == 0 else cast(Any, None), model, optimizer)
         os.chdir(path)
         gate.opened.set()
-        assert outcome.result() == path / "here" / "run" / "00000001"
+        assert outcome.result() == path / "here" / "run" / "checkpoint_00000001"
     finally:
         os.chdir(home)
         files.disk = Disk()
@@ -308,7 +308,7 @@ def paths_and_threads(root: str) -> None:
             if rank == failing:
                 patch.setattr(threading.Thread, "start", no_thread)
             async_save(path, model, optimizer)
-        assert save(path, model, optimizer).name == f"{failing + 1:08d}"
+        assert save(path, model, optimizer).name == f"checkpoint_{failing + 1:08d}"
 
 
 def test_paths_and_threads_of_one_rank(tmp_path: Path) -> None:
@@ -371,7 +371,7 @@ def test_a_rank_dies_while_it_saves(tmp_path: Path) -> None:
     others = (tmp_path / "told2").read_text()
     assert "write a checkpoint: rank 0 left 'write a checkpoint': waiting for rank 1, which is gone" in others
     assert "Timed out" not in others
-    assert (tmp_path / "latest").read_text().startswith("00000001 ")
+    assert (tmp_path / "latest").read_text().startswith("checkpoint_00000001 ")
     load_plain(tmp_path)
 
 

@@ -529,7 +529,7 @@ def save_in_vain(root: Path, run: Run, failing: int, at: int) -> None:
     dist.barrier()
     if listed(root) != (names, latest):  # it failed after the last rename
         assert listed(root)[1] != latest
-        assert listed(root)[0] == sorted([*names, listed(root)[1][:8]])
+        assert listed(root)[0] == sorted([*names, listed(root)[1].split()[0]])
     dist.barrier()
 
 
@@ -547,10 +547,10 @@ def faults(folder: str) -> None:
         for turn in range(3):
             at = (number + turn * len(WAYS)) * counting.count // (3 * len(WAYS))
             save_in_vain(root, run, failing=(number + turn) % world_size, at=at)
-        load(root / "00000001", *fresh)
+        load(root / "checkpoint_00000001", *fresh)
         assert_bit_equal(whole(*fresh), old, "the old checkpoint")
         save(root, *run)
-        paths = sorted((root / (root / "latest").read_text()[:8]).iterdir())
+        paths = sorted((root / (root / "latest").read_text().split()[0]).iterdir())
         for path in paths[number % 2 :: 2]:
             dist.barrier()
             content, how = path.read_bytes(), next(damage)

@@ -108,7 +108,7 @@ def values(directory: Path) -> dict[str, Any]:
 def test_a_resumed_run_is_that_which_never_stopped(sharded: str, saved: Path, tmp_path: Path) -> None:
     """R40: from the checkpoint of step 15 to step 25 at the same number of ranks, bit for bit."""
     assert "saved" in sharded
-    result = train(2, "--resume", str(saved / "00000001"), "--save", str(tmp_path))
+    result = train(2, "--resume", str(saved / "checkpoint_00000001"), "--save", str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "step 15 from" in result.stdout and "10 steps in" in result.stdout
     was, is_ = held_losses(result.stdout)
@@ -215,7 +215,7 @@ def test_demo_continues_at_another_number_of_ranks(tmp_path: Path) -> None:
     assert "1 x cpu (gloo), no_shard" in first and "2 x cpu (gloo), full_shard" in second
     assert "step 4 from .demo, saved by 1 ranks, loaded by 2" in second and "1 steps in" in second
     was, is_ = held_losses(second)
-    assert was == is_ and f"/.demo/00000001, the loss on a held batch is {was}" in first
+    assert was == is_ and f"/.demo/checkpoint_00000001, the loss on a held batch is {was}" in first
     assert load_plain(tmp_path / ".demo").extra[1]["step"] == 5
 
 
@@ -225,8 +225,8 @@ def test_an_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     for line in (
         "   rank 1 does not hang, it gets the error: ",
-        "   left behind: .00000003.tmp/__0_0.distcp",
-        "   the latest whole checkpoint: 00000002\n",
+        "   left behind: .checkpoint_00000003.tmp/__0_0.distcp",
+        "   the latest whole checkpoint: checkpoint_00000002\n",
         "   loaded the checkpoint of step 6\n",
         "the same losses, to within 1e-12\n",
     ):

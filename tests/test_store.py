@@ -116,7 +116,7 @@ def save_everywhere(root: str) -> None:
         generator = torch.Generator().manual_seed(rank)
         extra = {"rank": rank, "random": generator.get_state(), "python": random.Random(rank).getstate()}
         made = save(f"{root}/{world_size}-{number}", model, extra=extra if rank != 1 else None)
-        assert made == Path(f"{root}/{world_size}-{number}/00000001")
+        assert made == Path(f"{root}/{world_size}-{number}/checkpoint_00000001")
 
 
 def load_everywhere(root: str) -> None:
@@ -145,14 +145,14 @@ def test_from_any_number_of_ranks_to_any_other(tmp_path: Path) -> None:
         plain = Rich(100)
         assert len(load(directory, plain)) == world_size
         assert_bit_equal(tensors(plain.state_dict()), tensors(expected))
-        state, no_optimizer, extras = load_plain(directory / "00000001")
+        state, no_optimizer, extras = load_plain(directory / "checkpoint_00000001")
         assert_bit_equal(tensors(state), tensors(expected))
         assert (set(state), no_optimizer) == (set(expected), None)
         assert extras[0]["rank"] == 0
         read = {"model": {name: torch.zeros_like(value) for name, value in tensors(expected).items()}}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.load(read, checkpoint_id=directory / "00000001", no_dist=True)
+            dcp.load(read, checkpoint_id=directory / "checkpoint_00000001", no_dist=True)
         assert_bit_equal(read["model"], tensors(expected))
 
 
@@ -432,7 +432,7 @@ def test_an_error_at_any_operation(tmp_path: Path) -> None:
             assert last == (2.0, 2)
             assert "is saved, but the older" in str(warned[0].message)
         elif last == (1.0, 1):
-            assert sorted(os.listdir(root)) == ["00000001", "latest"]
+            assert sorted(os.listdir(root)) == ["checkpoint_00000001", "latest"]
         else:
             assert last == (2.0, 2)
         save(root, small(3.0), extra=3, keep=1)
@@ -461,7 +461,7 @@ def test_an_error_is_told_though_latest_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "latest").write_bytes(b"\xff" * 20)
     with on(Faulty(9, OSError(errno.ENOSPC, "full"))), pytest.raises(OSError, match="full"):
         save(tmp_path, small(2.0))
-    assert sorted(os.listdir(tmp_path)) == ["00000001", "latest"]
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000001", "latest"]
 
 
 def test_two_savers(tmp_path: Path) -> None:
@@ -500,7 +500,7 @@ def faults_on_one_rank(root: str) -> None:
             with on(disk), pytest.raises(kind, match=f"rank {failing}: {os.strerror(number)}: {root}"):
                 save(root, model, extra={"step": 2})
             dist.barrier()
-            assert sorted(os.listdir(root)) == ["00000001", "latest"]
+            assert sorted(os.listdir(root)) == ["checkpoint_00000001", "latest"]
             dist.barrier()
     with pytest.raises(TypeError, match="rank 1: extra must consist of tensors"):
         save(root, model, extra=lambda: None if rank == 1 else 0)
@@ -520,9 +520,9 @@ def faults_on_one_rank(root: str) -> None:
     assert load(root, model) == [{"step": 1}] * world_size
     assert_bit_equal(full_state(model), before)
     train(model)
-    assert save(root, model, keep=1).name == "00000002"
+    assert save(root, model, keep=1).name == "checkpoint_00000002"
     dist.barrier()
-    assert sorted(os.listdir(root)) == ["00000002", "latest"]
+    assert sorted(os.listdir(root)) == ["checkpoint_00000002", "latest"]
 
 
 def test_faults_on_one_rank_are_raised_on_all(tmp_path: Path) -> None:
@@ -586,7 +586,7 @@ def interruptions(root: str) -> None:
     if dist.get_rank() == 0:  # one rank left the call before when the others were through with it
         consensus.Ranks.of(None)._side.spoil(consensus.Ranks.of(None)._place.call, "rank 0 left")
     save(root, model, extra="after", keep=1)
-    with pytest.raises(RuntimeError, match="rank 1: it is at 'find a checkpoint' of its call"):
+    with pytest.raises(RuntimeError, match=r"rank 1: it is at .check what is to be loaded. of its call"):
         save(root, model) if dist.get_rank() == 0 else load(root, model)
     assert load(root, model) == ["after"] * world_size
 
@@ -636,7 +636,7 @@ def refuses(root: Path, what: str, *paths: Path) -> None:
 def test_damage_to_any_file(tmp_path: Path) -> None:
     """R46: a bit, the length, the loss of any file, and any two exchanged, also with those of another checkpoint."""
     run_ranks(2, save_two, str(tmp_path))
-    older, newer = tmp_path / "00000001", tmp_path / "00000002"
+    older, newer = tmp_path / "checkpoint_00000001", tmp_path / "checkpoint_00000002"
     paths = [tmp_path / "latest", *sorted(newer.iterdir())]
     assert {path.name for path in paths} >= {
         "latest",
@@ -709,7 +709,7 @@ def test_unusual_tensors(tmp_path: Path) -> None:
     module = Unusual(1)
     save(tmp_path, module)
     async_save(tmp_path, module).result()
-    for path in ("00000001", "00000002"):
+    for path in ("checkpoint_00000001", "checkpoint_00000002"):
         other = Unusual(2)
         with torch.device("meta"):
             load(tmp_path / path, other)
@@ -742,7 +742,7 @@ def save_two(root: str) -> None:
 def refuses_on_all_ranks(root: str) -> None:
     model = rich(100, FULL_SHARD, True)
     before = tensors(full_state(model))
-    path = Path(root) / "00000002" / "__1_0.distcp"
+    path = Path(root) / "checkpoint_00000002" / "__1_0.distcp"
     content = path.read_bytes()
     dist.barrier()
     if dist.get_rank() == 0:

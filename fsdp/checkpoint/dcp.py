@@ -30,6 +30,8 @@ from fsdp.api import (
     StateDictType,
 )
 from fsdp.checkpoint.chunks import is_sharded
+from fsdp.checkpoint.load_state_dict import prepare
+from fsdp.checkpoint.loading import Loading
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_groups import lay_out
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
@@ -201,9 +203,12 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: Any = None,
 ) -> Any:
-    """:func:`set_model_state_dict` and :func:`set_optimizer_state_dict`; returns what the former does."""
-    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
-    return set_model_state_dict(model, model_state_dict, options=options)
+    """:func:`set_model_state_dict` and :func:`set_optimizer_state_dict`; returns what the former does. If one of them
+    raises, the optimizers are as they were."""
+    optimizers = _several(optimizers)
+    with kept_if_it_fails(optimizers):
+        set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+        return set_model_state_dict(model, model_state_dict, options=options)
 
 
 def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
@@ -224,6 +229,49 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
         return _method(model, "load_state_dict")(state, strict=options.strict)
 
 
+def prepare_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Loading:
+    """All of :func:`set_model_state_dict` that can fail, on this rank alone; see
+    :func:`fsdp.checkpoint.load_state_dict.prepare`."""
+    options = StateDictOptions.of(options)
+    model = _entered(model, options)
+    own = functools.partial(nn.Module.load_state_dict, model)
+    with _kind(model, options.settings(loading=True)):
+        rename = _names_now(model)
+        state = {rename(key): value for key, value in model_state_dict.items()}
+        into_module = own if "_fsdp_unit" in model.__dict__ else _method(model, "load_state_dict")
+        return prepare(model, into_module, state, strict=options.strict)
+
+
+@contextlib.contextmanager
+def kept_if_it_fails(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Where what is inside raises, the optimizers have the state and the groups that they had.
+
+    ``load_state_dict`` of torch's optimizers makes new ones; what an optimizer of somebody else's writes into the
+    tensors that it had stays written.
+    """
+    before = [
+        (
+            one,
+            dict(one.__dict__),
+            {p: dict(s) for p, s in one.state.items()},
+            [dict(group) for group in one.param_groups],
+        )
+        for one in optimizers
+    ]
+    try:
+        yield
+    except BaseException:
+        for one, attributes, state, groups in before:
+            one.__dict__.clear()
+            one.__dict__.update(attributes)
+            one.state.clear()
+            one.state.update(state)
+            for group, kept in zip(one.param_groups, groups):
+                group.clear()
+                group.update(kept)
+        raise
+
+
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizer | Iterable[Optimizer],
@@ -239,8 +287,11 @@ def set_optimizer_state_dict(
         ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
         RuntimeError: the dict does not know a parameter that an optimizer trains (``strict``).
     """
-    for optimizer, loadable in optimizers_to_load(model, optimizers, optim_state_dict, options=options):
-        _method(optimizer, "load_state_dict")(loadable)
+    optimizers = _several(optimizers)
+    planned = optimizers_to_load(model, optimizers, optim_state_dict, options=options)
+    with kept_if_it_fails(optimizers):
+        for optimizer, loadable in planned:
+            _method(optimizer, "load_state_dict")(loadable)
 
 
 def optimizers_to_load(

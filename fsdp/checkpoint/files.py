@@ -3,13 +3,20 @@
 ::
 
     checkpoints/
-      00000003/            one checkpoint
-        __0_0.distcp         tensors, as torch.distributed.checkpoint writes them: one file per rank
-        .metadata            where which tensor is in them
-        extra_0.pt           what a rank added
-        manifest             size and checksum of each of these files
-      .00000004.tmp/       one that is being written, or was when its writer died
-      latest               the name of the newest whole checkpoint, and its manifest's checksum
+      checkpoint_00000003/        one checkpoint
+        __0_0.distcp                tensors, as torch.distributed.checkpoint writes them: one file per rank
+        tensors.json                where which tensor is in them
+        .metadata                   the same for torch.distributed.checkpoint
+        extra_0.pt                  what a rank added
+        manifest                    size and checksum of each of these files
+      .checkpoint_00000004.tmp/   one that is being written, or was when its writer died
+      latest                      the name of the newest whole checkpoint, and its manifest's checksum
+
+Checkpoints that have only the number for a name, as earlier versions wrote them, are read as well.
+
+[Note: What is ours]
+Whatever else is in the directory stays as it is. A checkpoint is what has such a name and a valid manifest; an
+unfinished one is what has such a name, and nothing in it but files that a save writes.
 
 [Note: Never torn]
 A checkpoint is written under a temporary name. When every file and the directory itself are on the disk, one rename
@@ -20,6 +27,7 @@ whole checkpoint: the one before, or the new one. Nothing that it names is writt
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -29,11 +37,14 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-MANIFEST, LATEST = "manifest", "latest"
-_VERSION = 1
-_WHOLE, _UNFINISHED = re.compile(r"\d{8}"), re.compile(r"\.\d{8}\.tmp")
+MANIFEST, LATEST, INDEX = "manifest", "latest", "tensors.json"
+_VERSION, _VERSIONS = 2, (1, 2)  # that are written, that are read: the first has no index
+_NAME = re.compile(r"(?:checkpoint_)?(\d{8,})")
+_UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
+_PARTS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|extra_\d+\.pt|{MANIFEST}|{LATEST}|{re.escape(INDEX)}")
+_TRIES = 20  # to read what is replaced meanwhile
 
 
 class Disk:
@@ -127,15 +138,20 @@ class _Checked(io.RawIOBase):
 @contextlib.contextmanager
 def durable(path: Path, entries: dict[str, Entry], told: Told = nobody) -> Iterator[io.RawIOBase]:
     """A new file to write into. Afterwards its content is on the disk, and ``entries`` has what it should be."""
-    with disk.create(path) as stream:
-        checked = _Checked(stream, told)
-        try:
-            yield checked
-        except Exception:
-            if checked.error is not None:
-                raise checked.error from None
-            raise
-        disk.sync(stream)
+    try:
+        with disk.create(path) as stream:
+            checked = _Checked(stream, told)
+            try:
+                yield checked
+            except Exception:
+                if checked.error is not None:
+                    raise checked.error from None
+                raise
+            disk.sync(stream)
+    except OSError as error:
+        if error.filename is None:  # a write does not know where to
+            error.filename = str(path)
+        raise
     entries[path.name] = checked.entry()
 
 
@@ -148,45 +164,59 @@ def write_durably(path: Path, content: bytes, entries: dict[str, Entry], told: T
 
 
 def begin(root: Path) -> Path:
-    """Make an empty directory for the next checkpoint in ``root``, which is made too; no two savers get the same."""
+    """Make an empty directory for the next checkpoint in ``root``, which is made too; no two savers get the same.
+
+    Raises:
+        IsADirectoryError: ``latest`` is somebody else's.
+    """
     for missing in reversed([path for path in (root, *root.parents) if not path.is_dir()]):
         with contextlib.suppress(FileExistsError):  # another saver was faster, or it is a file, as is seen below
             disk.make_directory(missing)
             disk.sync_directory(missing.parent)
-    number = 1 + max([0, *_numbered(root).values()])
+    if (root / LATEST).is_dir():
+        raise IsADirectoryError(errno.EISDIR, "expected a file that names the latest checkpoint", str(root / LATEST))
+    whole = sorted(_numbered(root, _NAME).items(), key=lambda item: -item[1])
+    newest = next((number for name, number in whole if _is_checkpoint(root / name)), 0)
+    number = 1 + max([newest, *_unfinished(root).values()])
     while True:
-        temporary = root / f".{number:08d}.tmp"
+        final = root / f"checkpoint_{number:08d}"
+        temporary = root / f".{final.name}.tmp"
+        number += 1
+        if final.exists():
+            continue
         try:
             disk.make_directory(temporary)
         except FileExistsError:  # another saver was faster
-            number += 1
             continue
-        if not (root / f"{number:08d}").exists():
+        if not final.exists():
             return temporary
         disk.remove(temporary)  # another saver was faster, and is through
-        number += 1
 
 
-def publish(temporary: Path, entries: dict[str, Entry], ranks: int, keep: int | None) -> Path:
-    """Make the checkpoint in ``temporary`` the latest, and remove all but the last ``keep``. Its files are on the disk.
-
-    Returns:
-        where it is.
-    """
-    root, final = temporary.parent, temporary.parent / temporary.name[1:9]
+def seal(temporary: Path, entries: dict[str, Entry], ranks: int) -> None:
+    """Write what makes a checkpoint of the files in ``temporary``, which are on the disk."""
     content = {"version": _VERSION, "ranks": ranks, "files": {name: entries[name] for name in sorted(entries)}}
     text = json.dumps(content, indent=1)
     checksum = _checksum(text)
     own: dict[str, Entry] = {}
     write_durably(temporary / MANIFEST, f"{checksum}\n{text}\n".encode(), own)
-    write_durably(temporary / LATEST, f"{final.name} {checksum}\n".encode(), own)
+    write_durably(temporary / LATEST, f"{_final(temporary).name} {checksum}\n".encode(), own)
     disk.sync_directory(temporary)
+
+
+def publish(temporary: Path) -> Path:
+    """Make the sealed checkpoint in ``temporary`` the latest.
+
+    Returns:
+        where it is.
+    """
+    root, final = temporary.parent, _final(temporary)
+    if final.exists():
+        raise FileExistsError(errno.EEXIST, "somebody else has made it meanwhile", str(final))
     disk.rename(temporary, final)
     disk.sync_directory(root)
     disk.rename(final / LATEST, root / LATEST)
     disk.sync_directory(root)
-    if keep is not None:
-        _remove_older(final, keep)
     return final
 
 
@@ -195,34 +225,58 @@ def discard(temporary: Path) -> None:
 
     As far as it can be removed: that would not be the error to tell of, and nothing refers to it.
     """
-    root, name = temporary.parent, temporary.name[1:9]
+    root, final = temporary.parent, _final(temporary)
     with contextlib.suppress(OSError):
-        if not (root / LATEST).exists() or (root / LATEST).read_bytes()[:8] != name.encode():
-            for path in (temporary, root / name):
-                if path.exists():
-                    disk.remove(path)
+        if temporary.exists():
+            disk.remove(temporary)
+            return
+        named = (root / LATEST).read_bytes() if (root / LATEST).exists() else b""
+        if not named.startswith(f"{final.name} ".encode()) and _is_checkpoint(final):
+            disk.remove(final)
 
 
-def _remove_older(newest: Path, keep: int) -> None:
-    """All but the last ``keep`` checkpoints up to ``newest``, and what older saves left when they died."""
-    root = newest.parent
-    older = [name for name, number in _numbered(root).items() if number < int(newest.name)]
-    whole = sorted(name for name in older if _WHOLE.fullmatch(name))
-    removed = [name for name in older if name not in whole] + whole[: max(len(whole) + 1 - keep, 0)]
-    for name in removed:
+def remove_older(newest: Path, keep: int) -> None:
+    """All but the last ``keep`` checkpoints up to ``newest``, and what older saves left when they died.
+
+    Warns of what cannot be removed.
+    """
+    root, number = newest.parent, _numbered(newest.parent, _NAME)[newest.name]
+    names = sorted((its, name) for name, its in _numbered(root, _NAME).items() if its < number)
+    whole = [(its, name) for its, name in names if _is_checkpoint(root / name)]
+    unfinished = [(its, name) for name, its in _unfinished(root).items() if its < number]
+    for its, name in [*whole[: max(len(whole) + 1 - keep, 0)], *unfinished]:
+        temporary = root / f".checkpoint_{its:08d}.tmp"
         try:
-            if name in whole:  # so that no half of it looks like a checkpoint
-                disk.rename(root / name, root / f".{name}.tmp")
-                name = f".{name}.tmp"
-            disk.remove(root / name)
+            if name != temporary.name:  # so that no half of it looks like a checkpoint
+                disk.rename(root / name, temporary)
+            disk.remove(temporary)
         except OSError as error:
             warnings.warn(f"{newest} is saved, but the older {root / name} could not be removed: {error}", stacklevel=2)
 
 
-def _numbered(root: Path) -> dict[str, int]:
-    """The names of checkpoints in ``root``, unfinished ones too, and their numbers."""
-    names = [name for name in os.listdir(root) if _WHOLE.fullmatch(name) or _UNFINISHED.fullmatch(name)]
-    return {name: int(name.removeprefix(".").removesuffix(".tmp")) for name in names}
+def _numbered(root: Path, pattern: re.Pattern[str]) -> dict[str, int]:
+    return {name: int(match[1]) for name in os.listdir(root) if (match := pattern.fullmatch(name))}
+
+
+def _unfinished(root: Path) -> dict[str, int]:
+    """What saves that are under way or died have in ``root``, and their numbers."""
+    return {
+        name: number
+        for name, number in _numbered(root, _UNFINISHED).items()
+        if (root / name).is_dir() and all(map(_PARTS.fullmatch, os.listdir(root / name)))
+    }
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        _read_manifest(path)
+    except (OSError, RuntimeError):
+        return False
+    return True
+
+
+def _final(temporary: Path) -> Path:
+    return temporary.parent / temporary.name.removeprefix(".").removesuffix(".tmp")
 
 
 def _checksum(text: str) -> str:
@@ -246,24 +300,35 @@ def find(path: Path) -> tuple[Path, Manifest]:
         FileNotFoundError: there is none.
         RuntimeError: ``latest`` or the manifest is damaged, with its path.
     """
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).is_file():
         return path, _read_manifest(path)[0]
-    if not (path / LATEST).exists():
-        raise FileNotFoundError(
-            f"{path} is no checkpoint, for it has no file {MANIFEST!r}, and no directory of checkpoints, for it has no "
-            f"file {LATEST!r}: nothing was saved there, or the file is lost"
-        )
-    text = (path / LATEST).read_bytes().decode(errors="replace")
-    match = re.fullmatch(r"(\d{8}) ([0-9a-f]{64})\n", text)
-    if match is None or not (path / match[1]).is_dir():
+    for _ in range(_TRIES):
+        try:
+            text = (path / LATEST).read_bytes().decode(errors="replace")
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(
+                f"{path} is no checkpoint, for it has no file {MANIFEST!r}, and no directory of checkpoints, for it "
+                f"has no file {LATEST!r}: nothing was saved there, or the file is lost"
+            ) from error
+        try:
+            return _named_by(path, text)
+        except (OSError, RuntimeError) as error:
+            if (path / LATEST).read_bytes().decode(errors="replace") == text:
+                raise RuntimeError(str(error)) from error
+    raise RuntimeError(f"{path / LATEST} changes faster than the checkpoint that it names can be read")
+
+
+def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
+    match = re.fullmatch(rf"({_NAME.pattern}) ([0-9a-f]{{64}})\n", text)
+    if match is None or not (root / match[1]).is_dir():
         raise RuntimeError(
-            f"{path / LATEST} is damaged: it holds {text!r}. The checkpoints beside it can be loaded by their own paths"
+            f"{root / LATEST} is damaged: it holds {text!r}. The checkpoints beside it can be loaded by their own paths"
         )
-    directory = path / match[1]
+    directory = root / match[1]
     manifest, checksum = _read_manifest(directory)
-    if checksum != match[2]:
+    if checksum != match[3]:
         raise RuntimeError(
-            f"{path / LATEST} and {directory / MANIFEST} do not belong together: one of them was damaged or exchanged. "
+            f"{root / LATEST} and {directory / MANIFEST} do not belong together: one of them was damaged or exchanged. "
             "The checkpoints beside them can be loaded by their own paths"
         )
     return directory, manifest
@@ -271,15 +336,46 @@ def find(path: Path) -> tuple[Path, Manifest]:
 
 def _read_manifest(directory: Path) -> tuple[Manifest, str]:
     path = directory / MANIFEST
-    if not path.exists():
+    if not path.is_file():
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged")
     checksum, _, text = path.read_bytes().decode(errors="replace").partition("\n")
     if not text.endswith("\n") or checksum != _checksum(text[:-1]):
         raise RuntimeError(f"{path} is damaged: its checksum is not that of its content")
-    content = json.loads(text)
-    if content["version"] != _VERSION:
-        raise RuntimeError(f"{path} has version {content['version']}, and this package reads version {_VERSION}")
-    return Manifest(content["ranks"], {name: Entry(*entry) for name, entry in content["files"].items()}), checksum
+    try:
+        content = json.loads(text)
+        version, ranks = content["version"], int(content["ranks"])
+        files = {name: Entry(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"{path} is no manifest of this package: {error}") from error
+    if version not in _VERSIONS:
+        raise RuntimeError(f"{path} has version {version}, and this package reads versions {_VERSIONS}")
+    if strange := [name for name in files if not _PARTS.fullmatch(name)]:
+        raise RuntimeError(f"{path} lists {', '.join(map(repr, strange))}, which no save writes")
+    return Manifest(ranks, files), checksum
+
+
+_T = TypeVar("_T")
+
+
+def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable[[Path], tuple[Path, Manifest]]) -> _T:
+    """``read`` of what ``find`` finds in ``path``; again if another job has replaced it meanwhile, and removed it.
+
+    Raises:
+        RuntimeError, OSError: what ``find`` and ``read`` raise.
+    """
+    directory, manifest = find(path)
+    for _ in range(_TRIES):
+        try:
+            return read(directory, manifest)
+        except RuntimeError as error:
+            before = directory
+            try:
+                directory, manifest = find(path)
+            except FileNotFoundError:  # there was one
+                raise error from None
+            if directory == before:
+                raise
+    raise RuntimeError(f"{path}: another job replaces the latest checkpoint faster than it can be read")
 
 
 def verify(directory: Path, files: dict[str, Entry], told: Told = nobody) -> None:
@@ -297,11 +393,11 @@ def verify(directory: Path, files: dict[str, Entry], told: Told = nobody) -> Non
 def _problem(path: Path, entry: Entry, told: Told) -> str | None:
     if not path.exists():
         return f"{path} is missing"
-    size = path.stat().st_size
-    if size != entry.size:
-        return f"{path} has {size} bytes instead of {entry.size}"
     found, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
     with open(path, "rb", buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size != entry.size:
+            return f"{path} has {size} bytes instead of {entry.size}"
         while nbytes := stream.readinto(block):
             found.update(block[:nbytes])
             told(nbytes)

@@ -59,6 +59,32 @@ def _load(
             raise
 
 
+def prepare(
+    model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], *, strict: bool
+) -> Loading:
+    """All of ``model.load_state_dict(state_dict, strict)`` that can fail, for a model that is wrapped or contains what
+    is; ``into_module`` is that of ``nn.Module``. This rank alone, without communication.
+
+    Returns:
+        what then has to ``write()``, which changes parameters and cannot fail, or to ``undo()``.
+
+    Raises: as ``load_state_dict``, with the model as it was.
+    """
+    for wrapper in wrappers_in(model):
+        wrapper._join_context()
+    loading = Loading(model, strict, alone=True)
+    with contextlib.closing(loading):
+        loading.begin(wrappers_in(model))
+        if not loading.hears_of(model):
+            loading.error_messages = []
+        found = into_module(state_dict, strict=strict)
+        if not loading.hears_of(model):
+            loading.finish(found.missing_keys, found.unexpected_keys)
+            if loading.error_messages:
+                raise RuntimeError("; ".join(loading.error_messages))
+    return loading
+
+
 # -- from rank 0 alone -------------------------------------------------------------------------------------------------
 
 
@@ -119,14 +145,15 @@ def _plan(
 ) -> str | tuple[Any, list[list[list[int]]], set[str]]:
     """What is to be loaded: the keys that do not fit, the parameters by unit and bucket, and the names of the rest; or
     why it cannot be."""
-    incompatible = into_module(state_dict, strict)
     extra = [key for key in state_dict if key.endswith("_extra_state")]
     if extra:
         return f"{', '.join(extra)}: extra state cannot be loaded from one rank alone; pass the dict on every rank"
+    incompatible = into_module(state_dict, strict)
     for unit in loading.units:
         for handle, sources in zip(unit.unit.handles, unit.sources):
             for index, source in sources.items():
                 if isinstance(source, (ShardedTensor, DTensor, RaggedTensor)):
+                    loading.undo()
                     return f"{unit.names(handle)[index]!r} of {unit.unit.name} is sharded, and only rank 0 has a dict"
     present = [[sorted(sources) for sources in unit.sources] for unit in loading.units]
     return incompatible, present, {name for name, _ in rest_of(loading.opener) if name in state_dict}

@@ -10,6 +10,9 @@ that takes no communication and no unit's memory; rows of torch's sharded tensor
 
 from __future__ import annotations
 
+import copy
+import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -85,7 +88,7 @@ class UnitLoading:
         for bucket, recorders in enumerate(self.recorders):
             sources = {}
             for index, (recorder, current) in enumerate(zip(recorders, self.registered(bucket))):
-                source = current.detach() if current is not None and current is not recorder else recorder.source
+                source = torch.detach(current) if current is not None and current is not recorder else recorder.source
                 if source is not None:
                     sources[index] = _as_given(source)
             self.sources.append(sources)
@@ -238,10 +241,22 @@ class LocalUnitLoading(UnitLoading):
 
 
 class RestLoading:
-    """What no unit owns below a module: recorders for the parameters, copies of the buffers to go back to."""
+    """What no unit owns below a module: recorders for the parameters, and copies of what is loaded at once, to go back
+    to: buffers, extra state, and parameters that others look after (DTensors, modules that load themselves)."""
 
     def __init__(self, opener: nn.Module) -> None:
         modules = list(opener.modules())
+        own = [
+            (module, attribute, param)
+            for module in modules
+            for attribute, param in registered_params(module)
+            if not isinstance(param, Recorder) and not is_lazy(param)
+        ]
+        self._others = [
+            (module, attribute, param, _local_part(param).to("cpu", copy=True))
+            for module, attribute, param in own
+            if _loads_itself(module, param)
+        ]
         self.params = [
             (
                 module,
@@ -249,9 +264,8 @@ class RestLoading:
                 param,
                 Recorder(param.dtype, param.shape, param.device, requires_grad=param.requires_grad),
             )
-            for module in modules
-            for attribute, param in registered_params(module)
-            if not isinstance(param, Recorder) and not is_lazy(param)
+            for module, attribute, param in own
+            if not _loads_itself(module, param)
         ]
         for module, attribute, _, recorder in self.params:
             register_instead(module, attribute, recorder)
@@ -261,6 +275,19 @@ class RestLoading:
             for attribute, buffer in persistent_buffers(module)
         ]
         self.sources: list[torch.Tensor | None] = []
+        self._extra_state: list[tuple[nn.Module, Any]] = []  # as it was, of what has been given another
+        self._noted = [module for module in modules if _takes_extra_state(module)]
+        for module in self._noted:
+            module.__dict__["set_extra_state"] = functools.partial(self._set_extra_state, module)
+
+    def _set_extra_state(self, module: nn.Module, state: Any) -> None:
+        before = module.get_extra_state()
+        try:
+            before = copy.deepcopy(before)
+        except (NotImplementedError, RuntimeError, TypeError):  # some cannot be copied
+            pass
+        self._extra_state.append((module, before))
+        type(module).set_extra_state(module, state)
 
     def take_sources(self) -> None:
         self.sources = []
@@ -272,6 +299,8 @@ class RestLoading:
     def hide(self) -> None:
         for module, attribute, param, _ in self.params:
             register_instead(module, attribute, param)
+        for module in self._noted:
+            module.__dict__.pop("set_extra_state", None)
 
     def commit(self, *, assign: bool) -> None:
         for (module, attribute, param, _), source in zip(self.params, self.sources):
@@ -283,12 +312,41 @@ class RestLoading:
                 param.copy_(source)
 
     def undo(self) -> None:
-        """Give the buffers back what they had."""
+        """Give back what was loaded at once."""
+        for owner, attribute, param, values in self._others:
+            register_instead(owner, attribute, param)
+            _local_part(param).copy_(values)
+        while self._extra_state:
+            module, state = self._extra_state.pop()
+            try:
+                module.set_extra_state(state)
+            except Exception as error:  # the module's own
+                warnings.warn(
+                    f"a state dict was not loaded, but the extra state of {type(module).__name__} has changed: its "
+                    f"set_extra_state() refuses what its get_extra_state() had returned before: {error}",
+                    stacklevel=2,
+                )
         for module, attribute, buffer, values in self._buffers:
             if buffer.shape == values.shape:
                 module._buffers[attribute] = buffer.copy_(values)
             else:
                 module._buffers[attribute] = values
+
+
+def _local_part(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+
+
+def _loads_itself(module: nn.Module, param: torch.Tensor) -> bool:
+    """Whether a recorder in the place of ``param`` would be in somebody's way."""
+    method = type(module)._load_from_state_dict
+    return isinstance(param, DTensor) or method.__module__.partition(".")[0] != "torch"
+
+
+def _takes_extra_state(module: nn.Module) -> bool:
+    own, base = type(module), nn.Module
+    overridden = own.get_extra_state is not base.get_extra_state and own.set_extra_state is not base.set_extra_state
+    return overridden and "set_extra_state" not in module.__dict__
 
 
 def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -345,6 +403,10 @@ class Loading:
             self.close()
             raise
 
+    def hears_of(self, module: nn.Module) -> bool:
+        """Whether ``module`` is a part of a unit that is loaded, so that its own hooks begin and finish the load."""
+        return any(hooks.belongs_to(module) for hooks in self._hooks)
+
     def close(self) -> None:
         """Register the parameters again; idempotent."""
         if self._shown:
@@ -375,13 +437,12 @@ class Loading:
             words += [f'Missing key(s) in state_dict: "{key}"' for key in missing]
             words += [f'Unexpected key(s) in state_dict: "{key}"' for key in unexpected]
         elsewhere = None if self.alone else self._problem_elsewhere(RuntimeError("; ".join(words)) if words else None)
-        with torch.inference_mode(False), torch.no_grad():
-            if words or elsewhere is not None:
-                self._rest.undo()
-                if not words:
-                    messages.append(f"Nothing was loaded, because on another rank: {elsewhere}")
-            elif not self.alone:
-                self.write()
+        if words or elsewhere is not None:
+            self.undo()
+            if not words:
+                messages.append(f"Nothing was loaded, because on another rank: {elsewhere}")
+        elif not self.alone:
+            self.write()
         self.close()
 
     def _problem_elsewhere(self, error: BaseException | None) -> str | None:
@@ -396,11 +457,19 @@ class Loading:
             self._problem_elsewhere(error)
 
     def write(self) -> None:
+        """Write what was noted."""
         assert self._rest is not None
-        for unit in self.units:
-            unit.commit()
-            forget_gathered(unit.unit)
-        self._rest.commit(assign=self.assign)
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in self.units:
+                unit.commit()
+                forget_gathered(unit.unit)
+            self._rest.commit(assign=self.assign)
+
+    def undo(self) -> None:
+        """Take back what was loaded without being noted: buffers and extra state."""
+        assert self._rest is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self._rest.undo()
 
     def clean(self, key: str) -> str:
         """``key`` without the parts that wrappers between it and the root have added."""
@@ -490,6 +559,9 @@ class LoadingHooks:
         if module is wrapper:  # the names that nn.Module goes by have the wrapper's part
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        return module is self._wrapper() or any(module is owner for _, owner in own_modules(self.unit.module))
 
     @property
     def unit(self) -> Unit:

@@ -35,7 +35,7 @@ class Recorder(torch.Tensor):
             if into.shape != source.shape:
                 raise RuntimeError(f"a tensor of shape {tuple(source.shape)} for one of shape {tuple(into.shape)}")
             if source is not into:
-                into.source = source.detach()
+                into.source = torch.detach(source)  # what is not loaded yet has no such method
             return into
         if func in _SAME_VALUES:  # what is copied into these counts as well
             return args[0]

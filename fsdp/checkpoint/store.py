@@ -9,7 +9,9 @@ well: an error on one is an error on all.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import pickle
 import threading
 import traceback
 from collections.abc import Collection, Iterable, Iterator
@@ -23,18 +25,21 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import files
+from fsdp.checkpoint import files, index
 from fsdp.checkpoint.dcp import (
     StateDictOptions,
     get_model_state_dict,
+    kept_if_it_fails,
     optimizers_to_load,
-    set_model_state_dict,
+    prepare_model_state_dict,
     trained_parts,
 )
 from fsdp.checkpoint.files import Entry, Manifest
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
+from fsdp.checkpoint.loading import Loading
 from fsdp.checkpoint.outcome import Outcome
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
@@ -92,19 +97,20 @@ def save(
             None, and lists, tuples, sets and dicts of them, but no NumPy arrays or objects of other classes. May
             differ from rank to rank.
         keep: how many checkpoints are to stay in ``path``, this one included; None for all. Older ones, and what saves
-            that died have left, are removed after this one is published. Two jobs that save into one directory at
-            the same time may do so only without it.
+            that died have left, are removed after this one is published, with a warning where that fails. Whatever else
+            is there stays. Two jobs that save into one directory at the same time may do so only without it.
         process_group: the ranks that save; None for the default group, or for this process alone if there is none.
         progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
 
     Returns:
-        the directory of the new checkpoint, as an absolute path.
+        the directory of the new checkpoint, as an absolute path; its name is ``checkpoint_`` and a number.
 
     Raises, on every rank if on one, with the checkpoint before intact, and the model as it was:
         OSError: something could not be written. (``PermissionError``, ``FileNotFoundError`` and so on.)
-        TypeError: ``extra`` holds what is not loaded safely.
+        TypeError: ``extra`` holds what is not loaded safely, or ``model`` is no module.
         ValueError: ``keep`` is no positive number.
-        RuntimeError: a forward or backward is under way; or another process has removed or changed what was written.
+        RuntimeError: a forward or backward is under way; or another process has removed or changed what was written; or
+            another rank is gone or was interrupted. The next save works.
         NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
     """
     ranks = Ranks.of(process_group)
@@ -180,6 +186,7 @@ def load(
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
     strict: bool = True,
+    trusted: bool = False,
     process_group: Any = None,
     progress: bool = True,
 ) -> list[Any]:
@@ -187,14 +194,17 @@ def load(
 
     First the ranks compare every file of the checkpoint with the manifest, each some of them; then each reads the parts
     of tensors that it needs, into memory of its own, on CPU and of the size of its shards; and then the model is given
-    all of it. Values get the dtypes that the model has. Files are trusted as those of
-    ``torch.distributed.checkpoint`` are: load none that others could have made to harm you.
+    all of it. Values get the dtypes that the model has. Where another job saves into the directory meanwhile and
+    removes what is being read, the newest is read instead.
 
     Args:
         path: a directory of checkpoints, of which the latest is loaded, or one checkpoint.
         model: as for :func:`save`, wrapped in whatever way, or plain.
         optimizer: as for :func:`save`; None leaves the optimizer state that was saved alone.
         strict: names that only the model or only the checkpoint has are errors; else these are left alone.
+        trusted: whoever made the files may run code here, as a pickle does: extra state that holds objects of other
+            classes than ``torch.load(weights_only=True)`` takes, and checkpoints of earlier versions of this package,
+            can be loaded. Without it no code in the files is run.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
         progress: as for :func:`save`.
 
@@ -202,77 +212,118 @@ def load(
         what each rank that saved passed as ``extra``, by rank, on every rank. Tensors are on CPU.
 
     Raises, on every rank if on one, with the model as it was:
-        FileNotFoundError: there is no checkpoint.
+        FileNotFoundError: there is no checkpoint, and none was there when this was called.
         RuntimeError: a file is damaged or missing, with its path; or names or shapes do not fit the model, with all of
-            them; or there is no optimizer state, or some that no ``optimizer`` takes; or a forward or backward is under
-            way.
+            them; or a value can only be loaded with ``trusted``; or there is no optimizer state, or some that no
+            ``optimizer`` takes; or a forward or backward is under way; or another rank is gone or was interrupted.
         ValueError: an optimizer has parameters in one group that were saved with different settings.
     """
     ranks = Ranks.of(process_group)
+    reading = _Reading(strict, trusted, progress and ranks.rank == 0)
     with ranks.call("load a checkpoint"):
-        return _load(ranks, Path(path), model, optimizer, strict, progress and ranks.rank == 0)
+        return _load(ranks, Path(path), model, optimizer, reading)
 
 
-def load_plain(path: str | Path, *, progress: bool = True) -> Plain:
+def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True) -> Plain:
     """A checkpoint, or the latest in a directory of them, as whole tensors in this process, which needs no model and no
     process group. Every file is verified first.
 
+    Args: as for :func:`load`.
+
     Raises:
         FileNotFoundError: there is no checkpoint.
-        RuntimeError: a file is damaged or missing, with its path.
+        RuntimeError: a file is damaged or missing, with its path; or a value can only be loaded with ``trusted``.
     """
-    directory, manifest = files.find(Path(path))
-    _verify(directory, manifest.files, progress)
-    read = _read(directory, None, strict=True, optimizer=True, progress=progress)
-    return Plain(read.model, read.optimizer, _extras(directory, manifest))
+    reading = _Reading(True, trusted, progress)
+
+    def read(directory: Path, manifest: Manifest) -> Plain:
+        with _still_there(directory):
+            _verify(directory, manifest.files, progress)
+            found = _read(directory, manifest, None, reading, optimizer=True)
+            return Plain(found.model, found.optimizer, _extras(directory, manifest))
+
+    return files.read_latest(Path(path), read, files.find)
+
+
+class _Reading(NamedTuple):
+    """How to read; see :func:`load`."""
+
+    strict: bool
+    trusted: bool
+    progress: bool
 
 
 def _load(
-    ranks: Ranks,
-    path: Path,
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer] | None,
-    strict: bool,
-    progress: bool,
+    ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: _Reading
 ) -> list[Any]:
-    directory, manifest = ranks.first("find a checkpoint", lambda: files.find(path.absolute()))
-    mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
-    ranks.together("verify a checkpoint", lambda: _verify(directory, mine, progress))
+    def check() -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(model).__name__}")
 
-    loaded: list[_Read] = []
+    def read(directory: Path, manifest: Manifest) -> tuple[_Read, list[Any]]:
+        mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
+        loaded: list[_Read] = []
 
-    def read() -> None:
-        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        like = _Like(values, trained_parts(model, optimizer))
-        loaded.append(_read(directory, like, strict=strict, optimizer=optimizer is not None, progress=progress))
-        if optimizer is not None and loaded[0].optimizer is None:
-            raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
+        def verify() -> None:
+            with _still_there(directory):
+                _verify(directory, mine, reading.progress)
 
-    ranks.together("read a checkpoint", read)
-    extras = ranks.first("read what ranks added", lambda: _extras(directory, manifest))
-    ((values, optimizer_state, left),) = loaded
-    options = StateDictOptions(ragged=True, strict=strict)
-    if optimizer is not None:  # first, since it can still fail
-        planned: list[tuple[Optimizer, dict[str, Any]]] = []
+        def read_parts() -> None:
+            values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
+            like = _Like(values, trained_parts(model, optimizer))
+            with _still_there(directory):
+                loaded.append(_read(directory, manifest, like, reading, optimizer=optimizer is not None))
+            if optimizer is not None and loaded[0].optimizer is None:
+                raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
 
-        def plan() -> None:
+        def read_extras() -> list[Any]:
+            with _still_there(directory):
+                return _extras(directory, manifest)
+
+        ranks.together("verify a checkpoint", verify)
+        ranks.together("read a checkpoint", read_parts)
+        return loaded[0], ranks.first("read what ranks added", read_extras)
+
+    def find(path: Path) -> tuple[Path, Manifest]:
+        ranks.together("check what is to be loaded", check)
+        return ranks.first("find a checkpoint", lambda: files.find(path.absolute()))
+
+    (values, optimizer_state, left), extras = files.read_latest(path, read, find)
+    options = StateDictOptions(ragged=True, strict=reading.strict)
+    planned: list[tuple[Optimizer, dict[str, Any]]] = []
+    prepared: list[Loading] = []
+
+    def plan() -> None:
+        if optimizer is not None:
             assert optimizer_state is not None
             planned.extend(optimizers_to_load(model, optimizer, optimizer_state, options=options))
-            if left and strict:
+            if left and reading.strict:
                 raise RuntimeError(
-                    f"the checkpoint {directory} has optimizer state of {', '.join(map(repr, left))}, which no "
-                    "optimizer given holds: pass those that were saved, or strict=False to leave the others out"
+                    f"the checkpoint {path} has optimizer state of {', '.join(map(repr, left))}, which no optimizer "
+                    "given holds: pass those that were saved, or strict=False to leave the others out"
                 )
 
-        ranks.together("take the optimizer's state", plan)
+    def attempt() -> None:
+        prepared.append(prepare_model_state_dict(model, values, options=options))
+        undo.callback(prepared[0].undo)
+        for one, loadable in planned:
+            one.load_state_dict(loadable)
 
-        def give() -> None:
-            for one, loadable in planned:
-                one.load_state_dict(loadable)
-
-        ranks.together("load the optimizer's state", give)
-    set_model_state_dict(model, values, options=options)
+    ranks.together("take the optimizer's state", plan)
+    with kept_if_it_fails([one for one, _ in planned]), contextlib.ExitStack() as undo:
+        ranks.together("load what was read", attempt)
+        undo.pop_all()
+    prepared[0].write()
     return extras
+
+
+@contextlib.contextmanager
+def _still_there(directory: Path) -> Iterator[None]:
+    """Inside, a file that is not there is no sign that there is no checkpoint."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise RuntimeError(f"{directory} was removed while it was read: {error}") from error
 
 
 # -- what is in a checkpoint -------------------------------------------------------------------------------------------
@@ -301,15 +352,15 @@ class _Read(NamedTuple):
     left: list[str]
 
 
-def _read(directory: Path, like: _Like | None, *, strict: bool, optimizer: bool, progress: bool) -> _Read:
+def _read(directory: Path, manifest: Manifest, like: _Like | None, reading: _Reading, *, optimizer: bool) -> _Read:
     """What a checkpoint holds of what is ``like`` this, in new memory on CPU; of ragged tensors, and of the optimizer's
     states for them, this rank's part. None for whatever there is, whole.
 
     Raises:
-        RuntimeError: names or shapes do not fit.
+        RuntimeError: names or shapes do not fit, or a value could run code and nobody said that it may.
     """
     reader = FileSystemReader(directory)
-    metadata = reader.read_metadata()
+    metadata = index.read(directory, manifest, trusted=reading.trusted) or reader.read_metadata()
     in_file = metadata.state_dict_metadata
     of_model = {key.removeprefix(MODEL): key for key in in_file if key.startswith(MODEL)}
     has_optimizer = optimizer and GROUPS in in_file
@@ -317,15 +368,16 @@ def _read(directory: Path, like: _Like | None, *, strict: bool, optimizer: bool,
     if like is None:
         like = _Like(dict.fromkeys(of_model), {name: None for name, _ in of_state.values()})
     else:
-        problems = list(_misfits({name: in_file[key] for name, key in of_model.items()}, like.model, strict=strict))
+        saved = {name: in_file[key] for name, key in of_model.items()}
+        problems = list(_misfits(saved, like.model, strict=reading.strict))
         if problems:
             listed = "; ".join(problems)
             raise RuntimeError(f"the checkpoint {directory} does not fit the model, and nothing was loaded: {listed}")
     wanted = {key: _empty(in_file[key], like.model[name]) for name, key in of_model.items() if name in like.model}
     wanted |= {key: _empty(in_file[key], like.trained[p]) for key, (p, _) in of_state.items() if p in like.trained}
     wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if has_optimizer and key in in_file)
-    with bar("loading", sum(held_nbytes(value) for value in wanted.values()), progress) as told:
-        planner = _Planner(told)
+    with bar("loading", sum(held_nbytes(value) for value in wanted.values()), reading.progress) as told:
+        planner = _Planner(told, trusted=reading.trusted)
         planner.set_up_planner(wanted, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
@@ -345,13 +397,19 @@ class _Planner(DefaultLoadPlanner):
     """Tells of the bytes of tensors that are read. Tensors within other values come to CPU memory as well, and not to
     the device on which rank 0 had them."""
 
-    def __init__(self, told: files.Told) -> None:
+    def __init__(self, told: files.Told, *, trusted: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._told = told
+        self._told, self._trusted = told, trusted
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        loaded = torch.load(value, map_location="cpu", weights_only=False)
-        self.state_dict[read_item.dest_index.fqn] = loaded
+        key = read_item.dest_index.fqn
+        try:
+            self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=not self._trusted)
+        except pickle.UnpicklingError as error:
+            raise RuntimeError(
+                f"{key!r} holds more than tensors and plain values, and loading it could run any code. If you trust "
+                f"whoever saved it, load it with trusted=True. {error}"
+            ) from error
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         super().commit_tensor(read_item, tensor)
@@ -367,6 +425,8 @@ def _misfits(
     for name, value in template.items():
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         found = saved.get(name)
+        if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX:  # whatever it is, the module's own method takes it
+            continue
         in_file = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
         if found is not None and shape != in_file:
             yield f"{name!r} has shape {in_file} in the checkpoint and {shape} in the model"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp.checkpoint import files
+from fsdp.checkpoint import files, index
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.files import Entry
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, state_key
@@ -85,6 +85,8 @@ class Saving:
                     "the save in the background before this one has failed, and nobody had asked for its result; this "
                     f"one was not begun, and can be tried again: {error}"
                 ) from error
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"expected a model to save, a torch.nn.Module, but got {type(model).__name__}")
             if self._keep is not None and (not isinstance(self._keep, int) or self._keep < 1):
                 raise ValueError(f"keep must be a positive number of checkpoints or None, but got {self._keep!r}")
             if self._ranks.rank == 0:
@@ -135,15 +137,18 @@ class Saving:
 
         try:
             task = self._ranks.round("plan a checkpoint", plan, deal)
-            return self._ranks.round(
+            path = self._ranks.round(
                 "write a checkpoint", lambda: self._written(task, planner, progress=progress), self._published
             )
-        except Exception:
+        except BaseException:
             if self._directory is not None:
                 files.discard(self._directory)
             raise
         finally:
             self._state.clear()
+        if self._ranks.rank == 0 and self._keep is not None:  # the others need not wait for it
+            files.remove_older(path, self._keep)
+        return path
 
     def _written(self, task: _Task, planner: DefaultSavePlanner, *, progress: bool) -> _Written:
         """This rank's file of tensors, if it has any, and its ``extra``."""
@@ -165,8 +170,9 @@ class Saving:
         entries = {name: entry for theirs in written for name, entry in theirs.entries.items()}
         writer = _Writer(self._directory, True)
         writer.finish(self._metadata, [theirs.results for theirs in written])
-        path = files.publish(self._directory, entries | writer.entries, len(written), self._keep)
-        return [path] * len(written)
+        files.write_durably(self._directory / files.INDEX, index.packed(self._metadata), writer.entries)
+        files.seal(self._directory, entries | writer.entries, len(written))
+        return [files.publish(self._directory)] * len(written)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -214,6 +220,17 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
+def _compact(value: Any) -> Any:
+    """``value``; of tensors in it that are a part of a larger memory, a copy: a pickle would hold all of that."""
+
+    def compact(inner: Any) -> Any:
+        if type(inner) not in (torch.Tensor, nn.Parameter) or inner.layout != torch.strided:
+            return inner
+        return inner.detach().clone() if inner.untyped_storage().nbytes() > inner.nbytes else inner
+
+    return value if isinstance(value, torch.Tensor) else tree_map(compact, value)
+
+
 def held_nbytes(value: Any) -> int:
     """The bytes of a tensor in a state dict that this process holds."""
     if isinstance(value, RaggedTensor):
@@ -233,7 +250,7 @@ def _packed(extra: Any) -> bytes:
         return b""
     buffer = io.BytesIO()
     try:
-        torch.save(extra, buffer)
+        torch.save(_compact(extra), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True, map_location="cpu")
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
@@ -251,7 +268,7 @@ class _Planner(DefaultSavePlanner):
     """Has tensors written from the memory in which they lie, though that is a part of a larger one's."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        value = super().transform_object(write_item, object)
+        value = super().transform_object(write_item, _compact(object))
         return _by_itself(value.detach()) if isinstance(value, torch.Tensor) else value
 
 

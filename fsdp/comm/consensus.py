@@ -264,7 +264,7 @@ class Ranks:
         self.underway: futures.Future[Any] | None = None
         self._side = None if group is None else _SideGroup(group)
         self._place = _Place(0, 0, "begin")
-        self._agreed: BaseException | None = None  # an error that all ranks raise
+        self._agreed: list[Exception] = []  # errors of this call that all ranks have raised
 
     @staticmethod
     def of(process_group: Any) -> Ranks:
@@ -293,12 +293,12 @@ class Ranks:
                     self._side.join()
             yield
         except BaseException as error:
-            if self._side is not None and error is not self._agreed:
+            if self._side is not None and not any(error is agreed for agreed in self._agreed):
                 words = f"rank {self.rank} left {self._place.label!r}: {Failure.of(error).text}"
                 self._side.spoil(self._place.call, words)
             raise
         finally:
-            self._agreed = None
+            self._agreed.clear()
 
     def round(self, label: str, mine: Callable[[], _T], then: Callable[[list[_T]], Sequence[_U]]) -> _U:
         """Every rank does ``mine``; then rank 0 makes of all results, by rank, one for each rank.
@@ -330,8 +330,8 @@ class Ranks:
                     raise RuntimeError(f"{label}: {gone if said is None else said[1]}") from gone
                 self._side.join()  # somebody left the call before, when this rank was through with it
         if answer.failures:
-            self._agreed = joint_error(answer.failures)
-            raise self._agreed from (error or failed)
+            self._agreed.append(joint_error(answer.failures))
+            raise self._agreed[-1] from (error or failed)
         result: _U = answer.value
         return result
 

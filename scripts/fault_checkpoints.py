@@ -1,0 +1,304 @@
+"""Kill saves, damage checkpoints, make disks fail, at random: what is then loaded is the old or the new one, whole.
+
+    python scripts/fault_checkpoints.py [--kills 200] [--damages 500] [--errors 500] [--seed N]
+
+* kills: two ranks save; one of them, or both, are killed by SIGKILL at a random moment.
+* damages: a bit of one of the files is flipped, or it is cut, made longer, zeroed in part, or lost.
+* errors: an operation of one save on the file system fails, a write in its middle.
+
+After each, the checkpoint that is loaded holds the values of one save alone, the new one's if a rank was told that it
+is there, and the next save works. What does not hold is counted, and printed with its seed: lost (nothing can be
+loaded), torn (values of two saves), wrong (a damage that was not noticed, or a model that has changed although its load
+failed).
+Exits with 0 only if nothing was. Every test has a seed of its own, from which alone it can be run again
+(`--seed N --kills 1` ...).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel
+from fsdp.checkpoint import files, load, load_plain, save
+
+RANKS = 2
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES, errno.EROFS, errno.EDQUOT)
+
+
+class Model(nn.Module):
+    """Every value in it is `value`."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(31, 17), nn.Linear(17, 9))
+        self.register_buffer("table", torch.empty(5))
+        for tensor in [*self.parameters(), *self.buffers()]:
+            tensor.detach().fill_(value)
+
+    def get_extra_state(self) -> float:
+        return float(self.table[0])
+
+    def set_extra_state(self, state: float) -> None:
+        pass
+
+
+def trained(value: float, *, wrapped: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, and an optimizer whose states are `value`."""
+    model: nn.Module = Model(value)
+    model = FullyShardedDataParallel(model, use_orig_params=True) if wrapped else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=value, momentum=0.9)
+    for param in model.parameters():
+        optimizer.state[param] = {"momentum_buffer": torch.full_like(param, value)}
+    return model, optimizer
+
+
+def value_in(root: Path) -> float | None:
+    """The one value that is in the latest checkpoint; None if there are several."""
+    model, optimizer, extras = load_plain(root, progress=False)
+    assert optimizer is not None
+    states = [value for of in optimizer["state"].values() for value in of.values()]
+    values = {float(x) for value in [*model.values(), *states] for x in torch.as_tensor(value).unique()}
+    values |= {float(group["lr"]) for group in optimizer["param_groups"]} | set(extras)
+    return values.pop() if len(values) == 1 else None
+
+
+# -- kills -------------------------------------------------------------------------------------------------------------
+
+
+def rank_saves(rank: int, root: Path, store: Path, value: float, keep: int | None, begins: int) -> None:
+    """In a process of its own. Writes to the pipe `begins` when it begins; exits with 0 if it was told of success."""
+    code = 1
+    try:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+        dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
+        model, optimizer = trained(value, wrapped=True)
+        dist.barrier()
+        os.write(begins, b"x")
+        with contextlib.suppress(RuntimeError):  # the other is gone
+            save(root, model, optimizer, extra=value, keep=keep)
+            code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def save_in_ranks(root: Path, value: float, keep: int | None, killed: dict[int, float]) -> tuple[list[int], float]:
+    """How each rank's process has ended, and how long the save took. `killed`: after so many seconds."""
+    store = Path(tempfile.mkdtemp()) / "store"
+    reading, writing = os.pipe()
+    ranks = []
+    for rank in range(RANKS):
+        process = os.fork()
+        if process == 0:
+            rank_saves(rank, root, store, value, keep, writing)
+        ranks.append(process)
+    os.close(writing)
+    if any(os.read(reading, 1) == b"" for _ in ranks):
+        raise RuntimeError(f"a rank died before it began to save into {root}")
+    started = time.monotonic()
+    for rank, after in sorted(killed.items(), key=lambda item: item[1]):
+        time.sleep(max(0.0, started + after - time.monotonic()))
+        os.kill(ranks[rank], signal.SIGKILL)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in ranks]
+    os.close(reading)
+    shutil.rmtree(store.parent)
+    return ended, time.monotonic() - started
+
+
+def kill(seed: int, root: Path) -> str:
+    chance = random.Random(seed)
+    _, took = save_in_ranks(root, 1.0, None, {})
+    several = chance.choice(([0], [1], [0, 1]))
+    killed = {rank: chance.uniform(0, 1.1 * took) for rank in several}
+    ended, _ = save_in_ranks(root, 2.0, chance.choice((None, 1)), killed)
+    found = value_in(root)
+    if found is None:
+        return "torn"
+    if found not in (1.0, 2.0) or (0 in ended and found != 2.0):
+        return f"wrong: {found} with ranks that ended with {ended}"
+    ended, _ = save_in_ranks(root, 3.0, 1, {})
+    if ended != [0] * RANKS or value_in(root) != 3.0 or len(list(root.iterdir())) != 2:
+        return f"wrong: the next save ended with {ended} and left {sorted(os.listdir(root))}"
+    return f"well, {'old' if found == 1.0 else 'new'}"
+
+
+# -- damages -----------------------------------------------------------------------------------------------------------
+
+
+def damage(seed: int, root: Path) -> str:
+    chance = random.Random(seed)
+    for value in (1.0, 2.0):
+        save(root, *trained(value, wrapped=False), extra=value, progress=False)
+    directory = root / "checkpoint_00000002"
+    path = chance.choice([root / "latest", *sorted(directory.iterdir())])
+    content = bytearray(path.read_bytes())
+    place = chance.randrange(len(content))
+    how = chance.choice(("flipped", "flipped", "cut", "longer", "zeroed", "lost"))
+    if how == "flipped":
+        content[place] ^= 1 << chance.randrange(8)
+    elif how == "cut":
+        del content[place:]
+    elif how == "longer":
+        content += chance.randbytes(1 + place)
+    elif how == "zeroed":
+        end = min(len(content), place + chance.randrange(1, 512))
+        if not any(content[place:end]):
+            content[place] = 1
+        else:
+            content[place:end] = bytes(end - place)
+    path.write_bytes(content)
+    if how == "lost":
+        path.unlink()
+    model, optimizer = trained(7.0, wrapped=False)
+    try:
+        load(root, model, optimizer, progress=False)
+    except (RuntimeError, FileNotFoundError) as error:
+        if path.name not in str(error):
+            return f"wrong: {path.name} {how}, and told was {error}"
+    else:
+        return f"wrong: {path.name} {how} in byte {place} was not noticed"
+    states = [state["momentum_buffer"] for state in optimizer.state.values()]
+    if any(
+        (value != 7.0).any() for value in [*model.state_dict().values(), *states] if isinstance(value, torch.Tensor)
+    ):
+        return f"wrong: {path.name} {how}, and the model has changed"
+    return f"well, {how}"
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+class Failing(files.Disk):
+    """Its `at`-th operation fails with the error `number`; with `on`, all after it as well."""
+
+    def __init__(self, at: int, number: int, *, on: bool) -> None:
+        self.at, self.number, self.on, self.count = at, number, on, 0
+
+    def _step(self, path: Any = None) -> None:
+        self.count += 1
+        if self.count - 1 == self.at or (self.on and self.count > self.at >= 0):
+            raise OSError(self.number, os.strerror(self.number), path)
+
+    def make_directory(self, path: Path) -> None:
+        self._step(path)
+        super().make_directory(path)
+
+    def create(self, path: Path) -> BinaryIO:
+        self._step(path)
+        return super().create(path)
+
+    def write(self, stream: BinaryIO, data: Any) -> int:
+        if self.count == self.at:
+            super().write(stream, data[: len(data) // 2])
+        self._step()
+        return super().write(stream, data)
+
+    def sync(self, stream: BinaryIO) -> None:
+        self._step()
+        super().sync(stream)
+
+    def sync_directory(self, path: Path) -> None:
+        self._step(path)
+        super().sync_directory(path)
+
+    def rename(self, old: Path, new: Path) -> None:
+        self._step(old)
+        super().rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        self._step(path)
+        super().remove(path)
+
+
+@contextlib.contextmanager
+def on_disk(disk: files.Disk) -> Any:
+    before, files.disk = files.disk, disk
+    try:
+        yield
+    finally:
+        files.disk = before
+
+
+def fail(seed: int, root: Path) -> str:
+    chance = random.Random(seed)
+    save(root, *trained(1.0, wrapped=False), extra=1.0, progress=False)
+    keep = chance.choice((None, 1))
+    with on_disk(counting := Failing(-1, 0, on=False)):
+        save(root.with_name("counted"), *trained(2.0, wrapped=False), extra=2.0, keep=1, progress=False)
+    failing = Failing(chance.randrange(counting.count + 2), chance.choice(ERRORS), on=chance.random() < 0.3)
+    told = True
+    with on_disk(failing):
+        try:
+            save(root, *trained(2.0, wrapped=False), extra=2.0, keep=keep, progress=False)
+        except OSError as error:
+            told = False
+            if error.errno != failing.number or (error.filename is None and failing.count > failing.at):
+                return f"wrong: told was {error}"
+    found = value_in(root)
+    if found is None:
+        return "torn"
+    if found not in (1.0, 2.0) or (told and found != 2.0):
+        return f"wrong: {found}"
+    save(root, *trained(3.0, wrapped=False), extra=3.0, keep=1, progress=False)
+    if value_in(root) != 3.0 or len(list(root.iterdir())) != 2:
+        return f"wrong: after the next save there are {sorted(os.listdir(root))}"
+    return f"well, {'old' if found == 1.0 else 'new'}"
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+def run(name: str, count: int, seed: int, test: Callable[[int, Path], str]) -> bool:
+    outcomes: Counter[str] = Counter()
+    for number in range(seed, seed + count):
+        folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+        try:
+            outcome = test(number, folder / "run")
+        except (RuntimeError, OSError) as error:
+            outcome = f"lost: {type(error).__name__}: {error}"
+        finally:
+            shutil.rmtree(folder)
+        if not outcome.startswith("well"):
+            print(f"{name}, seed {number}: {outcome}", flush=True)
+        outcomes[outcome if outcome.startswith("well") else outcome.partition(":")[0]] += 1
+    found = ", ".join(f"{outcomes[kind]} {kind}" for kind in sorted(outcomes))
+    print(f"{name}, seeds {seed} to {seed + count - 1}: {found or 'none'}", flush=True)
+    return all(kind.startswith("well") for kind in outcomes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--damages", type=int, default=500)
+    parser.add_argument("--errors", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # so that processes can be forked
+    warnings.filterwarnings("ignore", ".*could not be removed")
+    well = run("kills", options.kills, options.seed, kill)
+    well &= run("damages", options.damages, options.seed, damage)
+    return int(not (run("errors", options.errors, options.seed, fail) and well))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,369 @@
+"""What a directory of checkpoints promises to who shares it: other files, other jobs, other people's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullStateDictConfig, StateDictType
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.checkpoint import files, load, load_plain, save, store
+from fsdp.checkpoint.files import Disk
+from fsdp.comm import consensus
+from tests.harness.pool import run_fresh, run_ranks
+from tests.harness.sharded import wrap
+
+
+class Keeps(nn.Module):
+    """Has one parameter, and extra state of any kind; refuses an extra state of `bad`."""
+
+    def __init__(self, value: float = 0.0, extra: Any = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), value))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        if state == "bad":
+            raise ValueError("this module takes no such state")
+        self.extra = state
+
+
+def manifest_of(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((directory / "manifest").read_text().partition("\n")[2])
+    return content
+
+
+def forge(directory: Path, name: str, content: bytes, manifest: dict[str, Any] | None = None) -> None:
+    """Change a file of the latest checkpoint, which is `directory`, as somebody who knows its format would."""
+    (directory / name).write_bytes(content)
+    manifest = manifest or manifest_of(directory)
+    manifest["files"][name] = [len(content), files.hashlib.sha256(content).hexdigest()]
+    text = json.dumps(manifest, indent=1)
+    checksum = files._checksum(text)
+    (directory / "manifest").write_text(f"{checksum}\n{text}\n")
+    (directory.parent / "latest").write_text(f"{directory.name} {checksum}\n")
+
+
+# -- what else is there ------------------------------------------------------------------------------------------------
+
+
+def test_fd40_what_is_not_ours_stays(tmp_path: Path) -> None:
+    """FD40: dates, other people's files and directories, of whatever name, are neither removed, renamed nor counted."""
+    others = ["20240115/notes", "99999999/data", ".20240116.tmp/work", "checkpoint_00000007/config.json"]
+    others += [".checkpoint_00000003.tmp/mine.txt", "20240117", "checkpoint_00000009", "00000002/manifest"]
+    for name in others:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    names = [save(tmp_path, Keeps(float(step)), keep=2).name for step in range(9)]
+    assert names == [f"checkpoint_{number:08d}" for number in (1, 2, 4, 5, 6, 8, 10, 11, 12)]
+    assert all((tmp_path / name).read_text() == name for name in others)
+    ours = {"latest", *names[-2:]}
+    assert set(os.listdir(tmp_path)) == {name.partition("/")[0] for name in others} | ours
+    (tmp_path / "other" / "latest").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError, match=r"expected a file that names the latest checkpoint: .*/other/latest"):
+        save(tmp_path / "other", Keeps())
+    assert os.listdir(tmp_path / "other") == ["latest"]
+
+
+def test_fd40_numbers_have_no_end_and_old_names_are_read(tmp_path: Path) -> None:
+    """FD40: checkpoints under the names of earlier versions are loaded, counted, and removed when they are too many."""
+    made = save(tmp_path, Keeps(1.0))
+    os.rename(made, tmp_path / "99999999")
+    text = (tmp_path / "latest").read_text()
+    (tmp_path / "latest").write_text(text.replace(made.name, "99999999"))
+    assert load_plain(tmp_path).model["weight"].tolist() == [1.0] * 3
+    assert save(tmp_path, Keeps(2.0), keep=2).name == "checkpoint_100000000"
+    assert save(tmp_path, Keeps(3.0), keep=2).name == "checkpoint_100000001"
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_100000000", "checkpoint_100000001", "latest"]
+    assert load_plain(tmp_path).model["weight"].tolist() == [3.0] * 3
+
+
+# -- other jobs --------------------------------------------------------------------------------------------------------
+
+
+class Slow(Disk):
+    """Publishing takes longer than the process group's timeout, and nothing can be removed."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        time.sleep(2.3 if new.name == "latest" else 0.0)
+        super().rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        raise OSError(39, "Directory not empty", str(path))
+
+
+def saves_slowly(root: str) -> None:
+    model = Keeps(float(dist.get_rank()))
+    consensus.group_timeout = lambda group: timedelta(seconds=2)  # type: ignore[assignment]
+    save(root, model)
+    files.disk = Slow()
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match=r"is saved, but the older .* could not be removed: .* not empty"):
+            made = save(root, model, keep=1)
+    else:
+        made = save(root, model, keep=1)
+    assert made.name == "checkpoint_00000002"
+
+
+def test_fd43_a_save_has_all_the_time_it_needs(tmp_path: Path) -> None:
+    """FD43: more than collectives have; and what cannot be removed afterwards is no error."""
+    run_fresh(2, saves_slowly, str(tmp_path))
+    assert load_plain(tmp_path).model["weight"].tolist() == [0.0] * 3
+
+
+def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FD44: whatever step of a load another job comes before, with `keep=1`; without another job it is damaged."""
+    steps = [(files, "_read_manifest"), (files, "verify"), (store, "_read"), (store, "_extras")]
+    for number, (where, name) in enumerate(steps):
+        root = tmp_path / str(number)
+        save(root, Keeps(1.0), extra=1)
+        real, replacing = getattr(where, name), [True]
+
+        def replaced(*args: Any, real: Any = real, root: Path = root, todo: list[bool] = replacing, **kw: Any) -> Any:
+            if todo:
+                todo.pop()
+                save(root, Keeps(2.0), extra=2, keep=1)
+            return real(*args, **kw)
+
+        for loads in (True, False):
+            with monkeypatch.context() as patch:
+                patch.setattr(where, name, replaced)
+                assert (load(root, Keeps()) if loads else load_plain(root).extra) == [2], name
+            replacing.append(True)
+        assert not (root / "checkpoint_00000002").exists()
+
+        def lost(*args: Any, real: Any = real, root: Path = root, **kw: Any) -> Any:
+            files.disk.remove(next(root.glob("checkpoint_*")))
+            return real(*args, **kw)
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"removed while it was read|damaged"):
+            patch.setattr(where, name, lost)
+            load(root, Keeps())
+
+
+# -- other people's checkpoints ----------------------------------------------------------------------------------------
+
+
+class Malicious:
+    """Unpickled, makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_fd45_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
+    """FD45: not in extra state, nor in `.metadata`, nor in a file beside; but for whoever says `trusted=True`."""
+    root, harm = tmp_path / "run", tmp_path / "harm"
+    made = save(root, Keeps(1.0, Malicious(harm)))
+    for read in (lambda **how: load(root, Keeps(), **how), lambda **how: load_plain(root, **how)):
+        with pytest.raises(RuntimeError, match=r"'model\._extra_state' holds more than .* trusted=True"):
+            read()
+        assert not harm.exists()
+        read(trusted=True)
+        harm.rmdir()
+    made = save(root, Keeps(1.0))
+    forge(made, ".metadata", pickle.dumps(Malicious(harm)))
+    module = Keeps()
+    load(root, module)
+    assert module.weight.tolist() == [1.0] * 3 and not harm.exists()
+    index = json.loads((made / "tensors.json").read_text())
+    (made / "__9_0.distcp").write_bytes((made / "__0_0.distcp").read_bytes())  # the manifest does not list it
+    for place in ("../secret", "/etc/passwd", "__9_0.distcp"):
+        wrong = json.loads(json.dumps(index).replace("__0_0.distcp", place))
+        forge(made, "tensors.json", json.dumps(wrong).encode())
+        with pytest.raises(RuntimeError, match=f"refers to '{place}', which the manifest does not list"):
+            load(root, Keeps())
+        listing = manifest_of(made)
+        if "/" in place:
+            listing["files"][place] = [0, ""]
+            forge(made, "tensors.json", json.dumps(index).encode(), listing)
+            with pytest.raises(RuntimeError, match=f"lists '{place}', which no save writes"):
+                load(root, Keeps())
+            del listing["files"][place]
+        forge(made, "tensors.json", json.dumps(index).encode(), listing)
+    for content in (b"[]", b"{", b'{"tensors": {"model.weight": {"dtype": "load"}}}'):
+        forge(made, "tensors.json", content)
+        with pytest.raises(RuntimeError, match=r"tensors\.json is no index of a checkpoint"):
+            load(root, Keeps())
+
+
+def test_fd45_checkpoints_of_earlier_versions_need_trust(tmp_path: Path) -> None:
+    """FD45: their index is a pickle."""
+    made = save(tmp_path, Keeps(1.0))
+    old = manifest_of(made) | {"version": 1}
+    del old["files"]["tensors.json"]
+    forge(made, ".metadata", (made / ".metadata").read_bytes(), old)
+    with pytest.raises(RuntimeError, match=r"earlier version .* trusted=True"):
+        load_plain(tmp_path)
+    assert load_plain(tmp_path, trusted=True).model["weight"].tolist() == [1.0] * 3
+    module = Keeps()
+    load(tmp_path, module, trusted=True)
+    assert module.weight.tolist() == [1.0] * 3
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def test_fd41_extra_state_is_loaded_whatever_it_is_now(tmp_path: Path) -> None:
+    """FD41: a tensor of another size or dtype, none then and a tensor now, a tensor then and none now."""
+    kinds = [None, torch.ones(2), torch.ones(3, 4, dtype=torch.int32), {"a": torch.ones(2)}, torch.ones(()), "text"]
+    for number, kind in enumerate(kinds):
+        save(tmp_path / str(number), Keeps(1.0, kind))
+        for now in kinds:
+            module = Keeps(0.0, now)
+            load(tmp_path / str(number), module)
+            assert repr(module.extra) == repr(kind)
+            assert module.weight.tolist() == [1.0] * 3
+
+
+def test_fd46_a_part_of_a_tensor_takes_the_room_of_that_part(tmp_path: Path) -> None:
+    """FD46: in `extra` and in extra state, at any depth."""
+    big = torch.arange(100_000.0)
+    made = save(tmp_path, Keeps(1.0, {"deep": [big[2:4]]}), extra={"x": big[:2], "y": [(big[5:7],)]})
+    assert sum(path.stat().st_size for path in made.iterdir()) < 30_000
+    module = Keeps()
+    (extra,) = load(tmp_path, module)
+    assert (extra["x"].tolist(), extra["y"][0][0].tolist()) == ([0, 1], [5, 6])
+    assert module.extra["deep"][0].tolist() == [2, 3]
+
+
+def test_fd47_errors_say_what_and_where(tmp_path: Path) -> None:
+    """FD47: a full disk names the file, and what is no model is told so."""
+
+    class Full(Disk):
+        def write(self, stream: Any, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match=r"No space left .*__0_0\.distcp"):
+        patch.setattr(files, "disk", Full())
+        save(tmp_path, Keeps())
+    with pytest.raises(TypeError, match=r"expected a model to save, a torch.nn.Module, but got str"):
+        save(tmp_path, "x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected a model to load into, a torch.nn.Module, but got str"):
+        load(tmp_path, "x")  # type: ignore[arg-type]
+
+
+# -- all or nothing ----------------------------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    def __init__(self, value: float, extra: Any) -> None:
+        super().__init__()
+        self.first, self.linear, self.last = Keeps(value, value), nn.Linear(2, 2), Keeps(value, extra)
+        self.register_buffer("table", torch.full((2,), value))
+        nn.init.constant_(self.linear.weight, value)
+
+
+def everything(model: nn.Module, *optimizers: torch.optim.Optimizer) -> str:
+    """All that a load could change."""
+    values = [{name: value.tolist() for name, value in model.named_parameters()}, [b.tolist() for b in model.buffers()]]
+    values.append([part.extra for part in model.modules() if isinstance(part, Keeps)])
+    for one in optimizers:
+        states = [{k: torch.as_tensor(v).tolist() for k, v in one.state[p].items()} for p in one.state]
+        values.append([states, [{k: v for k, v in group.items() if k != "params"} for group in one.param_groups]])
+    return repr(values)
+
+
+def stepped(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Two optimizers, of some of the parameters each, after a step."""
+    params = list(model.parameters())
+    optimizers = [torch.optim.Adam(params[number::2], lr=0.5) for number in range(2)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for one in optimizers:
+        one.step()
+    return optimizers
+
+
+def built(value: float, extra: str, wrapping: str) -> nn.Module:
+    module: nn.Module = Buffered(value, extra)
+    if wrapping == "parts":
+        module.linear = wrap(module.linear, use_orig_params=True)
+    return wrap(module, use_orig_params=True) if wrapping == "whole" else module
+
+
+def refuses(*args: Any) -> None:
+    raise ValueError("this optimizer takes no such state")
+
+
+def loads_nothing_or_all(root: str) -> None:
+    rank = dist.get_rank()
+    for wrapping in ("none", "parts", "whole"):
+        for extra in ("bad", "good"):
+            model = built(1.0, extra, wrapping)
+            save(f"{root}/{wrapping}/{extra}", model, stepped(model))
+        expected = model.state_dict() if wrapping != "whole" else {}
+        model = built(2.0, "now", wrapping)
+        optimizers = stepped(model)
+        before = everything(model, *optimizers)
+        with pytest.raises(ValueError, match=r"this module takes no such state"):
+            load(f"{root}/{wrapping}/bad", model, optimizers)
+        assert everything(model, *optimizers) == before, wrapping
+        handle = optimizers[1].register_load_state_dict_post_hook(refuses) if rank == 1 else None
+        with pytest.raises(ValueError, match=r"rank 1: this optimizer takes no such state"):
+            load(f"{root}/{wrapping}/good", model, optimizers)
+        assert everything(model, *optimizers) == before, wrapping
+        if handle is not None:
+            handle.remove()
+        if wrapping == "whole":
+            expected = state = built(1.0, "good", wrapping).state_dict()
+            for key, value in (("last._extra_state", "bad"), ("first.weight", torch.ones(5))):
+                with pytest.raises((ValueError, RuntimeError), match=r"takes no such state|size mismatch|of shape"):
+                    model.load_state_dict(state | {key: value} if rank == 1 else state)  # on one rank alone
+                assert everything(model, *optimizers) == before, key
+            of_rank0 = FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True))
+            with of_rank0, pytest.raises(RuntimeError, match=r"extra state cannot be loaded from one rank alone"):
+                model.load_state_dict(state if rank == 0 else {})
+            assert everything(model, *optimizers) == before, "from rank 0"
+        load(f"{root}/{wrapping}/good", model, optimizers)
+        assert everything(model, *optimizers) != before
+        assert repr(model.state_dict()["table"]) == repr(expected["table"])
+        assert [part.extra for part in model.modules() if isinstance(part, Keeps)] == [1.0, "good"]
+
+
+def test_fd42_a_load_loads_all_or_nothing(tmp_path: Path) -> None:
+    """FD42: extra state that a module refuses, the second of two optimizers, one rank alone: nothing has changed,
+    neither parameters nor buffers, extra state, the first optimizer; in plain models, in wrapped ones and in those that
+    hold wrapped ones."""
+    run_ranks(2, loads_nothing_or_all, str(tmp_path))
+
+
+class NotYetLoaded:
+    """What Lightning puts into state dicts: loads itself when a function of torch's is called with it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value, self.shape, self.dtype, self.is_meta = value, value.shape, value.dtype, False
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.value if isinstance(arg, NotYetLoaded) else arg for arg in args), **(kwargs or {}))
+
+
+def loads_what_is_not_loaded_yet() -> None:
+    model = wrap(nn.Linear(5, 3))
+    model.load_state_dict({"weight": NotYetLoaded(torch.ones(3, 5)), "bias": torch.zeros(3)})
+    assert model.state_dict()["weight"].tolist() == [[1.0] * 5] * 3
+
+
+def test_fd29_tensors_that_load_themselves(tmp_path: Path) -> None:
+    """FD29: Lightning's."""
+    run_ranks(2, loads_what_is_not_loaded_yet)
