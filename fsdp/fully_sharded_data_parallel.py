@@ -52,6 +52,7 @@ from fsdp.checkpoint.optim_params import param_to_name as _get_param_to_fqn  # n
 from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.comm.collectives import Groups, default_group
+from fsdp.comm.versions import skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.ownership import (
@@ -66,13 +67,14 @@ from fsdp.flat.ownership import (
     synchronize,
 )
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
-from fsdp.runtime.backward import Running
+from fsdp.runtime.backward import ForwardCall, Running
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, warn_of_local_norm
 from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, summon
+from fsdp.runtime.hooks import breaks_graph, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.order import PrefetchLimits
 from fsdp.runtime.precision import UnitPrecision
@@ -346,8 +348,9 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         self._is_root: bool | None = None
         self._fsdp_wrapped_module = module
         for submodule in module.modules():  # torch.compile and tools look for these two
-            submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
-            submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
+            if submodule not in ignored.modules:
+                submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
+                submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
         self._fsdp_saving, self._fsdp_loading = SavingHooks(self), LoadingHooks(self)
         watch_state_of(self._fsdp_unit)
 
@@ -374,12 +377,10 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         device."""
         return self._run(self._fsdp_wrapped_module, args, kwargs)
 
+    @breaks_graph
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         unit = self._fsdp_unit
-        context = self._join_context()
-        if unit is context.root:
-            args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
-        call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))
+        context, call, args, kwargs = self._enter_forward(args, kwargs)
         try:
             with Running(call):
                 output = function(*args, **kwargs)
@@ -387,6 +388,14 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         except BaseException:
             unit.abort_forward(context)
             raise
+
+    @untraced
+    def _enter_forward(self, args: Any, kwargs: Any) -> tuple[RootContext, ForwardCall | None, Any, Any]:
+        unit, context = self._fsdp_unit, self._join_context()
+        if unit is context.root:
+            args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
+        call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))
+        return context, call, args, kwargs
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As ``nn.Module.apply``, with each unit's parameters whole while ``fn`` sees its modules, and written back.
@@ -778,6 +787,9 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         raise TypeError(
             "a FullyShardedDataParallel module cannot be pickled: its process group and buffers belong to this process"
         )
+
+
+skip_code(FullyShardedDataParallel.forward.__code__)  # which is no more than where the graph breaks
 
 
 def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _dynamo
 
 # The flat collectives got new names, and the old ones warn where the new ones exist. They are looked up by name at each
 # call, so that a profiler or recorder that replaces the attribute of torch.distributed sees the call.
@@ -25,3 +28,20 @@ def reference_counts(tensor: torch.Tensor) -> tuple[int, int] | None:
     if count is None or storage_count is None:
         return None
     return count(tensor), storage_count(tensor.untyped_storage()._cdata)
+
+
+# What torch.compile looks at Python frames with; importing its Python parts would load the whole compiler.
+_frames: Any = _dynamo.eval_frame
+
+
+# Has a function look at the frames that this thread begins, or with None nobody; returns who did before.
+set_frame_callback: Callable[[Any], Any] = _frames.set_eval_frame
+
+
+def skip_code(code: types.CodeType) -> None:
+    """Frames of ``code`` are not compiled; those that they begin are looked at."""
+    if hasattr(_frames, "set_code_exec_strategy"):
+        action = _frames._FrameAction
+        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    else:
+        _frames.skip_code(code)

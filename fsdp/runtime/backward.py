@@ -157,14 +157,17 @@ class Running:
 
     __slots__ = ("_before", "_call")
 
+    @hooks.untraced
     def __init__(self, call: ForwardCall | None) -> None:
         self._call = call
 
+    @hooks.untraced
     def __enter__(self) -> None:
         self._before, _here.innermost = _here.innermost, self._call
         if self._call is not None:
             self._call._runs = True
 
+    @hooks.untraced
     def __exit__(self, *exc_info: object) -> None:
         _here.innermost = self._before
         if self._call is not None:

@@ -13,15 +13,46 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from fsdp.comm.versions import set_frame_callback, skip_code
+
 logger = logging.getLogger("fsdp")
 
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
 NO_BACKWARD = -1  # what current_backward() says outside of one
+
+
+def untraced(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """``function``, where torch.compile breaks the graph: it and all that it calls run as they are written.
+
+    ``torch.compiler.disable`` does the same, and imports the whole compiler into every program that imports this.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        before = set_frame_callback(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_frame_callback(before)
+
+    return breaks_graph(run)
+
+
+def breaks_graph(function: Callable[Params, Result]) -> Callable[Params, Result]:
+    """``function`` itself, where torch.compile breaks the graph: what it calls is compiled on its own."""
+    marked: Any = function
+    skip_code(marked.__code__)  # where it is called from what is not compiled
+    marked._torchdynamo_disable = True  # where it is called from what is
+    marked._torchdynamo_disable_msg = "a unit of FullyShardedDataParallel gathers and frees parameters"
+    return function
 
 
 def current_backward() -> int:
@@ -32,7 +63,7 @@ def current_backward() -> int:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the graph task that is running now is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))
 
 
 def accumulator_of(leaf: torch.Tensor) -> Any:
@@ -73,6 +104,7 @@ def will_run(node: Any) -> bool:
 def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
     """Call ``callback`` each time ``tensor``'s gradient is complete, after the hooks that are there already."""
 
+    @untraced
     def hook(grad: torch.Tensor) -> None:
         callback()
 
@@ -81,7 +113,7 @@ def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
 
 def on_accumulated(leaf: torch.Tensor, door: Callable[[torch.Tensor], None]) -> Any:
     """Call ``door`` each time a gradient has been added to ``leaf.grad``."""
-    return leaf.register_post_accumulate_grad_hook(door)
+    return leaf.register_post_accumulate_grad_hook(untraced(door))
 
 
 class Stepped(Protocol):

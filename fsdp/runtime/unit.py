@@ -473,6 +473,7 @@ class Unit:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
+    @hooks.untraced
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
         """Gather, and gather ahead; returns the call to hand to ``post_forward``, and the inputs, cast."""
         if self._summoned in (Summoned.HERE_ALONE, Summoned.ELSEWHERE):
@@ -515,6 +516,7 @@ class Unit:
         """Whether it stays gathered from forward to backward."""
         return not self.policy.reshard_after_forward or self is context.root
 
+    @hooks.untraced
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
         """Reshard unless the backward follows at once, and hook the outputs; returns them."""
         for view in self.views:
@@ -548,6 +550,7 @@ class Unit:
             self._in_output = False
             self.reshard(context)
 
+    @hooks.untraced
     def abort_forward(self, context: RootContext) -> None:
         """The wrapped module raised, or ``post_forward``. Checkpointing ends a recomputation early that way, which is
         no fault."""

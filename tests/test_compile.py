@@ -1,0 +1,119 @@
+"""torch.compile around, inside and between units (FD23): eager's numbers, and the graph breaks at the units' borders.
+
+With ``use_orig_params=False`` torch's compiler leaves a unit's modules as they are, as it does under torch's FSDP1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.pool import run_ranks
+
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 7), nn.Linear(7, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(5, 6), nn.ModuleList([Block(), Block()]), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(way: str, backend: Any, use_orig_params: bool) -> Any:
+    torch.manual_seed(0)
+    plain: Any = Model()
+    if way == "blocks, then wrapped":
+        for block in plain.blocks:
+            block.compile(backend=backend)
+    elif way == "model, then wrapped":
+        plain = torch.compile(plain, backend=backend)
+    model = FullyShardedDataParallel(plain, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+    if way == "wrapped, then blocks":
+        for block in model.module.blocks:
+            block.compile(backend=backend)
+    elif way == "wrapped, then in place":
+        model.compile(backend=backend)
+    return torch.compile(model, backend=backend) if way == "wrapped, then compiled" else model
+
+
+def train(model: Any) -> tuple[list[Tensor], list[tuple[int, int, int]]]:
+    """The loss of each step, and after it the compiler's counts: graphs, graph breaks, frames."""
+    import torch._dynamo.utils as dynamo  # it takes a second, and fills the memory of every other test
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses, counts = [], []
+    for step in range(STEPS):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        counters = dynamo.counters
+        frames = counters["frames"]["total"]
+        counts.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), frames))
+    return losses, counts
+
+
+WAYS = [
+    "wrapped, then compiled",
+    "wrapped, then in place",
+    "model, then wrapped",
+    "blocks, then wrapped",
+    "wrapped, then blocks",
+]
+
+
+def compare_with_eager(backend: str, ways: list[str], use_orig_params: bool) -> None:
+    import torch._dynamo
+
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # the compiler hides it
+    eager, _ = train(build("eager", None, use_orig_params))
+    for way in ways:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        losses, counts = train(build(way, backend, use_orig_params))
+        what = f"{backend}, {way}, use_orig_params={use_orig_params}: {counts}"
+        assert all(torch.equal(a, b) for a, b in zip(losses, eager)), what
+        assert counts[1:] == counts[1:2] * (STEPS - 1), f"compiled again, {what}"
+        graphs, breaks, _ = counts[-1]
+        assert graphs == (1 if use_orig_params else 0), what  # both blocks share one
+        assert breaks <= 2, what  # at the border of the root, and in its loop over the blocks
+
+
+def test_fd23_compiled_models_train_as_eager_ones() -> None:
+    """FD23: before wrapping and after, the whole and its blocks, by aot_eager: bit for bit, and compiled once."""
+    run_ranks(2, compare_with_eager, "aot_eager", WAYS, True, timeout=240)
+    run_ranks(2, compare_with_eager, "aot_eager", WAYS[:1], False, timeout=240)
+
+
+def markers() -> None:
+    model = Model()
+    wrapped = FullyShardedDataParallel(model, ignored_modules=[model.blocks[1]], use_orig_params=True)
+    marked = {name for name, module in wrapped.module.named_modules() if hasattr(module, "_is_fsdp_managed_module")}
+    assert marked == {name for name, _ in model.named_modules() if not name.startswith("blocks.1")}
+
+
+def test_fd23_ignored_modules_are_not_marked_for_the_compiler() -> None:
+    run_ranks(2, markers)
