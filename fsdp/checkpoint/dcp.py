@@ -253,7 +253,7 @@ def kept_if_it_fails(optimizers: Iterable[Optimizer]) -> Iterator[None]:
         (
             one,
             dict(one.__dict__),
-            {p: dict(s) for p, s in one.state.items()},
+            {p: dict(s) if isinstance(s, dict) else s for p, s in one.state.items()},
             [dict(group) for group in one.param_groups],
         )
         for one in optimizers
