@@ -166,7 +166,9 @@ def get_optimizer_state_dict(
         submodules: not looked at; the optimizers say which parameters.
         options: :class:`StateDictOptions`, ours or torch's.
 
-    Raises: as ``FullyShardedDataParallel.optim_state_dict``.
+    Raises: as ``FullyShardedDataParallel.optim_state_dict``, and
+        ValueError: what would not come back: entries that belong to no parameter, if there are several optimizers or
+            the dict is to be flattened, and then also names of states that are no strings.
     """
     options = StateDictOptions.of(options)
     with contextlib.ExitStack() as stack:
@@ -185,11 +187,12 @@ def optimizer_state_as_it_is(
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     several = _several(optimizers)
     for optimizer in several:
-        saved = _saved(model, optimizer, options)
+        raw = _method(optimizer, "state_dict")()
+        _check_joinable(raw, len(several), options)
+        saved = _saved(model, optimizer, raw, options)
         joined["state"].update((_plain_name(name), state) for name, state in saved.get("state", {}).items())
         for group in saved.get("param_groups", ()):
             joined["param_groups"].append({**group, "params": [_plain_name(name) for name in group["params"]]})
-    _check_joined(joined, len(several), options)
     if options.full_state_dict and options.cpu_offload and _rank() != 0:
         return {}
     return _flattened(joined) if options.flatten_optimizer_state_dict else joined
@@ -281,7 +284,8 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load what :func:`get_optimizer_state_dict` gives. All ranks have to call.
 
-    Each optimizer keeps its own groups, with the hyperparameters that the dict has for their parameters.
+    Each optimizer keeps its own groups, with the hyperparameters that the dict has for their parameters. States come
+    back bit for bit, in the dtypes that the dict has. With ``strict=False`` what the dict does not know stays as it is.
 
     Raises:
         ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
@@ -399,8 +403,8 @@ def _quoted(key: str) -> str:
 # -- optimizers --------------------------------------------------------------------------------------------------------
 
 
-def _saved(model: nn.Module, optimizer: Optimizer, options: StateDictOptions) -> dict[str, Any]:
-    raw, wrappers = _method(optimizer, "state_dict")(), wrappers_in(model)
+def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    wrappers = wrappers_in(model)
     if wrappers:
         mesh = wrappers[0]._device_mesh
         settings = options.settings(loading=False)
@@ -542,26 +546,23 @@ def _names_of(model: nn.Module, params: ModelParams | None) -> Callable[[nn.Para
     return names_of
 
 
-def _check_joined(joined: dict[str, Any], optimizers: int, options: StateDictOptions) -> None:
-    """
+def _check_joinable(raw: Mapping[str, Any], optimizers: int, options: StateDictOptions) -> None:
+    """Of one of several ``optimizers``, whose states become one dict.
+
     Raises:
-        ValueError: something in the state would not come back.
+        ValueError: something in its state would not come back.
     """
-    trained = {name for group in joined["param_groups"] for name in group["params"]}
-    others = [name for name in joined["state"] if name not in trained]
+    trained = {key for group in raw["param_groups"] for key in group["params"]}
+    others = [key for key in raw["state"] if key not in trained]
     if others and (optimizers > 1 or options.flatten_optimizer_state_dict):
         raise ValueError(
             f"the optimizer's state has {', '.join(map(repr, others))}, which belongs to no parameter. That comes back "
             "only from the state of one optimizer by itself, and not flattened: remove it, or save it apart"
         )
     if options.flatten_optimizer_state_dict:
-        numbers = {
-            f"{key!r} of {name!r}" for name, state in joined["state"].items() for key in state if key != str(key)
-        }
-        if numbers:
-            raise ValueError(
-                f"a flattened optimizer state dict has strings for names of states, but there is {sorted(numbers)[0]}"
-            )
+        names = [name for key in trained & raw["state"].keys() for name in raw["state"][key]]
+        if odd := [name for name in names if not isinstance(name, str)]:
+            raise ValueError(f"in a flattened state dict names of states have to be strings, but one is {odd[0]!r}")
 
 
 def _flattened(joined: dict[str, Any]) -> dict[str, Any]:

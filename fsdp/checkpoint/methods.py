@@ -243,12 +243,17 @@ class StateDictMethods(nn.Module):
         The dict may come from any number of ranks, any wrapping, or a plain model (after ``rekey_optim_state_dict``).
         If ``state_dict_type`` says ``rank0_only``, only rank 0 of ``group`` (None: the default group) need have it.
 
+        States and settings are matched by the names of parameters, whatever the order of the groups and of the
+        parameters in them. When ``optim`` loads the result, states keep the dtypes that they have in it: where
+        ``Optimizer.load_state_dict`` by itself would cast them to those of the parameters, cast them in the dict.
+
         Args:
             is_named_optimizer: ``optim`` goes by names.
             load_directly: load it as well.
 
         Raises:
-            ValueError: there is no "state", its keys are not names, or a state does not fit its parameter.
+            ValueError: there is no "state", its keys are not names, a state does not fit its parameter, no parameter
+                group has a parameter of the optimizer's, or groups with different settings have those of one group.
             KeyError: a parameter group names parameters that the optimizer does not hold.
             AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
         """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ _REMEDY = (
 )
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
+_lock = threading.Lock()  # ranks may be threads
 _looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since they have loaded
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
@@ -48,7 +50,8 @@ class _Part(NamedTuple):
 
 def watch_state_of(unit: Unit) -> None:
     """From now on, look at the state of optimizers that hold parameters of ``unit``."""
-    _units.add(unit)
+    with _lock:
+        _units.add(unit)
     _watch()
 
 
@@ -77,7 +80,9 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _parts(optimizer: Optimizer) -> Iterator[_Part]:
     """In the optimizer's order, those that have state."""
     places: dict[int, _Part] = {}
-    for unit in list(_units):
+    with _lock:
+        units = list(_units)
+    for unit in units:
         for handle, views in zip(unit.handles, unit.views) if unit.groups.sharded else ():
             flat = isinstance(views, FlatViews)
             for visible in views.visible:
