@@ -74,7 +74,7 @@ from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, summon
-from fsdp.runtime.hooks import breaks_graph, untraced
+from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.order import PrefetchLimits
 from fsdp.runtime.precision import UnitPrecision
@@ -391,7 +391,9 @@ class FullyShardedDataParallel(StateDictMethods, _State):
 
     @untraced
     def _enter_forward(self, args: Any, kwargs: Any) -> tuple[RootContext, ForwardCall | None, Any, Any]:
-        unit, context = self._fsdp_unit, self._join_context()
+        unit = self._fsdp_unit
+        with own_operations():
+            context = self._join_context()
         if unit is context.root:
             args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
         call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))

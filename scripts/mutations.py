@@ -593,6 +593,34 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
+        "            with hooks.own_operations():\n                self._make_ready",
+        "            if True:\n                self._make_ready",
+        "selective checkpointing sees how a unit is gathered",
+        _tests("backward_end", "selective_checkpointing_sees_nothing_of_the_engine"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        with hooks.own_operations():\n            self._leave_forward",
+        "        if True:\n            self._leave_forward",
+        "selective checkpointing sees how a unit is resharded",
+        _tests("backward_end", "selective_checkpointing_sees_nothing_of_the_engine"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        with hooks.own_operations():\n            context.enter_forward",
+        "        if True:\n            context.enter_forward",
+        "selective checkpointing sees how a forward begins",
+        _tests("backward_end", "selective_checkpointing_sees_nothing_of_the_engine"),
+    ),
+    Mutation(
+        "fsdp/fully_sharded_data_parallel.py",
+        "        with own_operations():\n            context = self._join_context()",
+        "        if True:\n            context = self._join_context()",
+        "selective checkpointing sees how a tree is found out",
+        _tests("backward_end", "selective_checkpointing_sees_nothing_of_the_engine"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
         "        self._open_calls.add(call)\n",
         "",
         "a unit is resharded at its last leaf, though a frozen weight is still to be read",
@@ -614,7 +642,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            if recomputing:\n                close_passed(Place.now())\n",
+        "        if recomputing:\n            close_passed(Place.now())\n",
         "",
         "a recomputation does not tell how far the backward is",
         _tests("stages", "live_units_are_bounded[trained-outside-True]"),

@@ -337,6 +337,56 @@ def test_arguments_are_neither_copied_nor_aliased() -> None:
     run_ranks(2, _kinds)
 
 
+class SelectiveSegment(nn.Module):
+    """Several units inside one selective checkpoint, which keeps a constant that the model makes: if the recomputation
+    counted other operations, it would be given another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+
+    def _run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) * torch.tensor(0.5)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return checkpoint(
+            self._run,
+            self.embed(ids),
+            use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.lift_fresh.default]),
+        )
+
+
+def _two_losses(model: nn.Module, data: Data) -> Iterator[Any]:
+    """Twice, so that units are gathered ahead in another order than they are recomputed in."""
+    for index in range(2):
+        first, second = model(tokens(data, index)), model(tokens(data, index + 2))
+        (first.square().mean() + second.square().mean()).backward()
+        yield {"first": first.detach(), "second": second.detach()}
+        yield STEP
+
+
+def _unseen() -> None:
+    build = seeded(SelectiveSegment)
+    reference = Reference(build, _two_losses)
+    for debug in ("0", "1"):
+        with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
+            model = wrap(build(), FULL, debug == "0", wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}))
+            reference.check(model, f"debug={debug}")
+            apart = build()  # each a root of its own, found out in its first forward, inside the checkpoint
+            apart.embed = wrap(apart.embed, FULL, True, wrap_policy=None)
+            apart.blocks = nn.ModuleList([wrap(block, FULL, True, wrap_policy=None) for block in apart.blocks])
+            reference.check(apart, f"debug={debug}, no common root")
+
+
+def test_selective_checkpointing_sees_nothing_of_the_engine() -> None:
+    """FD24: memory, collectives and poison are other ones in the recomputation, and none of its operations."""
+    run_ranks(2, _unseen)
+
+
 class Cache:
     """Keys and values of every layer so far, as models for generation pass them on."""
 

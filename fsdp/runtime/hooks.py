@@ -13,11 +13,14 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fsdp.comm.versions import set_frame_callback, skip_code
 
@@ -99,6 +102,25 @@ def will_run(node: Any) -> bool:
         if "autograd.grad" in str(error):
             return True
         raise
+
+
+_SELECTIVE = tuple(
+    getattr(torch.utils.checkpoint, name)
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if hasattr(torch.utils.checkpoint, name)
+)
+
+
+def own_operations() -> AbstractContextManager[None]:
+    """Around what the engine itself computes inside the forward of a module, between the operations of the module.
+
+    Selective activation checkpointing sees each operation of a forward, may keep what it returns, and wants those of
+    the recomputation to be the same. What the engine does depends on what is gathered already and where free memory
+    is, and its results must not be replayed, so it is none of those.
+    """
+    if any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
+        return _disable_current_modes()
+    return nullcontext()
 
 
 def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:

@@ -481,32 +481,38 @@ class Unit:
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
                 "parameters are not on every rank's device. Run it outside, or summon without these options"
             )
-        context.enter_forward(self)
+        with hooks.own_operations():
+            context.enter_forward(self)
         self._depth += 1
         self._phase = Phase.FORWARD
         try:
             start = hooks.next_node_number()
-            recomputing = hooks.current_backward() != hooks.NO_BACKWARD
-            if recomputing:
-                close_passed(Place.now())
             full_precision = self._shown or self.precision.wants_full
-            self._compute_in(context, full_precision)
             if not full_precision:
                 is_root, has_parameters = self is context.root, bool(self.handles)
                 inputs = self.precision.cast_inputs(inputs, is_root=is_root, has_parameters=has_parameters)
-            self.unshard(context, refill=not recomputing)
-            if not recomputing:
-                context.gather_ahead(self)
+            with hooks.own_operations():
+                self._make_ready(context, full_precision)
             if not torch.is_grad_enabled():
                 return None, inputs
-            if self is context.root:
-                for handle in self.handles:
-                    handle.copy.note_holders()
             marks = [views.marks() for views in self.views]
             return ForwardCall(self, context, start, marks, full_precision=full_precision), inputs
         except BaseException:
             self.abort_forward(context)
             raise
+
+    def _make_ready(self, context: RootContext, full_precision: bool) -> None:
+        """Gather for a forward, and gather ahead."""
+        recomputing = hooks.current_backward() != hooks.NO_BACKWARD
+        if recomputing:
+            close_passed(Place.now())
+        self._compute_in(context, full_precision)
+        self.unshard(context, refill=not recomputing)
+        if not recomputing:
+            context.gather_ahead(self)
+        if self is context.root and torch.is_grad_enabled():
+            for handle in self.handles:
+                handle.copy.note_holders()
 
     def _compute_in(self, context: RootContext, full_precision: bool) -> None:
         self.compute_in_full_precision(context, full_precision)
@@ -527,18 +533,19 @@ class Unit:
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
         if self._gathers and any(self._holds(tensor) for tensor in outputs):
             self._in_output = True
-        self._leave_forward(context)
-        if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
-            if self._stays(context) and context.expects_backward:
-                for view in self.views:  # what is changed before the backward comes is the shard, not the copy
-                    view.use_resting()
-            else:
-                self.reshard(context)
-                context.gather_ahead(self)
         for tensor in differentiable:
             assert call is not None
             call.hook_output(tensor)
-        context.exit_forward(backward_follows=bool(differentiable))  # last: what fails before it is aborted
+        with hooks.own_operations():
+            self._leave_forward(context)
+            if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
+                if self._stays(context) and context.expects_backward:
+                    for view in self.views:  # what is changed before the backward comes is the shard, not the copy
+                        view.use_resting()
+                else:
+                    self.reshard(context)
+                    context.gather_ahead(self)
+            context.exit_forward(backward_follows=bool(differentiable))  # last: what fails before it is aborted
         return output
 
     def _holds(self, tensor: torch.Tensor) -> bool:

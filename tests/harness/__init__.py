@@ -5,6 +5,7 @@ threads         ranks as threads of the test's own process: `run_threads(world_s
 models          the model zoo: small models whose sizes never divide
 shapes          small models in the shapes of the libraries that users bring
 handout         pytest plugin of scripts/run_tests.py
+random_models   random models, ways to wrap them and passes; `random_programs` runs them wrapped and plain
 oracle          the same training steps without sharding, and comparisons that name what differs
 process_groups  record, delay and poison collectives
 meter           live bytes as the allocator sees them
