@@ -607,20 +607,6 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "        with hooks.own_operations():\n            context.enter_forward",
-        "        if True:\n            context.enter_forward",
-        "selective checkpointing sees how a forward begins",
-        _tests("backward_end", "selective_checkpointing_sees_nothing_of_the_engine"),
-    ),
-    Mutation(
-        "fsdp/fully_sharded_data_parallel.py",
-        "        with own_operations():\n            context = self._join_context()",
-        "        if True:\n            context = self._join_context()",
-        "selective checkpointing sees how a tree is found out",
-        _tests("backward_end", "selective_checkpointing_sees_nothing_of_the_engine"),
-    ),
-    Mutation(
-        "fsdp/runtime/unit.py",
         "        self._open_calls.add(call)\n",
         "",
         "a unit is resharded at its last leaf, though a frozen weight is still to be read",
