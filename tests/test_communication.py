@@ -4,9 +4,12 @@ Per step, for a unit whose bucket has F bytes (padded to a multiple of the N ran
 bytes got) of each, natively:
 
                     gathers                 reductions                 under no_sync       without gradients
-    FULL_SHARD      2 of (F/N, F); root 1   1 reduce-scatter (F, F/N)  as many gathers,    1 gather
-    SHARD_GRAD_OP   1                       1                          no reduction        1 gather
+    FULL_SHARD      2 of (F/N, F); root 1   1 reduce-scatter (F, F/N)  as many gathers     1 gather
+    SHARD_GRAD_OP   1                       1                          1 gather            1 gather
     NO_SHARD        0                       1 all-reduce (F, F)        0                   0
+
+Nothing is reduced under no_sync. What SHARD_GRAD_OP has gathered there stays gathered until after the next synchronised
+backward, or the next forward without gradients; until then it is not gathered again.
 
 A frozen bucket is gathered like any other and never reduced; a unit that no gradient reaches is gathered in forward
 only. By the direct exchange each collective is one exchange of ((N - 1) F/N, (N - 1) F/N). At world size 1 there is
@@ -147,17 +150,20 @@ class Formula:
                 found[(f"reduce {name}", *forms[1])] += reductions
         return +found
 
-    def gathers(self, is_root: bool, reached: bool) -> int:
-        """In one step; `reached` by its backward."""
+    def gathers(self, is_root: bool, reached: bool, kept: bool) -> int:
+        """In one step; `reached` by its backward, and `kept` gathered by the step before."""
+        if kept and self.strategy is SHARD_GRAD_OP:
+            return 0
         return 2 if self.strategy is FULL_SHARD and reached and not is_root else 1
 
-    def step(self, model: Chain, kind: str, unreached: tuple[int, ...] = ()) -> Counts:
-        """One step of kind "step", "no_sync" or "no_grad"; the gradient never gets to the `unreached` units."""
+    def step(self, model: Chain, kind: str, before: str | None, unreached: tuple[int, ...] = ()) -> Counts:
+        """One step of kind "step", "no_sync" or "no_grad", and of what kind the one before was; the gradient never gets
+        to the `unreached` units."""
         total: Counts = Counter()
         parts: list[tuple[str, nn.Module]] = [(f"unit 'units.{i}'", unit) for i, unit in enumerate(model.units)]
         for index, (name, module) in enumerate([*parts, (ROOT, model.head)]):
             reached = kind != "no_grad" and index not in unreached
-            gathers = self.gathers(name == ROOT, reached)
+            gathers = self.gathers(name == ROOT, reached, before == "no_sync")
             total += self.unit(name, list(module.parameters()), gathers, int(kind == "step" and reached))
         return total
 
@@ -203,7 +209,8 @@ def check_formulas(
 ) -> None:
     __tracebackhide__ = True
     formula = Formula(strategy, world_size, use_orig_params, way)
-    expected = [formula.step(Chain(*units), kind, unreached) for kind in kinds]
+    pairs = zip(kinds, [None, *kinds])
+    expected = [formula.step(Chain(*units), kind, before, unreached) for kind, before in pairs]
     for found in run_ranks(world_size, count_steps, units, strategy, use_orig_params, kinds, way):
         for number, kind in enumerate(kinds):
             wrong = differences(found[number], expected[number])

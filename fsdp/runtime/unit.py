@@ -690,7 +690,8 @@ class Unit:
         Else a root that has the last layers alone would stay gathered to the end: the calls of a root span all others.
         Ranks may differ in this, since the root's buffers are not counted where others wait for room.
         """
-        done = self in context.gathered and self._all_expected and self._expected and not self.awaits_leaves
+        gathered = self in context.gathered or not self._gathers
+        done = gathered and self._all_expected and self._expected and not self.awaits_leaves
         if done and not any(handle.copy.is_held() for handle in self.handles):
             self._reshard_after_backward(context)
 
