@@ -246,9 +246,17 @@ class Formulas:
     def shards(self) -> int:
         return self.whole if self.strategy is NO_SHARD else self.whole // self.world_size
 
-    def gathered_in_forward(self, index: int, ahead: int) -> int:
+    @property
+    def kept_unsynced(self) -> int:
+        """What stays gathered from an unsynchronised backward to the next forward."""
+        return self.whole if self.strategy is SHARD_GRAD_OP else 0
+
+    def gathered_in_forward(self, index: int, ahead: int, *, kept: bool = False) -> int:
+        """``kept``: the backward before was an unsynchronised one."""
         if self.strategy is NO_SHARD:
             return 0
+        if kept and self.kept_unsynced:
+            return self.kept_unsynced
         if self.strategy is FULL_SHARD:
             return self.root + (1 + ahead) * self.unit
         return self.root + min(index + 1 + ahead, UNITS) * self.unit
@@ -257,10 +265,12 @@ class Formulas:
         """Under FULL_SHARD the units' blocks are kept ones by now, lent to nobody."""
         return self.gathered_in_forward(UNITS - 1, ahead)
 
-    def gathered_in_backward(self, over: int, ahead: int) -> int:
-        """The root's block is gone by now."""
+    def gathered_in_backward(self, over: int, ahead: int, *, unsynced: bool = False) -> int:
+        """The root's block is gone by now, unless it is kept."""
         if self.strategy is NO_SHARD:
             return 0
+        if unsynced and self.kept_unsynced:
+            return self.kept_unsynced
         if self.strategy is FULL_SHARD:
             return (1 + ahead) * self.unit
         return (UNITS - over + min(over, 1 + self.distance)) * self.unit
@@ -301,8 +311,10 @@ def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[s
     for step in ("step 0", "step 1", "step 2", "unsynced", "unsynced again", "synced"):
         ahead = 0 if step == "step 0" else distance
         accumulated = f.whole if step in ("unsynced again", "synced") else 0
+        unsynced, kept = step.startswith("unsynced"), "sync" in step  # the last of each is measured
         for index in range(UNITS):
-            expected[f"{step}: forward {index}"] = f.shards + f.gathered_in_forward(index, ahead) + accumulated
+            gathered = f.gathered_in_forward(index, ahead, kept=kept)
+            expected[f"{step}: forward {index}"] = f.shards + gathered + accumulated
         expected[f"{step}: between"] = f.shards + f.gathered_between(ahead) + accumulated
         for over, index in enumerate(reversed(range(UNITS))):
             if step == "unsynced":
@@ -313,9 +325,11 @@ def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[s
                 gradients = f.reducing_accumulated(over)
             else:
                 gradients = f.reducing(over)
-            expected[f"{step}: backward {index}"] = f.shards + f.gathered_in_backward(over, ahead) + gradients
-        expected[f"{step}: after"] = f.shards + (f.whole if step.startswith("unsynced") else f.shards)
-        expected[f"{step}: cleared"] = f.shards
+            gathered = f.gathered_in_backward(over, ahead, unsynced=unsynced)
+            expected[f"{step}: backward {index}"] = f.shards + gathered + gradients
+        kept_after = f.kept_unsynced if unsynced else 0
+        expected[f"{step}: after"] = f.shards + kept_after + (f.whole if unsynced else f.shards)
+        expected[f"{step}: cleared"] = f.shards + kept_after
     f.strategy = FULL_SHARD if is_sharded else NO_SHARD  # nothing is kept for a backward that will not come
     for index in range(UNITS):
         expected[f"evaluated: forward {index}"] = f.shards + f.gathered_in_forward(index, distance)

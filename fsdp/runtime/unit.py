@@ -240,11 +240,13 @@ class Unit:
     def unshard(self, context: RootContext, *, refill: bool) -> None:
         """The modules hold the full parameters when this returns, and the current stream may read them.
 
-        With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since.
+        With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since. Where
+        a backward of ``no_sync`` kept it, their versions tell.
         """
         if self._gathers and not self._shown:
-            stale = refill and self._generation != context.generation and self._kept_version != self._version
-            if not self.is_gathered or stale or context.idle.get(self) is Idle.AHEAD:
+            earlier = refill and self._generation != context.generation
+            stale = earlier and self._kept_version != self._version
+            if not self.is_gathered or earlier or context.idle.get(self) is Idle.AHEAD:
                 context.order.record(self)
             if not self.is_gathered:
                 context.make_room(self)
@@ -252,6 +254,8 @@ class Unit:
             elif stale:
                 torch.clear_autocast_cache()  # its casts are of what was there before
                 self.gather(context)
+            elif earlier:
+                self._generation = context.generation
             for handle in self.handles:
                 handle.wait()
         for view in self.views:
