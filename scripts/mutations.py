@@ -669,20 +669,6 @@ MUTATIONS = [
         _tests("backward_end", "a_side_output_that_is_not_marked_is_an_error_by_name"),
     ),
     Mutation(
-        "fsdp/flat/flat_param.py",
-        "        return self._least_held is None or any(",
-        "        return self._least_held is None and any(",
-        "a root is resharded though a graph holds a weight that was detached",
-        _tests("backward_end", "frozen_and_detached_weights_are_there_until_they_have_been_read[0]"),
-    ),
-    Mutation(
-        "fsdp/runtime/unit.py",
-        "            context.root.reshard_unheld(context)\n",
-        "            pass\n",
-        "a root of late layers stays gathered to the end of the backward",
-        _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
-    ),
-    Mutation(
         "fsdp/runtime/unit.py",
         "        self._kept_version = self._version\n",
         "        pass\n",

@@ -6,6 +6,7 @@ Bit-equal to plain replicas, as in `test_backward`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -188,6 +189,41 @@ def test_frozen_and_detached_weights_are_there_until_they_have_been_read(debug: 
     """FD01, FD02: whatever lies before them, also where no argument of the unit needs a gradient; with
     ``FSDP_DEBUG=1``, where what was given back is poisoned, too."""
     run_ranks(2, _entered, debug)
+
+
+class Segments(nn.Module):
+    """Recomputes with parameters of the root, around units, when the root's own last layers are long through."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.gate, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+
+    def segment(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(self.norm(x) @ self.gate.weight.detach())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(self.segment, block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(self.gate(x)))
+
+
+def _segments() -> None:
+    for reentrant, strategy, orig in itertools.product((True, False), (FULL, GRAD_OP), (True, False)):
+        build = seeded(Segments, reentrant)
+        model = wrap(build(), strategy, orig, wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}))
+        # Each nested graph task is reduced by itself: three uses on two ranks are six terms, which either order of
+        # adding them rounds five times, by half a unit of what is summed.
+        ulps = 5 if reentrant else 0
+        Reference(build, steps).check(model, f"reentrant={reentrant}, {strategy.name}, orig={orig}", ulps=ulps)
+
+
+def test_a_root_stays_until_what_was_checkpointed_has_been_recomputed() -> None:
+    """FD01: neither gradients nor saved tensors tell that a recomputation will read the root's parameters."""
+    run_ranks(2, _segments)
 
 
 # -- the caller's containers (FD03) ------------------------------------------------------------------------------------

@@ -266,14 +266,14 @@ class Formulas:
         return self.gathered_in_forward(UNITS - 1, ahead)
 
     def gathered_in_backward(self, over: int, ahead: int, *, unsynced: bool = False) -> int:
-        """The root's block is gone by now, unless it is kept."""
+        """The root stays to the end: its call spans those of all units, and what was checkpointed may read it again."""
         if self.strategy is NO_SHARD:
             return 0
         if unsynced and self.kept_unsynced:
             return self.kept_unsynced
         if self.strategy is FULL_SHARD:
-            return (1 + ahead) * self.unit
-        return (UNITS - over + min(over, 1 + self.distance)) * self.unit
+            return self.root + (1 + ahead) * self.unit
+        return self.root + (UNITS - over + min(over, 1 + self.distance)) * self.unit
 
     def written(self, over: int) -> int:
         """Gradients of the root, of the units that are over and of the one that runs, unsharded."""
@@ -525,10 +525,8 @@ def check_registration(strategy: ShardingStrategy, use_orig_params: bool) -> lis
 
     def inside(stage: str) -> None:
         phase, index = stage.split()
-        running = {index}
-        if phase == "forward":
-            running |= {""}  # the root's is under way as well
-        else:
+        running = {index, ""}  # the root's is under way as well
+        if phase == "backward":
             for name in r.originals:  # what has arrived is in the slots and nowhere else
                 if r.unit_of(name) == index:
                     assert r.registered(name).grad is None

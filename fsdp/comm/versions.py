@@ -20,16 +20,6 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 STORAGES_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
 
-def reference_counts(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """How many hold ``tensor`` itself (graphs that saved it among them), and how many tensors lie in its memory; None
-    where torch does not tell."""
-    count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
-    storage_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None or storage_count is None:
-        return None
-    return count(tensor), storage_count(tensor.untyped_storage()._cdata)
-
-
 # What torch.compile looks at Python frames with; importing its Python parts would load the whole compiler.
 _frames: Any = _dynamo.eval_frame
 

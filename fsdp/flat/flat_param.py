@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
@@ -29,7 +28,7 @@ from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
 from fsdp.comm.host_memory import place
 from fsdp.comm.streams import Event, Streams, streams_for
-from fsdp.comm.versions import STORAGES_SWAP, reference_counts
+from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.metadata import for_tools
 from fsdp.flat.released import CheckedLeaf, guard_released, new_leaf
@@ -249,7 +248,6 @@ class FullCopy:
     """
 
     __slots__ = (
-        "_least_held",
         "_marks",
         "_state",
         "_views",
@@ -281,25 +279,6 @@ class FullCopy:
         self.keeps_writes = resident
         self.lent = None if resident else LentTensor(tensor)
         self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
-        self._least_held: list[float] | None = None
-
-    def note_holders(self) -> None:
-        """Nothing of the forward that begins holds the values yet: see :meth:`is_held`."""
-        now = self._holders()
-        self._least_held = now if self._least_held is None else [*map(min, self._least_held, now)]
-
-    def is_held(self) -> bool:
-        """Whether something that came after the least that :meth:`note_holders` has seen may still read the values: a
-        graph that has saved a leaf or another tensor over the buffer, or whoever else refers to a leaf. Whatever holds
-        one for good (an accumulator of a leaf that was unfrozen later) counts as well."""
-        return self._least_held is None or any(now > least for now, least in zip(self._holders(), self._least_held))
-
-    def _holders(self) -> list[float]:
-        counts: list[float] = []
-        for leaf in self.all_leaves:
-            held = reference_counts(leaf)
-            counts += (float("inf"),) if held is None else (*held, sys.getrefcount(leaf))
-        return counts
 
     def _look(self) -> list[tuple[int, int, bool]]:
         """Of each leaf what a write to it changes; our own writes go to ``tensor``, and change none of it."""

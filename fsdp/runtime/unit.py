@@ -98,7 +98,6 @@ class Unit:
         # graph task -> the leaves (bucket, index) it has still to deliver; see [Note: When a unit's backward is over].
         # A task that delivered all stays, with nothing, so that it is not asked again.
         self._expected: dict[int, set[tuple[int, int]]] = {}
-        self._all_expected = True  # whether each task that was asked expected every leaf
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         # (bucket, index) and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[tuple[int, int], Any]] = {}
@@ -514,9 +513,6 @@ class Unit:
         self.unshard(context, refill=not recomputing)
         if not recomputing:
             context.gather_ahead(self)
-        if self is context.root and torch.is_grad_enabled():
-            for handle in self.handles:
-                handle.copy.note_holders()
 
     def _compute_in(self, context: RootContext, full_precision: bool) -> None:
         self.compute_in_full_precision(context, full_precision)
@@ -614,8 +610,6 @@ class Unit:
         self._open_calls.add(call)
         expected = self._expect()
         call.enter()
-        if self is not context.root:
-            context.root.reshard_unheld(context)
         self.unshard(context, refill=False)
         self._check_unchanged(call, expected)  # what was replaced has been taken over by now
         self._phase = Phase.BACKWARD
@@ -639,7 +633,6 @@ class Unit:
         task = hooks.current_backward()
         if task not in self._expected:
             self._expected[task] = {key for key, node in self._accumulators.values() if hooks.will_run(node)}
-            self._all_expected &= len(self._expected[task]) == sum(len(handle.leaves) for handle in self.handles)
         return self._expected[task]
 
     def leaf_ready(self, key: tuple[int, int], leaf: torch.Tensor) -> None:
@@ -686,19 +679,6 @@ class Unit:
         self._open_calls.discard(call)
         self._maybe_reshard(self.context or call.context)
 
-    def reshard_unheld(self, context: RootContext) -> None:
-        """Reshard the root where the backward is not behind its calls yet, but nothing is left that could read its
-        values: each of its parameters was trained in them, has its gradient, and is held by no graph (as one that was
-        computed with detached is).
-
-        Else a root that has the last layers alone would stay gathered to the end: the calls of a root span all others.
-        Ranks may differ in this, since the root's buffers are not counted where others wait for room.
-        """
-        gathered = self in context.gathered or not self._gathers
-        done = gathered and self._all_expected and self._expected and not self.awaits_leaves
-        if done and not any(handle.copy.is_held() for handle in self.handles):
-            self._reshard_after_backward(context)
-
     def _maybe_reshard(self, context: RootContext) -> bool:
         """Reshard if the backward is over for the unit; returns whether it is."""
         if self._in_backward or self._depth > 0:
@@ -709,7 +689,6 @@ class Unit:
 
     def _forget_backward(self) -> None:
         self._expected.clear()
-        self._all_expected = True
         for call in self._open_calls:
             call.entered = None
         self._open_calls.clear()
