@@ -202,7 +202,9 @@ class Segments(nn.Module):
         self.gate, self.norm, self.head = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
 
     def segment(self, block: nn.Module, x: Tensor) -> Tensor:
-        return block(self.norm(x) @ self.gate.weight.detach())
+        if self.reentrant:
+            x = self.norm(x)
+        return block(x @ self.gate.weight.detach())
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
