@@ -171,13 +171,20 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "                self.gather(context)\n"
         "            for handle in self.handles:\n"
         "                handle.wait()\n"
-        "        for view in self.views:",
-        "                self.gather(context)\n        for view in self.views:",
+        "        for view in self.views:\n"
+        "            view.use_leaves()\n",
+        "        for view in self.views:\n            view.use_leaves()\n",
         "the modules compute before the gather is over",
         _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
+        "        if not groups.sharded and groups.replica is not None:\n",
+        "        if not groups.sharded:\n",
+        "a group of one rank reduces over all ranks of the program",
+        _tests("precision", "a_group_of_one_rank_in_a_larger_program_keeps_its_own_gradients"),
     ),
     Mutation(
         "fsdp/comm/collectives.py",
@@ -558,8 +565,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            self._settle_offloaded()\n            self._trim()\n",
-        "            self._settle_offloaded()\n",
+        "            self._forget_casts()\n            self._trim()\n",
+        "            self._forget_casts()\n",
         "an evaluation leaves memory in the pool",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
@@ -719,7 +726,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            stale = refill and self._generation != context.generation\n",
+        "            stale = earlier and self._kept_version != self._version\n",
         "            stale = False\n",
         "a full copy of an earlier forward is trusted",
         _tests("backward", "no_forward_uses_a_copy_from_before_the_parameters_changed"),
@@ -740,8 +747,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            if id(leaf) in self._accumulators\n        }\n",
-        "            if id(leaf) in self._accumulators\n        } and self._accumulators\n",
+        "        self.renew_accumulators()\n        return self.device\n",
+        "        return self.device\n",
         "after a cast the engine waits for nodes that are gone",
         _tests("full_params", "casting[double]"),
     ),

@@ -43,7 +43,7 @@ from tests.harness.oracle import (
     rank_batch,
 )
 from tests.harness.pool import run_ranks
-from tests.harness.sharded import run_fsdp
+from tests.harness.sharded import run_fsdp, wrap
 
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -282,3 +282,21 @@ def train_and_save_quantised(way: str) -> None:
             for model in (ours, other):
                 FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT)
             assert_bit_equal(other.state_dict(), plain.state_dict(), f"{what}, {kind}")
+
+
+def _one_of_two() -> None:
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    group = groups[dist.get_rank()]
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    linear = nn.Linear(3, 2, bias=False)
+    no_shard = ShardingStrategy.NO_SHARD
+    model = wrap(linear, no_shard, True, wrap_policy=None, process_group=group, mixed_precision=precision)
+    model(torch.full((1, 3), float(dist.get_rank() + 1))).sum().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None and gradient.flatten().tolist() == [dist.get_rank() + 1.0] * 6
+    dist.destroy_process_group(group)
+
+
+def test_a_group_of_one_rank_in_a_larger_program_keeps_its_own_gradients() -> None:
+    """Gradients that are cast and not reduced do not go through the default group."""
+    run_ranks(2, _one_of_two)

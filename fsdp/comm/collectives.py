@@ -247,11 +247,12 @@ class Communicator:
             full.div_(before)
         finish: Callable[[], None] | None = None
         direct = groups.sharded and self._goes_direct(full)
-        if not groups.sharded:
+        works: Sequence[Any] = ()  # one rank alone: the mean is what it has
+        if not groups.sharded and groups.replica is not None:
             works = self._issue(tag, "all_reduce", _wire(full), op=op, group=groups.replica)
         elif direct:
             works, finish = self._direct_reduce(out, full, tag)
-        else:
+        elif groups.sharded:
             works = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=groups.shard)
 
         def complete() -> None:
