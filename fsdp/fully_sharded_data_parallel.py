@@ -51,6 +51,7 @@ from fsdp.checkpoint.optim_params import name_to_param as _get_fqn_to_param  # n
 from fsdp.checkpoint.optim_params import param_to_name as _get_param_to_fqn  # noqa: F401
 from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
+from fsdp.comm.board import processes
 from fsdp.comm.collectives import Groups, default_group
 from fsdp.comm.versions import skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
@@ -258,6 +259,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         self.process_group = process_group if process_group is not None else default_group()
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
+        processes()  # from now on the others can tell whether this one has ended
         self._use_orig_params = use_orig_params
         self._reduce_unused = reduce_unused
         self._device_mesh = device_mesh

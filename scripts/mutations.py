@@ -1351,6 +1351,27 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/consensus.py",
+        "self._raise_if_dead()  # before all have come",
+        "pass",
+        "a save waits half an hour for a rank that has ended",
+        _tests("async_save", "ranks_die_before_their_first_save"),
+    ),
+    Mutation(
+        "fsdp/comm/consensus.py",
+        "self._raise_if_dead()  # while they connect",
+        "pass",
+        "a save waits half an hour for a rank that ends while it connects",
+        _tests("async_save", "ranks_die_before_their_first_save"),
+    ),
+    Mutation(
+        "fsdp/fully_sharded_data_parallel.py",
+        "processes()  # from now on",
+        "# from now on",
+        "a rank that ends before its first save gave no sign of life",
+        _tests("async_save", "ranks_die_before_their_first_save"),
+    ),
+    Mutation(
+        "fsdp/comm/consensus.py",
         "message(tag).wait(SLOWEST)",
         "message(tag).wait()",
         "a save has no more time than a collective",

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent import futures
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -341,6 +342,32 @@ def test_nothing_of_a_save_is_kept_when_it_is_over(tmp_path: Path, monkeypatch: 
     save(tmp_path, nn.Linear(2, 2))
     gc.collect()
     assert outcome() is None
+
+
+def ranks_die_before_rank_0_has_met_them(root: str) -> list[str]:
+    model, optimizer = built(ShardingStrategy.FULL_SHARD, False)
+    pairs = [dist.new_group([0, rank], timeout=timedelta(seconds=6)) for rank in (1, 2)]
+    store, rank, told = dist.distributed_c10d._get_default_store(), dist.get_rank(), []
+    if rank == 1:
+        store.wait(["built"])
+        os._exit(9)
+    if rank == 2:
+        store.wait(["built"])
+        dist.ProcessGroupGloo = lambda *args: os._exit(9)
+        save(root, model, optimizer, process_group=pairs[1])
+    store.set("built", "")
+    for pair in pairs:
+        with pytest.raises(RuntimeError) as caught:
+            save(root, model, optimizer, process_group=pair)
+        told.append(str(caught.value))
+    return told
+
+
+def test_ranks_die_before_their_first_save(tmp_path: Path) -> None:
+    """R45: before it came, or while it connects: who waits says that its process has ended, before the timeout."""
+    told, *died = run_fresh(3, ranks_die_before_rank_0_has_met_them, str(tmp_path))
+    assert all(isinstance(end, Died) for end in died)
+    assert told == 2 * ["waiting for all 2 ranks to meet, and the process of rank 1 has ended"]
 
 
 class Deadly(Disk):

@@ -6,12 +6,15 @@ from __future__ import annotations
 import json
 import os
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fsdp.comm.collectives import group_store
+import torch.distributed as dist
+
+from fsdp.comm.collectives import default_group, group_store
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 
@@ -23,6 +26,7 @@ class Board:
         """``name`` is the same on all ranks, and that of no other board of the group."""
         self._group, self._name = group, name
         self._rank, self._size = group.rank(), group.size()
+        self._lives: dict[int, list[Any]] = {}  # as they were read: they do not change
 
     def _path(self, key: str) -> str:
         return f"fsdp/{self._name}/{key}"
@@ -75,11 +79,28 @@ class Board:
     def dead(self) -> list[int]:
         """The ranks whose processes have ended, as far as this machine can tell. Only those that have lived."""
         found = []
-        for rank in range(self._size):
-            life = self.read(f"life/{rank}") if rank != self._rank else None
-            if life is not None and life[0] and life[0] == _machine() and _start_of(life[1]) != life[2]:
+        for rank in (rank for rank in range(self._size) if rank != self._rank):
+            life: list[Any] | None = self._lives.get(rank) or self.read(f"life/{rank}")
+            if life is None:
+                continue
+            self._lives[rank] = life
+            if life[0] and life[0] == _machine() and _start_of(life[1]) != life[2]:
                 found.append(rank)
         return found
+
+
+def processes() -> Board | None:
+    """Of the default group (None without one), for signs of life alone: its first call gives this process's own."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = default_group()
+    if group not in _processes:
+        _processes[group] = Board(group, "processes")
+        _processes[group].live()
+    return _processes[group]
+
+
+_processes: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 
 
 def _machine() -> str:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm import ledger
-from fsdp.comm.collectives import agree, default_group, group_ranks, group_store, group_timeout, labelled
+from fsdp.comm.board import processes
+from fsdp.comm.collectives import PATIENCE, agree, default_group, group_ranks, group_store, group_timeout, labelled
 from fsdp.comm.streams import streams_for
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
@@ -387,6 +389,7 @@ class _SideGroup:
         if store is None:
             raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
         self._store = dist.PrefixStore("fsdp beside/", store)
+        self._global_ranks, self._processes = group_ranks(group), processes()
         self._group: Any = None
         self._number = 0  # of the group: the first that is not spoiled
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: a late one is not taken for another
@@ -395,7 +398,7 @@ class _SideGroup:
         """Have a group. All ranks have to come if it has to be made.
 
         Raises:
-            RuntimeError: not all ranks came.
+            RuntimeError: not all ranks came, or the process of one has ended.
         """
         if self._group is not None and self.why() is None:
             return
@@ -405,8 +408,19 @@ class _SideGroup:
             self._number += 1
         # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
         prefixed = dist.PrefixStore(f"{self._number}/", self._store)
+        connected: futures.Future[Any] = futures.Future()
+
+        def connect() -> None:  # in a thread of its own: nothing interrupts it when a rank dies in its middle
+            try:
+                connected.set_result(dist.ProcessGroupGloo(prefixed, self._rank, self._size, self._timeout))
+            except BaseException as error:
+                connected.set_exception(error)
+
+        threading.Thread(target=connect, name="fsdp side group", daemon=True).start()
+        while not futures.wait([connected], PATIENCE.total_seconds()).done:
+            self._raise_if_dead()  # while they connect
         try:
-            self._group = dist.ProcessGroupGloo(prefixed, self._rank, self._size, self._timeout)
+            self._group = connected.result()
         except RuntimeError as error:
             raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: {error}") from error
         self._tags = {}
@@ -420,15 +434,25 @@ class _SideGroup:
         self._store.set(here[self._rank], "")
         if self._store.add(f"{self._number}/count", 1) == self._size:
             self._store.set(everybody, "")
+        looked = time.monotonic()
         while not self._store.check([everybody]):
             if self.why() is not None:
                 return False
+            if time.monotonic() - looked > PATIENCE.total_seconds():
+                self._raise_if_dead()  # before all have come
+                looked = time.monotonic()
             if time.monotonic() > until:
                 missing = ", ".join(str(rank) for rank in range(self._size) if not self._store.check([here[rank]]))
                 raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: rank {missing}")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         return self.why() is None
+
+    def _raise_if_dead(self) -> None:
+        dead = self._processes.dead() if self._processes is not None else []
+        if ended := [rank for rank, of_all in enumerate(self._global_ranks) if of_all in dead]:
+            names = ", ".join(f"rank {rank}" for rank in ended)
+            raise RuntimeError(f"waiting for all {self._size} ranks to meet, and the process of {names} has ended")
 
     def why(self) -> tuple[int, str] | None:
         """Why the group is spoiled, after the number of the call in which it was; None if it is not."""
