@@ -11,8 +11,9 @@ When, besides, the backward is *behind every forward call of the unit* that it h
 or detached weight that was used first in forward is read last in backward, after every leaf. Of one graph task, thread
 and device autograd runs nodes in decreasing order of their sequence numbers, which grow as the graph is made. So once
 a node begins that is older than a call, nothing of the call is to come, whatever led into it: arguments, attributes,
-nested units. Each output of a unit, and each recomputation, that a backward reaches tells where it is, and closes the
-calls that lie behind. The rest, for lack of somebody who tells, ends with the backward.
+nested units. Whatever of ours a backward comes by tells where it is, and closes the calls that lie behind: outputs of
+units, recomputations, and tensors that are arguments of units. The rest, for lack of somebody who tells, ends with the
+backward.
 
 A call is entered through its outputs. What leaves it otherwise (stored on a module, taken by a hook) and has its
 gradient before them is a *side output*, which the program has to mark: see :func:`mark_side_output`.
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,6 +61,8 @@ class CalledUnit(Protocol):
     def backward_reached(self, call: ForwardCall) -> None: ...
 
     def backward_passed(self, call: ForwardCall) -> None: ...
+
+    def backward_left(self, call: ForwardCall) -> None: ...
 
 
 class ForwardCall:
@@ -98,6 +102,12 @@ class ForwardCall:
     def _reached(self) -> None:
         self.unit.backward_reached(self)
 
+    def hook_input(self, tensor: torch.Tensor) -> None:
+        """Tell where the backward is when ``tensor``'s gradient is there, whoever else may have been given it: sooner
+        than the unit that runs next in backward, where parameters of a unit around lie between the two."""
+        if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf would collect hooks
+            hooks.on_gradient(tensor, _told_by(weakref.ref(self)))
+
     def enter(self) -> None:
         """The backward has reached an output of the call; calls that it is behind are closed."""
         place = Place.now()
@@ -121,6 +131,19 @@ class ForwardCall:
     def close(self) -> None:
         self.entered = None
         self.unit.backward_passed(self)
+
+
+def _told_by(call_ref: weakref.ref[ForwardCall]) -> Callable[[], None]:
+    """The graph of an input may outlive the one of the call."""
+
+    def tell() -> None:
+        call = call_ref()
+        inside = call is not None and call.entered is not None
+        close_passed(Place.now())
+        if call is not None and inside and call.entered is None:
+            call.unit.backward_left(call)
+
+    return tell
 
 
 _NO_THREAD = -1

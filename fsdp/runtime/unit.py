@@ -499,7 +499,12 @@ class Unit:
             if not torch.is_grad_enabled():
                 return None, inputs
             marks = [views.marks() for views in self.views]
-            return ForwardCall(self, context, start, marks, full_precision=full_precision), inputs
+            call = ForwardCall(self, context, start, marks, full_precision=full_precision)
+            args, kwargs = inputs
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor):
+                    call.hook_input(value)
+            return call, inputs
         except BaseException:
             self.abort_forward(context)
             raise
@@ -673,6 +678,14 @@ class Unit:
             self.finish_gradients(context, at_end=False)
             if self._maybe_reshard(context):
                 context.gather_ahead(self)
+
+    def backward_left(self, call: ForwardCall) -> None:
+        """The backward is at an argument of ``call``, which it is behind of: gather what comes next."""
+        try:
+            (self.context or call.context).gather_ahead(self)
+        except BaseException as error:
+            self.backward_failed(error, "end of backward")
+            raise
 
     def backward_passed(self, call: ForwardCall) -> None:
         """The backward is behind ``call``."""
