@@ -145,6 +145,7 @@ class ModelParams:
         self.units: dict[Unit, str] = {}
         self.holders: dict[nn.Parameter, Holder] = {}
         modes = set()
+        stands_for: dict[nn.Parameter, nn.Parameter] = {}  # what a unit that runs shows, and which flat parameter it is
         for path, module in model.named_modules():
             unit = module.__dict__.get("_fsdp_unit")
             if unit is None or unit in self.units:
@@ -154,6 +155,7 @@ class ModelParams:
             for handle, views in zip(unit.handles, unit.views):
                 is_flat = isinstance(views, FlatViews)
                 modes.add(is_flat)
+                stands_for.update(dict.fromkeys(handle.wholes, handle.flat_param))
                 for visible in views.visible:
                     members = tuple(
                         Member(tuple(_joined(prefix, n) for n in (record.name, *record.aliases)), index, record)
@@ -171,7 +173,7 @@ class ModelParams:
         self.use_orig_params = modes != {True}
         self._current_names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            self._current_names.setdefault(param, []).append(name)
+            self._current_names.setdefault(stands_for.get(param, param), []).append(name)
         # a unit that is gathered shows other objects under the names of its own
         self.others = {
             param: clean_path(names[0])

@@ -614,6 +614,11 @@ class FlatParamHandle:
         for copy in self._copies.values():
             copy.set_requires_grad(index, requires_grad)
 
+    @property
+    def wholes(self) -> list[nn.Parameter]:
+        """What modules show for the flat parameter while the unit runs, in every dtype that was computed in."""
+        return [copy.whole for copy in self._copies.values() if copy.whole is not None]
+
     def is_leaf(self, tensor: Any, index: int) -> bool:
         """Whether ``tensor`` is a leaf of parameter ``index``."""
         return any(copy.leaves[index] is tensor for copy in self._copies.values())
