@@ -1371,6 +1371,27 @@ MUTATIONS = [
         _tests("async_save", "ranks_die_before_their_first_save"),
     ),
     Mutation(
+        "fsdp/checkpoint/dcp.py",
+        'with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:',
+        "with contextlib.ExitStack() as stack:",
+        "a rank that alone asks for the optimizer state aborts the others",
+        _tests("agreement", "fd25"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/dcp.py",
+        'with calling("set_optimizer_state_dict()", model):',
+        "with contextlib.nullcontext():",
+        "a rank that alone loads optimizer state aborts the others",
+        _tests("agreement", "fd25"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/dcp.py",
+        "wrapper._fsdp_unit.watch_call()",
+        "pass",
+        "what rank 0 alone tells meets another collective",
+        _tests("agreement", "fd25"),
+    ),
+    Mutation(
         "fsdp/comm/consensus.py",
         "message(tag).wait(SLOWEST)",
         "message(tag).wait()",

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp.comm import collectives
 from fsdp.comm.versions import ALL_GATHER
 from fsdp.runtime import agreement
@@ -689,11 +690,26 @@ def optim_state_dict(model: Any) -> Any:
     return FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
+def get_optimizer(model: Any) -> Any:
+    return get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))
+
+
+def set_optimizer(model: Any) -> None:
+    """What takes no communication but that of the call: rank 0 has it all."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = [name for name, _ in Chain(UNEQUAL).named_parameters()]
+    state = {"state": {}, "param_groups": [{**optimizer.state_dict()["param_groups"][0], "params": names}]}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
 # What all ranks have to call, how errors name it, and whether the ranks have done it before.
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "state_dict": (state_dict_by(False), "state_dict() (FULL_STATE_DICT) of the root unit"),
     "state_dict for rank 0": (state_dict_by(True), "state_dict() (FULL_STATE_DICT, rank0_only) of the root unit"),
     "optim_state_dict": (optim_state_dict, "optim_state_dict() of the root unit"),
+    "get_optimizer": (get_optimizer, "get_optimizer_state_dict() of the root unit"),
+    "set_optimizer": (set_optimizer, "set_optimizer_state_dict() of the root unit"),
     "summon": (summon, "summon_full_params() of the root unit"),
     "load": (lambda model: model.load_state_dict(Chain(UNEQUAL).state_dict()), "load_state_dict() of the root unit"),
     "clip": (lambda model: model.clip_grad_norm_(1.0), "clip_grad_norm_(norm_type=2.0) of the root unit"),

@@ -38,7 +38,7 @@ from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_params import ModelParams, param_to_name, params_by_id, rekey
 from fsdp.checkpoint.optim_state import Form, optim_state_dict
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.state_dict import clean_path, shard_parts, wrappers_in
+from fsdp.checkpoint.state_dict import calling, clean_path, shard_parts, wrappers_in
 from fsdp.comm.collectives import default_group
 from fsdp.comm.consensus import broadcast_object
 from fsdp.flat.ownership import torchs_own
@@ -171,8 +171,8 @@ def get_optimizer_state_dict(
             the dict is to be flattened, and then also names of states that are no strings.
     """
     options = StateDictOptions.of(options)
-    with contextlib.ExitStack() as stack:
-        several = _several(optimizers)
+    several = _several(optimizers)
+    with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:
         for optimizer in several:
             stack.enter_context(_initialised(optimizer))
         return optimizer_state_as_it_is(model, several, options)
@@ -292,7 +292,8 @@ def set_optimizer_state_dict(
         RuntimeError: the dict does not know a parameter that an optimizer trains (``strict``).
     """
     optimizers = _several(optimizers)
-    planned = optimizers_to_load(model, optimizers, optim_state_dict, options=options)
+    with calling("set_optimizer_state_dict()", model):
+        planned = optimizers_to_load(model, optimizers, optim_state_dict, options=options)
     with kept_if_it_fails(optimizers):
         for optimizer, loadable in planned:
             _method(optimizer, "load_state_dict")(loadable)
@@ -695,6 +696,8 @@ def told_by_rank0(value: Any, model: nn.Module, what: str) -> Any:
     """What rank 0 has as ``value``."""
     wrappers = wrappers_in(model)
     device = wrappers[0]._fsdp_unit.device if wrappers else torch.device("cpu")
+    for wrapper in wrappers:
+        wrapper._fsdp_unit.watch_call()
     return broadcast_object(value, default_group(), what, device)
 
 

@@ -24,7 +24,7 @@ from fsdp.api import (
 from fsdp.checkpoint import optim_load, optim_params, optim_state
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.optim_state import Form, Kind
-from fsdp.checkpoint.state_dict import clean_path, collecting, strip_wrapper, wrappers_in
+from fsdp.checkpoint.state_dict import calling, clean_path, collecting, strip_wrapper, wrappers_in
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
 _STOPPED = {  # all but get_model_state_dict, which asks us for state_dict()
@@ -226,7 +226,7 @@ class StateDictMethods(nn.Module):
         """
         form = Form.of(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        with _calling("optim_state_dict()", model):
+        with calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(model, optim, raw, form, group=group)
 
     @staticmethod
@@ -258,7 +258,7 @@ class StateDictMethods(nn.Module):
             AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
         """
         form = Form.of(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
-        with _calling("optim_state_dict_to_load()", model):
+        with calling("optim_state_dict_to_load()", model):
             loadable = optim_load.optim_state_dict_to_load(
                 model,
                 optim_state_dict,
@@ -365,7 +365,7 @@ class StateDictMethods(nn.Module):
         mesh = None if full_state_dict else _mesh_of(model)
         kind = Kind.FULL if full_state_dict else Kind.CHUNKS
         form = Form(kind, rank0_only and full_state_dict, cpu_offload, mesh)
-        with _calling("optim_state_dict()", model):
+        with calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(
                 model, optim, optim_state_dict, form, optim_input=optim_input, group=group
             )
@@ -383,7 +383,7 @@ class StateDictMethods(nn.Module):
     ) -> dict[str, Any]:
         """What the methods that take a dict share; full and sharded ones are told apart by what is in them."""
         StateDictMethods._warn_optim_input(optim_input, stacklevel=2)
-        with _calling("optim_state_dict_to_load()", model):
+        with calling("optim_state_dict_to_load()", model):
             return optim_load.optim_state_dict_to_load(
                 model,
                 optim_state_dict,
@@ -407,15 +407,6 @@ class StateDictMethods(nn.Module):
     def _is_using_optim_input(optim_input: Any, optim: Optimizer | None) -> bool:
         """Whether ids are positions in ``optim_input`` (or ``model.parameters()``) rather than in ``optim``."""
         return optim_input is not None or optim is None
-
-
-@contextlib.contextmanager
-def _calling(call: str, module: nn.Module) -> Iterator[None]:
-    """Inside, ``call``, which all ranks have to make."""
-    with contextlib.ExitStack() as calls:
-        for context in dict.fromkeys(wrapper._join_context() for wrapper in wrappers_in(module)):
-            calls.enter_context(context.calling(call))
-        yield
 
 
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:

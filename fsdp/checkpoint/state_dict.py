@@ -350,6 +350,15 @@ def clean_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in (WRAPPED_MODULE, CHECKPOINTED))
 
 
+@contextlib.contextmanager
+def calling(call: str, module: nn.Module) -> Iterator[None]:
+    """Inside, ``call``, which all ranks have to make."""
+    with contextlib.ExitStack() as calls:
+        for context in dict.fromkeys(wrapper._join_context() for wrapper in wrappers_in(module)):
+            calls.enter_context(context.calling(call))
+        yield
+
+
 def begin_saving(wrapper: Wrapper, opener: nn.Module) -> Saving:
     """Start to collect the state of ``wrapper``'s unit from ``opener`` on, in the form that its settings ask for."""
     settings = wrapper._state_dict_settings
