@@ -106,7 +106,7 @@ def count_casts() -> None:
                 with model.no_sync():
                     model(x).sum().backward()
                 model(x).sum().backward()
-                assert counter.take() == {2}, what
+                assert counter.take() == {2 if strategy is FULL else 1}, what  # else gathered once, and kept
                 loss = model(x).sum()
                 kept = [handle._cast is not None for handle in model._all_handles]
                 assert kept == [strategy is FULL and index > 0 for index in range(4)], "the root stays as it is"
