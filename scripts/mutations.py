@@ -697,6 +697,20 @@ MUTATIONS = [
         _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
     ),
     Mutation(
+        "fsdp/runtime/unit.py",
+        "                    call.hook_input(value)\n",
+        "                    pass\n",
+        "a unit inside another stays until the next unit's output, where parameters of the outer one lie between",
+        _tests("communication", "prefetch_follows_the_record[nested-False]"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_params.py",
+        "                stands_for.update(dict.fromkeys(handle.wholes, handle.flat_param))\n",
+        "",
+        "in the middle of a forward a flat parameter is not known by what stands for it",
+        _tests("optim_state", "optimizer_state_does_not_depend_on_what_the_model_does"),
+    ),
+    Mutation(
         "fsdp/runtime/nested.py",
         "    result = copy.copy(record)  # not",
         "    return dataclasses.replace(record, **attributes)  # not",
