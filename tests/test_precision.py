@@ -287,7 +287,7 @@ def train_and_save_quantised(way: str) -> None:
 def _one_of_two() -> None:
     groups = [dist.new_group([rank]) for rank in range(2)]
     group = groups[dist.get_rank()]
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     linear = nn.Linear(3, 2, bias=False)
     no_shard = ShardingStrategy.NO_SHARD
     model = wrap(linear, no_shard, True, wrap_policy=None, process_group=group, mixed_precision=precision)
