@@ -52,7 +52,7 @@ from fsdp.checkpoint.optim_params import param_to_name as _get_param_to_fqn  # n
 from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.comm.board import processes
-from fsdp.comm.collectives import Groups, default_group
+from fsdp.comm.groups import Groups, default_group
 from fsdp.comm.versions import skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.metadata import BucketInfo, UnitInfo

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from fsdp.comm.collectives import combine, default_group
+from fsdp.comm.collectives import combine
+from fsdp.comm.groups import default_group
 from fsdp.comm.streams import streams_for
 
 __all__ = ["ShardedGradScaler"]

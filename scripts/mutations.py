@@ -344,7 +344,7 @@ MUTATIONS = [
         _tests("streams", "no_race_wherever_the_model_was_wrapped[True]"),
     ),
     Mutation(
-        "fsdp/comm/collectives.py",
+        "fsdp/comm/groups.py",
         "    return host if group_store(group) is not None and dist.is_gloo_available() else device\n",
         "    return device\n",
         "control messages on an NCCL-only group drain the compute stream",

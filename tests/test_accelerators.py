@@ -19,12 +19,14 @@ from torch.overrides import TorchFunctionMode
 import fsdp.checkpoint.store as store_module
 import fsdp.checkpoint.writing as writing_module
 import fsdp.comm.collectives as collectives_module
+import fsdp.comm.groups as groups_module
 import fsdp.flat.ownership as ownership_module
 from fsdp import CPUOffload
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import async_save
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.comm.collectives import Communicator, Groups
+from fsdp.comm.collectives import Communicator
+from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import HostBuffers, locked_pages, place
 from fsdp.comm.streams import AcceleratorStreams, HostStreams
 from fsdp.comm.watcher import OutOfStep, Watcher
@@ -45,7 +47,7 @@ CPU, AWAY = torch.device("cpu"), torch.device("meta")
 def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bool) -> None:
     """FD63: NCCL multiplies by bf16(1/n), which is off by 0.195 % for n = 3, 6, 12, 24, and by -0.195 % for 7."""
     communicator = Communicator(Groups(mock.Mock(), 0, size, None, 0, 1), HostStreams())
-    with mock.patch.object(collectives_module, "_backend", return_value="nccl"):
+    with mock.patch.object(collectives_module, "backend_of", return_value="nccl"):
         low = communicator._averaging(torch.bfloat16, AWAY)
         high = communicator._averaging(torch.float32, AWAY)
     by_hand = (dist.ReduceOp.SUM, 1.0, float(size))
@@ -68,7 +70,7 @@ def talk_beside_nccl() -> list[Any]:
     def backend(group: Any, device: torch.device) -> str:
         return "unknown" if device.type == "cpu" else "nccl"
 
-    with mock.patch.object(dist, "all_reduce", all_reduce), mock.patch.object(collectives_module, "_backend", backend):
+    with mock.patch.object(dist, "all_reduce", all_reduce), mock.patch.object(groups_module, "backend_of", backend):
         collectives_module.agree(values, group, AWAY, "agree")
         every = collectives_module.gather_numbers([rank, 7], group, AWAY, "gather")
         same, other = (collectives_module.Agreeing(value, group, AWAY, "ask", streams) for value in (1, rank))

@@ -35,6 +35,7 @@ FLOORS = [
 LOWEST_OF_COMM = [
     "fsdp/comm/versions.py",
     "fsdp/comm/host_memory.py",
+    "fsdp/comm/groups.py",
     "fsdp/comm/watcher.py",
     "fsdp/comm/streams.py",
 ]  # each may import those before it
@@ -485,7 +486,7 @@ FILES = [
         ("fsdp/runtime/unit.py", "from fsdp import FullyShardedDataParallel", False),
         ("fsdp/runtime/unit.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import fsdp", False),
         ("fsdp/api.py", "from fsdp.comm import streams", False),
-        ("fsdp/comm/streams.py", "from fsdp.comm.collectives import Groups", False),
+        ("fsdp/comm/streams.py", "from fsdp.comm.groups import Groups", False),
         ("fsdp/comm/versions.py", "from fsdp.comm.streams import Event", False),
         ("fsdp/comm/streams.py", "from fsdp.comm.versions import STORAGES_SWAP", True),
         ("fsdp/comm/collectives.py", "from fsdp.comm.streams import Event", True),

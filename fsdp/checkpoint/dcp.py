@@ -39,8 +39,8 @@ from fsdp.checkpoint.optim_params import ModelParams, param_to_name, params_by_i
 from fsdp.checkpoint.optim_state import Form, optim_state_dict
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import calling, clean_path, shard_parts, wrappers_in
-from fsdp.comm.collectives import default_group
 from fsdp.comm.consensus import broadcast_object
+from fsdp.comm.groups import default_group
 from fsdp.flat.ownership import torchs_own
 
 _COMPILED = "_orig_mod"

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.comm.collectives import Communicator, Groups, Letter, Tag, Watch, direct_threshold, exchange, mail
+from fsdp.comm.collectives import Communicator, Letter, Tag, Watch, direct_threshold, exchange, mail
+from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
 
 _ALIGNMENT = 16  # bytes; where each message starts, so that every dtype's elements can be viewed in it

@@ -42,8 +42,9 @@ from fsdp.checkpoint.optim_params import (
 )
 from fsdp.checkpoint.optim_state import batch_limit
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.comm.collectives import broadcast, default_group, group_ranks
+from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
+from fsdp.comm.groups import default_group, group_ranks
 from fsdp.runtime.unit import Unit
 
 

@@ -41,8 +41,8 @@ from fsdp.checkpoint.optim_params import (
     state_order,
 )
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.comm.collectives import default_group, group_ranks
 from fsdp.comm.consensus import all_gather_object, failures_in, joint_error
+from fsdp.comm.groups import default_group, group_ranks
 from fsdp.runtime.unit import Unit
 
 _BATCH_NBYTES = 32 << 20

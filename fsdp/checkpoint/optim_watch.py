@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fsdp.comm.collectives import group_store
+from fsdp.comm.groups import group_store
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.views import FlatViews
 from fsdp.runtime.unit import Unit

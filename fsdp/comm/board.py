@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp.comm.collectives import default_group, group_store
+from fsdp.comm.groups import default_group, group_store
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 

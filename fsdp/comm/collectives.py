@@ -1,4 +1,4 @@
-"""How gathered and reduced bytes move: the groups, and the algorithm for each backend and size.
+"""How gathered and reduced bytes move: the algorithm for each backend and size.
 
 No other file calls ``torch.distributed``'s collectives, but :mod:`fsdp.comm.consensus`. They are called as
 attributes of ``torch.distributed`` at call time, so whoever replaces them (profilers, recorders) sees every call.
@@ -19,14 +19,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fsdp.comm import ledger
+from fsdp.comm.groups import Groups, backend_of, control_device, group_timeout, serving_group
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.watcher import PATIENCE as PATIENCE
@@ -67,58 +66,6 @@ class Tag(NamedTuple):
 
     label: str
     number: int
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The ranks a unit is sharded over and the ranks it is replicated over. A group of one rank has no process group.
-
-    Sharding strategies are facts of this class: a shard group of one rank means the parameters are not sharded, a
-    replica group of several that gradients are reduced across replicas.
-    """
-
-    shard: Any | None
-    shard_rank: int
-    shard_size: int
-    replica: Any | None
-    replica_rank: int
-    replica_size: int
-    forced: bool = False  # communicate and keep separate buffers even in a shard group of one rank
-
-    @property
-    def sharded(self) -> bool:
-        return self.shard_size > 1 or self.forced
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.shard_size * self.replica_size
-
-    @property
-    def reduces(self) -> bool:
-        """Whether a gradient has to be communicated at all."""
-        return self.sharded or self.replica_size > 1
-
-    @staticmethod
-    def of(process_group: Any, *, replicate: bool) -> Groups:
-        """One group that the parameters are sharded over, or with ``replicate`` replicated over.
-
-        Asks the group for ``rank()`` and ``size()`` only.
-        """
-        rank, size = process_group.rank(), process_group.size()
-        if replicate:
-            return Groups(None, 0, 1, process_group if size > 1 else None, rank, size)
-        forced = os.environ.get("FSDP_FORCE_SHARDED", "0") == "1"
-        return Groups(process_group, rank, size, None, 0, 1, forced)
-
-
-def default_group() -> Any:
-    """The default process group; RuntimeError with the remedy where there is none."""
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "FullyShardedDataParallel needs a process group, and torch.distributed's default one does not exist: call "
-            "torch.distributed.init_process_group() first (under torchrun without arguments), or pass process_group="
-        )
-    return dist.group.WORLD
 
 
 class Pending:
@@ -310,7 +257,7 @@ class Communicator:
             return dist.ReduceOp.SUM, float(before), size / before
         group = self.groups.shard if self.groups.sharded else self.groups.replica
         is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
-        if size > 1 and dtype.is_floating_point and is_exact and _backend(group, device) == "nccl":
+        if size > 1 and dtype.is_floating_point and is_exact and backend_of(group, device) == "nccl":
             return dist.ReduceOp.AVG, 1.0, 1.0
         return dist.ReduceOp.SUM, 1.0, float(size)
 
@@ -426,7 +373,7 @@ def gather_numbers(values: list[int], group: Any, device: torch.device, label: s
     """Every rank's ``values``, equally many, by rank; zeros from a group that changes nothing. The host waits."""
     own = torch.tensor(values, device=control_device(group, device))
     every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
-    serving = _serving(group, own.device)
+    serving = serving_group(group, own.device)
     ledger.note(serving, ALL_GATHER, own.dtype, [every.numel(), own.numel()])
     with labelled(label):
         work = getattr(dist, ALL_GATHER)(every, own, group=serving, async_op=own.device.type == "cpu")
@@ -486,53 +433,10 @@ def _operation(op: Any) -> str:
 
 
 def _all_reduce(values: torch.Tensor, op: Any, group: Any, label: str, *, asynchronous: bool) -> Any:
-    serving = _serving(group, values.device)
+    serving = serving_group(group, values.device)
     ledger.note(serving, "all_reduce", values.dtype, [values.numel()], _operation(op))
     with labelled(label):
         return dist.all_reduce(values, op=op, group=serving, async_op=asynchronous)
-
-
-def group_store(group: Any) -> Any | None:
-    """The store through which ``group``'s ranks met; its keys are the group's own. None for a stand-in."""
-    met: Any = dist.distributed_c10d._world.pg_map.get(group)
-    return None if met is None or _backend(group, torch.device("cpu")) == "fake" else met[1]
-
-
-def group_timeout(group: Any) -> timedelta:
-    """How long a collective of ``group`` may take."""
-    try:
-        device = next(iter(group._device_types))
-        return timedelta(seconds=group._get_backend(device).options._timeout.total_seconds())
-    except (AttributeError, RuntimeError, StopIteration):
-        return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else timedelta(minutes=30)
-
-
-def control_device(group: Any, device: torch.device) -> torch.device:
-    """Where ``group``'s ranks exchange small control messages: on CPU, where the group or a side group serves it. On
-    ``device``, where the models compute, they would queue behind the compute, and whoever waits for them drain it."""
-    host = torch.device("cpu")
-    if _backend(group, host) != "unknown" or _backend(group, device) == "unknown":
-        return host
-    return host if group_store(group) is not None and dist.is_gloo_available() else device
-
-
-def _serving(group: Any, device: torch.device) -> Any:
-    """``group``, or where only accelerators are its own a side group of gloo, which is made when it is first asked for:
-    all ranks have to come."""
-    store = group_store(group) if device.type == "cpu" and _backend(group, device) == "unknown" else None
-    if store is None:
-        return group
-    if group not in _side_groups:
-        # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
-        place = dist.PrefixStore("fsdp control/", store), group.rank(), group.size()
-        side, gloo = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.GLOO
-        side._set_default_backend(gloo)
-        side._register_backend(device, gloo, dist.ProcessGroupGloo(*place, group_timeout(group)))
-        _side_groups[group] = side
-    return _side_groups[group]
-
-
-_side_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
@@ -588,25 +492,12 @@ def _end_group(group: Any) -> None:
 watcher = Watcher(_end_group)  # of the collectives that no host waits for
 
 
-def group_ranks(group: Any) -> list[int]:
-    """The global ranks of ``group``'s ranks."""
-    return list(dist.get_process_group_ranks(group))
-
-
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, 1-D, as every backend knows it: complex numbers travel as pairs, and what some backend has no type
     for (float8, int16, uint16 to uint64) as bytes. Frozen parameters and buffers have these; nothing adds them up."""
     if tensor.is_complex():
         return torch.view_as_real(tensor).view(-1)
     return tensor if tensor.dtype in _TRAVEL_AS_THEY_ARE else tensor.view(torch.uint8)
-
-
-def _backend(group: Any, device: torch.device) -> str:
-    """What serves ``group`` on ``device``: "gloo", "nccl", ...; "unknown" for what torch.distributed does not know."""
-    try:
-        return str(group._get_backend(device).name()).lower()
-    except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
-        return "unknown"
 
 
 def debug_detail() -> bool:
@@ -620,6 +511,6 @@ def direct_threshold(group: Any, device: torch.device) -> float:
     choice = os.environ.get("FSDP_COLLECTIVES", "auto")
     if choice not in ("auto", "native", "direct"):
         raise ValueError(f"FSDP_COLLECTIVES is {choice!r}; it may be auto, native or direct")
-    if choice == "native" or _backend(group, device) != "gloo" or debug_detail():
+    if choice == "native" or backend_of(group, device) != "gloo" or debug_detail():
         return float("inf")
     return 0 if choice == "direct" else DIRECT_MIN_NBYTES

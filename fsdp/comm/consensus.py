@@ -38,7 +38,8 @@ import torch.distributed as dist
 
 from fsdp.comm import ledger
 from fsdp.comm.board import processes
-from fsdp.comm.collectives import PATIENCE, agree, default_group, group_ranks, group_store, group_timeout, labelled
+from fsdp.comm.collectives import PATIENCE, agree, labelled
+from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
 from fsdp.comm.streams import streams_for
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words

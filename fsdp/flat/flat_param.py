@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from fsdp.api import CPUOffload, MixedPrecision
-from fsdp.comm.collectives import Communicator, Groups, Pending, Tag, Watch
+from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
+from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import place
 from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.comm.versions import STORAGES_SWAP

@@ -18,7 +18,8 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 
 from fsdp.api import CPUOffload, MixedPrecision
-from fsdp.comm.collectives import Groups, broadcast
+from fsdp.comm.collectives import broadcast
+from fsdp.comm.groups import Groups
 from fsdp.comm.streams import default_device, resolve_device
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.layout import FlatLayout, ParamSpec

@@ -39,17 +39,8 @@ import torch
 
 from fsdp.comm import ledger
 from fsdp.comm.board import Board
-from fsdp.comm.collectives import (
-    PATIENCE,
-    Agreeing,
-    OutOfStep,
-    agree,
-    control_device,
-    debug_detail,
-    gather_numbers,
-    group_timeout,
-    wait_for,
-)
+from fsdp.comm.collectives import PATIENCE, Agreeing, OutOfStep, agree, debug_detail, gather_numbers, wait_for
+from fsdp.comm.groups import control_device, group_timeout
 from fsdp.comm.streams import Streams
 from fsdp.runtime.diagnosis import Did, Said, different_order, different_passes, left_alone, passed_by
 

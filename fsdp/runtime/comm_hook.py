@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from fsdp.comm.collectives import Groups
+from fsdp.comm.groups import Groups
 from fsdp.flat.flat_param import FlatParamHandle
 
 _COMPRESSED = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}

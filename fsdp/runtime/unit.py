@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.comm.collectives import Communicator, Groups, Tag
+from fsdp.comm.collectives import Communicator, Tag
+from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
 from fsdp.flat.flat_param import BufferState, FlatParameter, FlatParamHandle
 from fsdp.flat.views import BucketViews

@@ -1,0 +1,123 @@
+"""Process groups: which ranks a unit is sharded and replicated over, and what a group can tell of itself.
+
+Stand-ins for groups and backends that ``torch.distributed`` does not know are asked for their rank and size only.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks a unit is sharded over and the ranks it is replicated over. A group of one rank has no process group.
+
+    Sharding strategies are facts of this class: a shard group of one rank means the parameters are not sharded, a
+    replica group of several that gradients are reduced across replicas.
+    """
+
+    shard: Any | None
+    shard_rank: int
+    shard_size: int
+    replica: Any | None
+    replica_rank: int
+    replica_size: int
+    forced: bool = False  # communicate and keep separate buffers even in a shard group of one rank
+
+    @property
+    def sharded(self) -> bool:
+        return self.shard_size > 1 or self.forced
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.shard_size * self.replica_size
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a gradient has to be communicated at all."""
+        return self.sharded or self.replica_size > 1
+
+    @staticmethod
+    def of(process_group: Any, *, replicate: bool) -> Groups:
+        """One group that the parameters are sharded over, or with ``replicate`` replicated over.
+
+        Asks the group for ``rank()`` and ``size()`` only.
+        """
+        rank, size = process_group.rank(), process_group.size()
+        if replicate:
+            return Groups(None, 0, 1, process_group if size > 1 else None, rank, size)
+        forced = os.environ.get("FSDP_FORCE_SHARDED", "0") == "1"
+        return Groups(process_group, rank, size, None, 0, 1, forced)
+
+
+def default_group() -> Any:
+    """The default process group; RuntimeError with the remedy where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "FullyShardedDataParallel needs a process group, and torch.distributed's default one does not exist: call "
+            "torch.distributed.init_process_group() first (under torchrun without arguments), or pass process_group="
+        )
+    return dist.group.WORLD
+
+
+def group_ranks(group: Any) -> list[int]:
+    """The global ranks of ``group``'s ranks."""
+    return list(dist.get_process_group_ranks(group))
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """What serves ``group`` on ``device``: "gloo", "nccl", ...; "unknown" for what torch.distributed does not know."""
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
+        return "unknown"
+
+
+def group_store(group: Any) -> Any | None:
+    """The store through which ``group``'s ranks met; its keys are the group's own. None for a stand-in."""
+    met: Any = dist.distributed_c10d._world.pg_map.get(group)
+    return None if met is None or backend_of(group, torch.device("cpu")) == "fake" else met[1]
+
+
+def group_timeout(group: Any) -> timedelta:
+    """How long a collective of ``group`` may take."""
+    try:
+        device = next(iter(group._device_types))
+        return timedelta(seconds=group._get_backend(device).options._timeout.total_seconds())
+    except (AttributeError, RuntimeError, StopIteration):
+        return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else timedelta(minutes=30)
+
+
+def control_device(group: Any, device: torch.device) -> torch.device:
+    """Where ``group``'s ranks exchange small control messages: on CPU, where the group or a side group serves it. On
+    ``device``, where the models compute, they would queue behind the compute, and whoever waits for them drain it."""
+    host = torch.device("cpu")
+    if backend_of(group, host) != "unknown" or backend_of(group, device) == "unknown":
+        return host
+    return host if group_store(group) is not None and dist.is_gloo_available() else device
+
+
+def serving_group(group: Any, device: torch.device) -> Any:
+    """``group``, or where only accelerators are its own a side group of gloo, which is made when it is first asked for:
+    all ranks have to come."""
+    store = group_store(group) if device.type == "cpu" and backend_of(group, device) == "unknown" else None
+    if store is None:
+        return group
+    if group not in _side_groups:
+        # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
+        place = dist.PrefixStore("fsdp control/", store), group.rank(), group.size()
+        side, gloo = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.GLOO
+        side._set_default_backend(gloo)
+        side._register_backend(device, gloo, dist.ProcessGroupGloo(*place, group_timeout(group)))
+        _side_groups[group] = side
+    return _side_groups[group]
+
+
+_side_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
