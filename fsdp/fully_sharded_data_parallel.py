@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed._composable_state import _State
-from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import (
@@ -52,6 +51,7 @@ from fsdp.checkpoint.optim_params import param_to_name as _get_param_to_fqn  # n
 from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.comm.board import processes
+from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from fsdp.comm.groups import Groups, default_group
 from fsdp.comm.versions import skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle

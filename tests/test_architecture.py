@@ -45,6 +45,9 @@ COLLECTIVE = re.compile(
     r"torch\.distributed\.(distributed_c10d\.)?(reduce|P2POp|((all_|reduce_scatter|broadcast|gather|scatter|batch_|barrier"
     r"|monitored_barrier)\w*)|i?(send|recv)(_\w+)?)"
 )
+ISSUE_COLLECTIVES = ("torch.distributed._functional_collectives", "torch.distributed.nn", "torch.ops.c10d") + (
+    "torch.distributed.algorithms",
+)
 GROUP_METHODS = {"allreduce", "allgather", "_allgather_base", "_reduce_scatter_base", "alltoall", "alltoall_base"} | {
     "recv",
     "recv_anysource",
@@ -249,8 +252,7 @@ def collectives_in_collectives(source: Source) -> list[str]:
     wrong = [
         f"line {line}: {name}"
         for line, name in source.references
-        if COLLECTIVE.fullmatch(name)
-        or below(name, ("torch.distributed._functional_collectives", "torch.distributed.nn", "torch.ops.c10d"))
+        if COLLECTIVE.fullmatch(name) or below(name, ISSUE_COLLECTIVES)
     ]
     for call in source.calls("getattr"):  # by a name that is only known when it runs
         if (source.full_name(call.args[0]) or "").startswith("torch.distributed"):
@@ -392,6 +394,7 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (collectives_in_collectives, RUNTIME, DIST + "dist.P2POp(dist.isend, x, 1)"),
     (collectives_in_collectives, RUNTIME, DIST + "getattr(dist, NAME)(x, y)"),
     (collectives_in_collectives, RUNTIME, "import torch.distributed._functional_collectives as funcol"),
+    (collectives_in_collectives, RUNTIME, "from torch.distributed.algorithms._comm_hooks import default_hooks"),
     (collectives_in_collectives, RUNTIME, "group.allreduce([x])"),
     (streams_in_streams, RUNTIME, "import torch\ns = torch.Stream('cuda')"),
     (streams_in_streams, RUNTIME, "import torch\ntorch.cuda.synchronize()"),

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
+from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp.comm import ledger
 from fsdp.comm.groups import Groups, backend_of, control_device, group_timeout, serving_group
@@ -354,6 +356,29 @@ def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None
         total.add_(piece)
     if total is not out:
         out.copy_(total)
+
+
+# torch's communication hooks that reduce in 16 bits, and the dtype of their messages.
+COMPRESSING_HOOKS = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
+
+
+def reduce_compressed(
+    hook: Callable[..., Any], state: Any, full: torch.Tensor, shard: torch.Tensor | None = None
+) -> None:
+    """What ``hook``, one of ``COMPRESSING_HOOKS``, computes with its ``state``: reduce ``full`` in 16 bits into
+    ``shard``, or in place, in two divisions, and cast up afterwards.
+
+    torch's own two do not run on CPU, and on accelerators they have the allocator track streams, which makes memory
+    differ from step to step.
+    """
+    low = full.to(COMPRESSING_HOOKS[hook])
+    if shard is None:
+        default_hooks.allreduce_hook(state, low)
+        full.copy_(low.to(state.parameter_type))
+    else:
+        low_shard = torch.empty_like(shard, dtype=low.dtype)
+        default_hooks.reduce_scatter_hook(state, low, low_shard)
+        shard.copy_(low_shard.to(state.parameter_type))
 
 
 def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, watch: Watch | None = None) -> None:

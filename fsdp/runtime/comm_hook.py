@@ -3,24 +3,22 @@
 [Note: Hooks that put other memory in place]
 A hook may assign ``.data`` of the tensors that it is given, as torch's compressing ones do, and ours are permanent. So
 it is given aliases, and what it left in them is copied where other memory came in place. torch's two themselves are
-recognised and computed here, with torch's uncompressed hooks at their core: on CPU they do not run, and on accelerators
-they have the allocator track streams, which makes memory differ from step to step.
+recognised, and :func:`fsdp.comm.collectives.reduce_compressed` computes what they do.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from fsdp.comm.collectives import COMPRESSING_HOOKS, reduce_compressed
 from fsdp.comm.groups import Groups
 from fsdp.flat.flat_param import FlatParamHandle
-
-_COMPRESSED = {default_hooks.fp16_compress_hook: torch.float16, default_hooks.bf16_compress_hook: torch.bfloat16}
 
 
 class CommHook:
@@ -38,7 +36,7 @@ class CommHook:
             raise ValueError(f"Expected the communication hook to be callable but got {hook!r} of type {type(hook)}")
         self.state, self.function = state, hook
         self._name = getattr(hook, "__qualname__", repr(hook))
-        self.compresses = any(hook is known for known in _COMPRESSED)
+        self.compresses = any(hook is known for known in COMPRESSING_HOOKS)
 
     def check_accepts(self, unit_name: str, *, sharded: bool) -> None:
         """Raises TypeError if it does not take what a unit passes, as far as its signature tells."""
@@ -66,7 +64,7 @@ class CommHook:
         given = [full.detach()]  # see [Note: Hooks that put other memory in place]
         if out is not full:
             given.append(out.detach().fill_(math.nan))
-        function = self._compress if self.compresses else self.function
+        function = functools.partial(reduce_compressed, self.function) if self.compresses else self.function
         try:
             with torch.no_grad():
                 answer = function(self.state, *given)
@@ -86,18 +84,6 @@ class CommHook:
         if result.data_ptr() != out.data_ptr() or result.dtype != out.dtype:
             with torch.no_grad():
                 out.copy_(result)
-
-    def _compress(self, state: Any, grad: torch.Tensor, shard: torch.Tensor | None = None) -> None:
-        """What torch's compressing hooks compute: reduce in 16 bits, in two divisions, and cast up afterwards."""
-        dtype = _COMPRESSED[self.function]
-        low = grad.to(dtype)
-        if shard is None:
-            default_hooks.allreduce_hook(state, low)
-            grad.copy_(low.to(state.parameter_type))
-        else:
-            low_shard = torch.empty_like(shard, dtype=dtype)
-            default_hooks.reduce_scatter_hook(state, low, low_shard)
-            shard.copy_(low_shard.to(state.parameter_type))
 
 
 class Hookable(Protocol):
