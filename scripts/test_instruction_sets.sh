@@ -9,7 +9,7 @@ ensure_env test
 files=("$@")
 if [ ${#files[@]} -eq 0 ]; then
   files=(tests/test_{harness,parity,reliability_numerics,precision,precision_casts,precision_values,accumulation}.py)
-  files+=(tests/test_{backward,reduce_unused,comm_hooks,clip,grad_scaler,stages}.py)
+  files+=(tests/test_backward*.py tests/test_{reduce_unused,comm_hooks,clip,grad_scaler,stages}.py)
 fi
 
 has() { [ ! -r /proc/cpuinfo ] || grep -qw -m1 "$1" /proc/cpuinfo; }

@@ -1,7 +1,7 @@
 """R48: an exception anywhere in a step, on every rank alike; a retry is then as if it had not happened.
 
-What models raise themselves, in forward, backward and recomputation, is in test_backward.py. Here memory runs out where
-the engine asks for it, at each place of a step in turn, and an optimizer fails.
+What models raise themselves, in forward, backward and recomputation, is in test_backward_faults.py. Here memory runs
+out where the engine asks for it, at each place of a step in turn, and an optimizer fails.
 """
 
 from __future__ import annotations

@@ -1,0 +1,110 @@
+"""What the tests of backward passes share: strategies and modes by turns, a small model, and looks at its units."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.runtime.unit import units_in
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import MlpBlock
+from tests.harness.sharded import wrap
+
+Mode = tuple[ShardingStrategy, bool]
+FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+MODES = [(strategy, orig) for strategy in (FULL, GRAD_OP, NONE) for orig in (True, False)]
+KINDS = ("none", "non-reentrant", "reentrant")
+
+
+def by_turns(number: int) -> list[Mode]:
+    """Each strategy, in one of the two modes: cases that are numbered have the one and the other by turns."""
+    return [(strategy, (number + index) % 2 == 0) for index, strategy in enumerate((FULL, GRAD_OP, NONE))]
+
+
+WIDTH = 7
+
+
+def describe(mode: Mode) -> str:
+    return f"{mode[0].name}, use_orig_params={mode[1]}"
+
+
+def wrapped(build: Callable[[], nn.Module], mode: Mode, *blocks: type[nn.Module]) -> FullyShardedDataParallel:
+    return wrap(build(), *mode, wrap_policy=ModuleWrapPolicy(set(blocks)))
+
+
+def seeded(make: Callable[..., nn.Module], *args: Any) -> Callable[[], nn.Module]:
+    """A builder of equal models."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(3)
+        return make(*args)
+
+    return build
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def clear(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+class Mlp(nn.Module):
+    """Blocks with a parameter of one element; the root has parameters too. Width 7 at both ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([MlpBlock(WIDTH, 13), MlpBlock(13, 11), MlpBlock(11, WIDTH)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def gathered(model: nn.Module) -> set[str]:
+    """Names of the units whose full buffers have memory now ("" is the root)."""
+    return {name for name, unit, _ in units_in(model) for h in unit.handles if h.full.untyped_storage().nbytes()}
+
+
+def set_requires_grad(model: nn.Module, prefix: str, flag: bool) -> None:
+    """Freeze or unfreeze the parameters whose name starts with `prefix`, on what users hold of them."""
+    found = 0
+    for unit in fsdp.shard_info(model):
+        for bucket in unit.buckets:
+            names = [unit.full_name(record) for record in bucket.layout.params]
+            if bucket.params[0] is bucket.flat_param:
+                names = [names[0]] if all(name.startswith(prefix) for name in names) else []
+            for name, param in zip(names, bucket.params):
+                if name.startswith(prefix):
+                    param.requires_grad_(flag)
+                    found += 1
+    if not fsdp.shard_info(model):
+        for name, param in model.named_parameters():
+            if name.startswith(prefix):
+                param.requires_grad_(flag)
+                found += 1
+    assert found, prefix

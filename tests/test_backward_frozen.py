@@ -1,0 +1,216 @@
+"""Gradients, memory and traffic where some parameters are frozen, or unused by a forward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from tests.harness.lockstep import (
+    CLEAR,
+    STEP,
+    Data,
+    Reference,
+)
+from tests.harness.models import BlockWithUnused, LoraBlock, MlpBlock
+from tests.harness.passes import (
+    FULL,
+    MODES,
+    WIDTH,
+    Mlp,
+    by_turns,
+    clear,
+    describe,
+    environment,
+    gathered,
+    loss_of,
+    seeded,
+    set_requires_grad,
+    wrapped,
+)
+from tests.harness.poison import poisoned_memory
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+
+
+class _Freezing:
+    """Steps in which `prefix` is frozen and unfrozen by turns, and is no member of the optimizer's step when frozen."""
+
+    def __init__(self, prefix: str, *, starts: bool = True, need_input: bool = True) -> None:
+        self.prefix, self.starts, self.need_input = prefix, starts, need_input
+
+    def __call__(self, model: nn.Module, data: Data) -> Iterator[Any]:
+        for step in range(6):
+            if step % 2 == 0:
+                set_requires_grad(model, self.prefix, self.starts == (step % 4 == 0))
+            x = data.tensor(step, 3, WIDTH)
+            if not self.need_input:
+                x = x.detach()
+            loss_of(model, x).backward()
+            yield {"x": x.grad}
+            if step == 4:
+                loss_of(model, x).backward()
+                yield {"x": x.grad}
+            yield STEP
+
+
+class Lora(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 13).requires_grad_(False)
+        self.blocks = nn.ModuleList([LoraBlock(13) for _ in range(3)])
+        self.head = nn.Linear(13, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _freeze(debug: str) -> None:
+    cases: list[tuple[Callable[[], nn.Module], tuple[type[nn.Module], ...], _Freezing, bool]] = [
+        # (model, its units, what is done, whether flat parameters can do it)
+        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.1."), True),
+        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.", need_input=False), True),
+        (seeded(Mlp), (MlpBlock,), _Freezing("", starts=False), True),
+        (seeded(Mlp), (MlpBlock,), _Freezing("blocks.1.linear.weight", starts=False), False),
+        (seeded(Mlp), (MlpBlock,), _Freezing("embed.bias"), False),
+        (seeded(Lora), (LoraBlock,), _Freezing("blocks.1.base.", starts=False), True),
+        (seeded(Lora), (LoraBlock,), _Freezing("embed.", starts=False, need_input=False), True),
+    ]
+    with environment(FSDP_DEBUG=debug):
+        for number, (build, blocks, program, flat_too) in enumerate(cases):
+            reference = Reference(build, program)
+            modes = by_turns(number) if flat_too else [mode for mode in MODES if mode[1]]
+            for mode in modes[: 3 if debug == "0" else 1]:
+                what = f"{program.prefix!r} starts {program.starts}, {describe(mode)}, debug={debug}"
+                reference.check(wrapped(build, mode, *blocks), what)
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_freezing_and_unfreezing(debug: str) -> None:
+    """R29, R30, G14, AA12: whole units and parts of them, later and from the start; frozen ones have no gradient."""
+    run_ranks(2, _freeze, debug)
+
+
+class Probed(nn.Module):
+    """Notes which units are gathered when the gradient of each block's input is there."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(5)])
+        self.head = nn.Linear(13, WIDTH)
+        self.seen: dict[int, set[str]] = {}
+
+    def forward(self, x: Tensor, look: Callable[[], set[str]]) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if x.requires_grad:
+                x.register_hook(lambda grad, index=index: self.seen.update({index: look()}))
+            x = block(x)
+        return self.head(x)
+
+
+def _frozen_memory() -> None:
+    for frozen, orig in itertools.product((True, False), (True, False)):
+        build = seeded(Probed, lambda: nn.Sequential(MlpBlock(13, 13)).requires_grad_(not frozen))  # noqa: B023
+        model = wrapped(build, (FULL, orig), nn.Sequential)
+        for _ in range(3):
+            with record_collectives() as log:
+                x = torch.randn(3, 13, requires_grad=True)
+                model(x, lambda: gathered(model)).square().mean().backward()  # noqa: B023
+            for index in range(5):  # the block whose backward begins there, and the one that is gathered ahead
+                allowed = {"", f"blocks.{index - 1}", f"blocks.{index - 2}"}
+                if index == 0:  # no unit lies before it that would tell: it goes with the backward
+                    allowed = {"", "blocks.0"}
+                assert model.seen[index] <= allowed, f"at the input of block {index}: {model.seen[index]}"
+            assert log.count("all_gather") == 2 * 5 + 1
+            assert log.count("reduce_scatter") == (1 if frozen else 6)
+            clear(model)
+        for unit in fsdp.shard_info(model):
+            for bucket in unit.buckets:
+                assert all(param.grad is None for param in bucket.params)
+
+
+def test_frozen_units_are_released_in_backward_and_never_reduced() -> None:
+    """R29, R30"""
+    run_ranks(2, _frozen_memory)
+
+
+def _lora_traffic() -> None:
+    for orig in (True, False):
+        model = wrapped(seeded(Lora), (FULL, orig), LoraBlock)
+        buckets = [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
+        trained = sum(bucket.layout.padded_numel for bucket in buckets if bucket.flat_param.requires_grad)
+        with record_collectives() as log:
+            loss_of(model, torch.randn(3, WIDTH)).backward()
+        assert log.count("reduce_scatter") == 4  # one per trained bucket
+        assert log.nbytes("reduce_scatter") == 4 * trained, (log.nbytes("reduce_scatter"), trained)
+
+
+def test_reductions_of_a_lora_model_carry_the_adapters_alone() -> None:
+    """R30"""
+    run_ranks(2, _lora_traffic)
+
+
+class Switch(nn.Module):
+    """Two branches, and a bucket of its own that the right one uses alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.precise = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        if which == "right":
+            x = x * self.precise.sum().float()
+        return torch.tanh(getattr(self, which)(x))
+
+
+class Switched(nn.Module):
+    """Blocks of which each pass uses one branch, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Switch() for _ in range(3)])
+        self.plain = BlockWithUnused(WIDTH)
+
+    def forward(self, x: Tensor, branches: Sequence[str]) -> Tensor:
+        for block, branch in zip(self.blocks, branches):
+            if branch != "skip":
+                x = block(x, branch)
+        return self.plain(x)
+
+
+def _switching(model: nn.Module, data: Data) -> Iterator[Any]:
+    for index, branches in enumerate(
+        [("left", "left", "left"), ("right", "left", "right"), ("skip", "right", "left"), ("left", "skip", "skip")] * 2
+    ):
+        x = data.tensor(index, 3, WIDTH)
+        model(x, branches).square().mean().backward()
+        yield {"x": x.grad}
+        if index % 3 != 1:
+            yield CLEAR
+
+
+def _unused() -> None:
+    reference = Reference(seeded(Switched), _switching)
+    for mode in MODES:
+        debug = str(int(mode in by_turns(1)))
+        with environment(FSDP_DEBUG=debug):
+            model = wrapped(seeded(Switched), mode, Switch, BlockWithUnused)
+            reference.check(model, f"{describe(mode)}, debug={debug}")
+    with poisoned_memory():
+        for mode in by_turns(0):
+            model = wrapped(seeded(Switched), mode, Switch, BlockWithUnused)
+            reference.check(model, f"{describe(mode)}, fresh memory is NaN")
+
+
+def test_unused_parameters_get_zeros_and_unused_units_nothing() -> None:
+    """R31, R18, G12: no slot carries the bytes of an earlier pass, of another unit, or of fresh memory."""
+    run_ranks(2, _unused)

@@ -1,0 +1,370 @@
+"""Gradients are those of the plain model, whatever its units take and return."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+
+from tests.harness.lockstep import (
+    Data,
+    Reference,
+    assert_at_rest,
+)
+from tests.harness.models import MlpBlock
+from tests.harness.passes import MODES, WIDTH, by_turns, describe, seeded, wrapped
+from tests.harness.pool import run_ranks
+
+
+class Two(NamedTuple):
+    wide: Tensor
+    narrow: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    wide: Tensor
+    narrow: Tensor
+    note: str = "text"
+    nothing: Any = None
+
+
+class ModelOutput(collections.OrderedDict[str, Any]):
+    """A dictionary whose entries are attributes too."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+class Holder:
+    def __init__(self, wide: Tensor, narrow: Tensor) -> None:
+        self.inner = [wide, {"narrow": narrow}]
+        self.itself = self
+
+
+class Slotted:
+    __slots__ = ("narrow", "unset", "wide")
+
+    def __init__(self, wide: Tensor, narrow: Tensor) -> None:
+        self.wide, self.narrow = wide, narrow
+
+
+PACKS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "tuple": lambda a, b: (a, None, b),
+    "list": lambda a, b: [1, a, b, "text"],
+    "dict": lambda a, b: {"a": a, 3: b, "nothing": None},
+    "OrderedDict": lambda a, b: collections.OrderedDict(a=a, b=b),
+    "defaultdict": lambda a, b: collections.defaultdict(list, a=[a], b=[b]),
+    "ModelOutput": lambda a, b: ModelOutput(wide=a, narrow=b, flag=True),
+    "named tuple": Two,
+    "set": lambda a, b: {a, b},
+    "frozenset": lambda a, b: frozenset((a, b)),
+    "deque": lambda a, b: collections.deque([a, b]),
+    "dataclass": Record,
+    "dataclass class in a list": lambda a, b: [Record, Record(a, b)],
+    "nested": lambda a, b: ({"x": [(a,), Two(b, b)]}, [[]], {"y": Record(a, b)}),
+    "object": Holder,
+    "object with slots": lambda a, b: (Slotted(a, b),),
+}
+
+
+def unpack(value: Any) -> tuple[Tensor, Tensor]:
+    """The wide and the narrow tensor in a nest, told apart by their last dimension."""
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+
+    def walk(item: Any) -> None:
+        if isinstance(item, Tensor):
+            found[item.shape[-1]] = item
+            return
+        if id(item) in seen or isinstance(item, (str, type, type(None), int)):
+            return
+        seen.add(id(item))
+        if isinstance(item, dict):
+            item = list(item.values())
+        elif not isinstance(item, (list, tuple, set, frozenset, collections.deque)):
+            names = getattr(type(item), "__slots__", None) or vars(item)
+            item = [getattr(item, name, None) for name in names]
+        for part in item:
+            walk(part)
+
+    walk(value)
+    return found[WIDTH], found[3]
+
+
+class PackedBlock(nn.Module):
+    """Takes and returns two tensors in a container. Keeps its output, so that callers can see whether it is theirs."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(3, 3)
+
+    def forward(self, packed: Any) -> Any:
+        wide, narrow = unpack(packed)
+        wide = torch.tanh(self.wide(wide))
+        narrow = torch.tanh(self.narrow(narrow)) + wide[:, :3]
+        self.kept = PACKS[self.kind](wide, narrow)
+        self.kept_nodes = [t.grad_fn for t in unpack(self.kept)]
+        return self.kept
+
+
+class PackedModel(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList([PackedBlock(kind) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, *, side: Any) -> Any:
+        value = PACKS[self.kind](x, unpack(side)[1])
+        for block in self.blocks:
+            output = block(value)
+            if output is not block.kept or [t.grad_fn for t in unpack(output)] != block.kept_nodes:
+                raise AssertionError(f"{self.kind}: the output is not what the module returned")
+            value = output
+        wide, narrow = unpack(value)
+        self.kept = PACKS[self.kind](self.head(wide), narrow * 2)
+        return self.kept
+
+
+def _packed_program(kind: str) -> Callable[[nn.Module, Data], Iterator[Any]]:
+    def program(model: nn.Module, data: Data) -> Iterator[Any]:
+        x, y = data.tensor(0, 4, WIDTH), data.tensor(1, 4, 3)
+
+        def call(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            output = model(x, side=PACKS[kind](x, y))
+            kept = next(m for m in model.modules() if isinstance(m, PackedModel)).kept
+            assert output is kept
+            return unpack(output)
+
+        wide, narrow = call(x, y)
+        (wide.square().mean() + narrow.square().mean()).backward()  # everything is used
+        yield {"x": x.grad, "y": y.grad}
+        wide, narrow = call(x, y.detach())  # one output is not used, one input needs no gradient
+        wide.square().mean().backward()
+        yield {"x": x.grad, "y": y.grad}
+        wide, narrow = call(x.detach(), y)  # the root's own parameters are not reached
+        narrow.square().mean().backward()
+        yield {"x": x.grad, "y": y.grad}
+        wide, narrow = call(x.detach(), y.detach())
+        wide.mul_(2.0)  # callers change outputs in place, a leaf of the graph or not
+        narrow.add_(1.0)
+        (wide.square().mean() + narrow.square().mean()).backward()
+        yield {"wide": wide.detach()}
+
+    program.__name__ = kind
+    return program
+
+
+def _outputs() -> None:
+    for number, kind in enumerate(PACKS):
+        build = seeded(PackedModel, kind)
+        reference = Reference(build, _packed_program(kind))
+        for mode in by_turns(number):
+            reference.check(wrapped(build, mode, PackedBlock), f"{kind}, {describe(mode)}")
+
+
+def test_outputs_and_inputs_in_containers() -> None:
+    """R32, AA16: found wherever they are, the same objects as the module returned, changed in place, unused."""
+    run_ranks(2, _outputs)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, packed: PackedSequence) -> tuple[PackedSequence, Any]:
+        return self.lstm(packed)
+
+
+class RecurrentModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Recurrent(), Recurrent()])
+
+    def forward(self, packed: PackedSequence) -> tuple[PackedSequence, Any]:
+        for block in self.blocks:
+            packed, state = block(packed)
+        return packed, state
+
+
+def _sequences(model: nn.Module, data: Data) -> Iterator[Any]:
+    x = data.tensor(0, 5, 3, WIDTH)
+    for lengths, part in (([2, 5, 3], "data"), ([5, 1, 4], "state"), ([1, 2, 5], "both")):
+        packed, (hidden, cell) = model(pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=False))
+        loss = packed.data.square().mean() if part != "state" else hidden.sum()
+        (loss + cell.sum() if part == "both" else loss).backward()
+        yield {"x": x.grad}
+
+
+def _packed_sequences() -> None:
+    reference = Reference(seeded(RecurrentModel), _sequences)
+    for mode in MODES:
+        reference.check(wrapped(seeded(RecurrentModel), mode, Recurrent), describe(mode))
+
+
+def test_packed_sequences() -> None:
+    """R32"""
+    run_ranks(2, _packed_sequences)
+
+
+class InPlace(nn.Module):
+    """Changes its input, returns it, returns views of it, and has several inputs that require grad."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Any:
+        if self.how == "input changed":
+            x.mul_(2.0)
+            return torch.tanh(self.linear(x)) * self.gain, y
+        if self.how == "view of the input changed":
+            x[:, 1:3].add_(y[:, 1:3] * self.gain[1:3])
+            return self.linear(x), y
+        if self.how == "input returned":
+            return x, self.linear(y) * self.gain
+        if self.how == "changed input returned":
+            return x.add_(self.linear(y)), y * self.gain
+        if self.how == "view of the input returned":
+            return x.view(-1, WIDTH), self.linear(x + y) * self.gain
+        if self.how == "output a view":
+            both = torch.cat([self.linear(x), self.linear(y) * self.gain])
+            return both[: len(x)], both[len(x) :]
+        if self.how == "detached":
+            return self.linear(x.detach()) * self.gain + y, y
+        if self.how == "input unused":
+            return self.linear(y) * self.gain, y * 2
+        if self.how == "mask":
+            assert mask is not None
+            return torch.where(mask, self.linear(x), y) * self.gain * scale, y
+        assert self.how == "output changed"
+        return self.linear(x) * self.gain, self.linear(y)
+
+
+class InPlaceModel(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList([InPlace(how) for _ in range(3)])
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = x * 1.0, y * 1.0  # leaves may not be changed in place
+        for block in self.blocks:
+            if self.how == "mask":
+                x, y = block(x, y, x.detach() > 0, scale=0.5)
+            else:
+                x, y = block(x, y)
+            if self.how == "output changed":
+                x.mul_(0.5).relu_()
+                y += x
+            elif self.how == "output a view":
+                x = x * 2
+                y = torch.sin(y)
+        return x, y
+
+
+def _two_inputs(model: nn.Module, data: Data) -> Iterator[Any]:
+    x, y = data.tensor(0, 3, WIDTH), data.tensor(1, 3, WIDTH)
+    for first, second, use in ((x, y, 3), (x.detach(), y, 3), (x, y.detach(), 1), (x, x, 3), (x, y, 2)):
+        a, b = model(first, second)
+        (a.square().mean() * (use & 1) + b.sin().mean() * (use >> 1)).backward()
+        yield {"x": x.grad, "y": y.grad, "a": a.detach()}
+    a, b = model(x, y)
+    _, d = model(y, x)
+    (a.sum() + d.square().sum()).backward()
+    yield {"x": x.grad, "y": y.grad}
+
+
+IN_PLACE = (
+    "input changed",
+    "view of the input changed",
+    "input returned",
+    "changed input returned",
+    "view of the input returned",
+    "output a view",
+    "detached",
+    "input unused",
+    "mask",
+    "output changed",
+)
+
+
+def _in_place() -> None:
+    for number, how in enumerate(IN_PLACE):
+        build = seeded(InPlaceModel, how)
+        reference = Reference(build, _two_inputs)
+        for mode in by_turns(number):
+            reference.check(wrapped(build, mode, InPlace), f"{how}, {describe(mode)}")
+
+
+def test_inputs_and_outputs_changed_in_place_or_passed_through() -> None:
+    """R32, AA16"""
+    run_ranks(2, _in_place)
+
+
+class GivesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x)), self.linear.weight
+
+
+class TiedOutside(nn.Module):
+    """A unit hands its weight to the parent, which computes with it; the root hands out a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = GivesWeight(), MlpBlock(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h, weight = self.first(x)
+        return F.linear(self.second(h), weight, self.bias), self.bias, weight
+
+
+def _weights_out(model: nn.Module, data: Data) -> Iterator[Any]:
+    x = data.tensor(0, 3, WIDTH)
+    output, _, _ = model(x)
+    output.square().mean().backward()
+    yield {"x": x.grad}
+    output, bias, weight = model(x)
+    (output.square().mean() + bias.square().sum()).backward()
+    yield {"x": x.grad}
+    _, bias, _ = model(x)
+    bias.sum().backward()
+    yield {}
+    _, _, weight = model(x)
+    torch.autograd.backward([weight], [torch.full((WIDTH, WIDTH), 2.0)])
+    yield {}
+    output, _, _ = model(x)
+    output.sum().backward()
+    yield {"x": x.grad}
+
+
+def _parameters_out() -> None:
+    build = seeded(TiedOutside)
+    reference = Reference(build, _weights_out)
+    for mode in MODES:
+        # What was handed out stays readable until the next forward, so its unit is not at rest.
+        model = wrapped(build, mode, GivesWeight, MlpBlock)
+        reference.check(model, describe(mode), at_rest=False)
+        with torch.no_grad():
+            model.second(torch.randn(3, WIDTH))
+        assert_at_rest(model, describe(mode))
+
+
+def test_outputs_that_are_parameters() -> None:
+    """R32, AA16: of the root, and of a nested unit, read after the unit's forward."""
+    run_ranks(2, _parameters_out)
