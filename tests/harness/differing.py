@@ -108,7 +108,10 @@ class Program:
             program.actions += habit if rng.random() < 0.7 else [program._random_action(rng, orders)]
         program.actions += [Action("train", orders[-1])] * 3
         program.odd, program.at = rng.randrange(world_size), rng.randrange(len(program.actions) - 2)
+        program._deviate(rng, exits)
         while not program.instead:
+            if exits:  # no process ends at a call that is no pass
+                program.at = rng.randrange(len(program.actions) - 2)
             program._deviate(rng, exits)
         return program
 
