@@ -9,6 +9,7 @@ Prints what is not so, with the program and its seed, and ends with 0 only if no
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -21,8 +22,14 @@ from tests.harness.pool import Died, RankFailure, run_fresh, run_ranks, shutdown
 BATCH = 10  # programs per job
 
 
-def run(seeds: list[int], size: int, *, exits: bool) -> int:
+def ranks_of(seed: int) -> int:
+    """How many ranks a program runs on: its seed alone tells, and is the same for all of a job."""
+    return 3 - seed // BATCH % 2
+
+
+def run(seeds: list[int], *, exits: bool) -> int:
     """How many of the programs are not as they should be."""
+    size = ranks_of(seeds[0])
     try:
         if exits:
             by_rank = run_fresh(size, run_programs, seeds, True, timeout=90.0)
@@ -32,7 +39,7 @@ def run(seeds: list[int], size: int, *, exits: bool) -> int:
             outcomes = [list(of_program) for of_program in zip(*by_rank)]
     except RankFailure as failure:
         if len(seeds) > 1:
-            return sum(run([seed], size, exits=exits) for seed in seeds)
+            return sum(run([seed], exits=exits) for seed in seeds)
         print(f"FAULT {Program.make(seeds[0], size, exits=exits)}\n  {failure}", flush=True)
         return 1
     bad = 0
@@ -58,10 +65,10 @@ def main() -> None:
     exits = options.count // 10 if options.exits is None else options.exits
     seeds, bad, started = list(range(options.seed, options.seed + options.count)), 0, time.monotonic()
     last, rest = seeds[:exits], seeds[exits:]
-    for number, batch in enumerate(rest[at : at + BATCH] for at in range(0, len(rest), BATCH)):
-        bad += run(batch, 2 + number % 2, exits=False)
-    for number, seed in enumerate(last):
-        bad += run([seed], 2 + number % 2, exits=True)
+    for _, batch in itertools.groupby(rest, key=lambda seed: seed // BATCH):
+        bad += run(list(batch), exits=False)
+    for seed in last:
+        bad += run([seed], exits=True)
     shutdown()
     print(
         f"{options.count} programs from seed {options.seed}, {exits} of them with a process that ends: {bad} bad, "

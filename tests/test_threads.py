@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import load, save
-from fsdp.comm.collectives import current_label, labelled, wait_for
+from fsdp.comm import collectives
+from fsdp.comm.collectives import OutOfStep, current_label, labelled, wait_for
+from fsdp.comm.watcher import BlockingWork
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
 from tests.harness.pool import RankFailure
@@ -80,34 +83,48 @@ def test_fd22_clipping_and_checkpoints(tmp_path: Path) -> None:
 
 
 class WithoutTimeout(dist.Work):
-    """Work of a group that is written in Python. ``refusals`` counts the waits that it did not take."""
+    """Work of a group that is written in Python, over once ``over`` is; it may fail then."""
 
-    refusals = 0
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.over, self._error, self.waits = threading.Event(), error, 0
 
-    def wait(self, *timeout: Any) -> bool:  # type: ignore[override]
-        if timeout:
-            WithoutTimeout.refusals += 1
-            raise TypeError("wait() takes 1 positional argument but 2 were given")
+    def wait(self) -> bool:  # type: ignore[override]
+        self.waits += 1
+        assert self.over.wait(30)
+        if self._error is not None:
+            raise self._error
         return True
 
 
-class Nobody:
-    """Watches a wait that others are never slow in."""
+class Impatient:
+    """Watches a wait that others are slow in, and sees to it that it is over."""
+
+    def __init__(self, work: WithoutTimeout, error: Exception | None = None) -> None:
+        self._work, self._error = work, error
 
     def slow(self) -> None:
-        raise AssertionError("the work is over")
+        if self._error is not None:
+            raise self._error
+        self._work.over.set()
 
     def explain(self) -> str:
-        return ""
+        return "so far, so good"
 
 
-def test_fd22_whether_works_take_a_timeout_is_found_out_once_a_group() -> None:
-    """FD22: by the first of them; the others of the group are waited for to the end at once, those of another not."""
-    WithoutTimeout.refusals = 0
-    one, other = Nobody(), Nobody()  # anything that can be told apart
-    for expected, group in ((1, one), (1, one), (2, other), (2, one)):
-        wait_for(WithoutTimeout(), "gather", Nobody(), group)
-        assert WithoutTimeout.refusals == expected
+def test_fd22_works_that_take_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FD22: they are waited for once, by a thread; this one looks around, and learns how they end."""
+    monkeypatch.setattr(collectives, "PATIENCE", timedelta(seconds=0.01))
+    work = WithoutTimeout()
+    blocking = BlockingWork([work])
+    for _ in range(2):
+        with pytest.raises(OutOfStep, match="gone"):
+            wait_for(blocking, "gather", Impatient(work, OutOfStep("gone")))
+    wait_for(blocking, "gather", Impatient(work))
+    assert work.waits == 1 and blocking.is_completed()
+    failing = WithoutTimeout(RuntimeError("closed"))
+    with pytest.raises(RuntimeError, match=r"gather: the collective failed or timed out: closed\. so far, so good"):
+        wait_for(BlockingWork([failing]), "gather", Impatient(failing))
 
 
 def test_fd22_a_label_is_what_its_own_thread_communicates_for() -> None:

@@ -17,7 +17,6 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,9 +30,9 @@ from fsdp.comm.groups import Groups, backend_of, control_device, group_timeout, 
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.watcher import PATIENCE as PATIENCE
+from fsdp.comm.watcher import BlockingWork, Watcher
 from fsdp.comm.watcher import OutOfStep as OutOfStep
 from fsdp.comm.watcher import Watch as Watch
-from fsdp.comm.watcher import Watcher
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
@@ -74,7 +73,7 @@ class Pending:
     """A collective under way. ``wait()`` before its result is used: on CPU the host waits, else the current stream, as
     every stream has to that uses it."""
 
-    __slots__ = ("_event", "_finish", "_group", "_label", "_sliced", "_streams", "_watch", "_works")
+    __slots__ = ("_event", "_finish", "_group", "_label", "_streams", "_watch", "_works")
 
     def __init__(
         self,
@@ -84,11 +83,9 @@ class Pending:
         tag: Tag,
         watch: Watch | None = None,
         group: Any = None,
-        sliced: bool = False,
     ) -> None:
-        """``sliced``: the works are collectives, which may be waited for bit by bit; messages may not."""
         self._works, self._finish, self._streams, self._label = works, finish, streams, tag.label
-        self._watch, self._group, self._sliced = watch, group, sliced
+        self._watch, self._group = watch, group
         self._event: Event = None if streams.asynchronous_work else streams.record()
         if self._event is not None and watch is not None:
             if streams.is_capturing():
@@ -103,10 +100,11 @@ class Pending:
 
     def wait(self) -> None:
         """Where it is interrupted, or the ranks are out of step, this is still under way: memory stays in use."""
+        watch = self._watch if self._streams.asynchronous_work else None  # an accelerator's host does not wait
         while self._works:
             work, *rest = self._works
             try:
-                wait_for(work, self._label, self._watch, self._group, sliced=self._sliced)
+                wait_for(work, self._label, watch, self._group)
             except OutOfStep:
                 raise
             except Exception:
@@ -119,27 +117,22 @@ class Pending:
         self._streams.wait(self._event)
 
 
-def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None, *, sliced: bool = True) -> None:
-    """Wait for one work object of ``group``; with ``watch``, look around now and then as long as it takes.
+def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None) -> None:
+    """Wait for a work of ``group``, on CPU; with ``watch``, look around now and then as long as it takes.
 
     Raises:
         RuntimeError: the collective failed or timed out, with what ``label`` waited for and what the ranks did last.
     """
     try:
-        # a stand-in is only asked to be waited for
-        if watch is None or not sliced or not isinstance(work, dist.Work) or group in _WITHOUT_PATIENCE:
-            work.wait()
+        if watch is None or not isinstance(work, (dist.Work, BlockingWork)):
+            work.wait()  # a stand-in is asked nothing else
             return
         deadline = time.monotonic() + group_timeout(group).total_seconds()
         while True:
             try:
                 work.wait(PATIENCE)
                 return
-            except (RuntimeError, TypeError) as error:
-                if _cannot_wait_so_long(error):
-                    _WITHOUT_PATIENCE.add(group)
-                    work.wait()
-                    return
+            except RuntimeError:
                 if work.is_completed() or time.monotonic() > deadline:  # failed, not just slow
                     raise
             watch.slow()
@@ -150,13 +143,12 @@ def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None, *, s
         raise RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}") from error
 
 
-# Groups whose works can only be waited for to the end: those of Python, and of ranks that are threads.
-_WITHOUT_PATIENCE: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _cannot_wait_so_long(error: Exception) -> bool:
-    """Whether ``work.wait(timeout)`` raised because it takes no timeout: by its signature, or in so many words."""
-    return isinstance(error, (TypeError, NotImplementedError)) or "not implemented" in str(error)
+def _patient(works: Sequence[Any], group: Any, device: torch.device, *, blocking: bool = False) -> Sequence[Any]:
+    """``works`` of ``group`` in a form in which those of a CPU can be waited for bit by bit. ``blocking``: they are
+    messages, or a reduce-scatter, which gloo only waits for to the end; so do groups that are written in Python."""
+    if device.type != "cpu" or not (blocking or backend_of(group, device) != "gloo"):
+        return works
+    return (BlockingWork(works),)
 
 
 class Communicator:
@@ -177,12 +169,11 @@ class Communicator:
         if not self.groups.sharded:
             full.copy_(shard)
             return Pending((), None, self.streams, tag)
-        direct = self._goes_direct(full)
-        if direct:
+        if self._goes_direct(full):
             works = self._direct_gather(full, shard, tag)
         else:
             works = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=self.groups.shard)
-        return Pending(works, None, self.streams, tag, watch, self.groups.shard, not direct)
+        return Pending(works, None, self.streams, tag, watch, self.groups.shard)
 
     def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag, watch: Watch | None = None) -> Pending:
         """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``. ``full`` is used up.
@@ -195,11 +186,10 @@ class Communicator:
         if before != 1:
             full.div_(before)
         finish: Callable[[], None] | None = None
-        direct = groups.sharded and self._goes_direct(full)
         works: Sequence[Any] = ()  # one rank alone: the mean is what it has
         if not groups.sharded and groups.replica is not None:
             works = self._issue(tag, "all_reduce", _wire(full), op=op, group=groups.replica)
-        elif direct:
+        elif groups.sharded and self._goes_direct(full):
             works, finish = self._direct_reduce(out, full, tag)
         elif groups.sharded:
             works = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=groups.shard)
@@ -212,7 +202,7 @@ class Communicator:
 
         if self.streams.asynchronous_work:
             group = groups.shard if groups.sharded else groups.replica
-            return Pending(works, complete, self.streams, tag, watch, group, not direct)
+            return Pending(works, complete, self.streams, tag, watch, group)
         complete()
         return Pending((), None, self.streams, tag)
 
@@ -222,7 +212,7 @@ class Communicator:
         """As ``gather``, for rank 0 of the shard group alone; ``full`` is None on the others, which only send."""
         pieces = None if full is None else list(_wire(full).view(self.groups.shard_size, -1).unbind())
         works = self._issue(tag, "gather", _wire(shard), pieces, dst=self._first(), group=self.groups.shard)
-        return Pending(works, None, self.streams, tag, watch, self.groups.shard, True)
+        return Pending(works, None, self.streams, tag, watch, self.groups.shard)
 
     def scatter_from_first(
         self, shard: torch.Tensor, full: torch.Tensor | None, tag: Tag, watch: Watch | None = None
@@ -230,7 +220,7 @@ class Communicator:
         """Start writing each rank's piece of rank 0's ``full`` (None on the others) into ``shard``."""
         pieces = None if full is None else list(_wire(full).view(self.groups.shard_size, -1).unbind())
         works = self._issue(tag, "scatter", _wire(shard), pieces, src=self._first(), group=self.groups.shard)
-        return Pending(works, None, self.streams, tag, watch, self.groups.shard, True)
+        return Pending(works, None, self.streams, tag, watch, self.groups.shard)
 
     def _first(self) -> int:
         group: Any = self.groups.shard
@@ -271,7 +261,9 @@ class Communicator:
         ledger.note(options["group"], name, flat[0].dtype, [tensor.numel() for tensor in flat], detail)
         with labelled(tag.label):
             work = getattr(dist, name)(*tensors, async_op=self.streams.asynchronous_work, **options)
-        return (work,) if work is not None else ()
+        if work is None:
+            return ()
+        return _patient((work,), options["group"], flat[0].device, blocking=name == REDUCE_SCATTER)
 
     def _goes_direct(self, full: torch.Tensor) -> bool:
         if self._direct_min is None:
@@ -340,7 +332,8 @@ def _mail(letters: list[Letter], group: Any, label: str) -> Sequence[Any]:
     ]
     ledger.note(group, "messages", "", (), told)
     with labelled(label):
-        return dist.batch_isend_irecv(operations) if operations else ()
+        works = dist.batch_isend_irecv(operations) if operations else ()
+    return _patient(works, group, letters[0].tensor.device, blocking=True) if works else ()
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
@@ -388,8 +381,7 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, wa
     """
     where = control_device(group, device)
     on_device = values.to(where)
-    work = _all_reduce(on_device, dist.ReduceOp.MAX, group, label, asynchronous=where.type == "cpu")
-    if work is not None:
+    for work in _all_reduce(on_device, dist.ReduceOp.MAX, group, label, asynchronous=where.type == "cpu"):
         wait_for(work, label, watch, group)
     values.copy_(on_device)
 
@@ -419,17 +411,18 @@ class Agreeing:
         self._value, self._group, self._label = value, group, label
         self._host_may_wait = streams.asynchronous_work
         self._votes = torch.tensor([value, -value, 0], device=control_device(group, device))
-        self._work: Any = _all_reduce(self._votes, dist.ReduceOp.MAX, group, label, asynchronous=True)
+        self._works = _all_reduce(self._votes, dist.ReduceOp.MAX, group, label, asynchronous=True)
 
     def answered(self) -> bool:
         """Whether ``differs()`` can tell, where an accelerator's host should not be made to wait."""
-        return self._host_may_wait or not isinstance(self._work, dist.Work) or bool(self._work.is_completed())
+        works = (work for work in self._works if isinstance(work, dist.Work))  # a stand-in is only waited for
+        return self._host_may_wait or all(work.is_completed() for work in works)
 
     def differs(self, watch: Watch) -> bool:
         """Whether some rank has another number. On CPU it waits for the answer."""
-        work, self._work = self._work, None
-        if work is not None:
-            wait_for(work, self._label, watch, self._group)
+        works, self._works = self._works, ()
+        for work in works:
+            wait_for(work, self._label, watch if self._votes.device.type == "cpu" else None, self._group)
         return bool(self._votes[:2].tolist() != [self._value, -self._value])
 
 
@@ -447,8 +440,7 @@ def combine(
     On CPU the host waits, else the current stream does. ``streams`` are those of the device of ``values``.
     """
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    work = _all_reduce(values, op, group, label, asynchronous=streams.asynchronous_work)
-    if work is not None:
+    for work in _all_reduce(values, op, group, label, asynchronous=streams.asynchronous_work):
         wait_for(work, label, watch, group)
 
 
@@ -457,11 +449,12 @@ def _operation(op: Any) -> str:
     return str(op).rpartition(".")[2]
 
 
-def _all_reduce(values: torch.Tensor, op: Any, group: Any, label: str, *, asynchronous: bool) -> Any:
+def _all_reduce(values: torch.Tensor, op: Any, group: Any, label: str, *, asynchronous: bool) -> Sequence[Any]:
     serving = serving_group(group, values.device)
     ledger.note(serving, "all_reduce", values.dtype, [values.numel()], _operation(op))
     with labelled(label):
-        return dist.all_reduce(values, op=op, group=serving, async_op=asynchronous)
+        work = dist.all_reduce(values, op=op, group=serving, async_op=asynchronous)
+    return _patient((work,), serving, values.device) if work is not None else ()
 
 
 def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
@@ -504,7 +497,8 @@ def exchange(
     ledger.note(group, "all_to_all", received.dtype, ())
     with labelled(tag.label):
         work = dist.all_to_all_single(received, sent, received_nbytes, sent_nbytes, group=group, async_op=asynchronous)
-    return Pending((work,) if asynchronous else (), None, streams, tag, watch, group)
+    works = _patient((work,), group, received.device) if asynchronous else ()
+    return Pending(works, None, streams, tag, watch, group)
 
 
 def _end_group(group: Any) -> None:

@@ -1,23 +1,28 @@
-"""Collectives on an accelerator that do not end: looked after by a thread, since no host waits for them.
+"""Collectives that do not end are looked after by threads, where the host cannot wait for them bit by bit.
+
+On CPU some works can only be waited for to the end (:class:`BlockingWork`): a thread does, and the rank looks around.
 
 A collective on an accelerator is over when its event is. Where the ranks are out of step it never is: the host that
 waits for the device, anywhere in the user's program, waits until the backend's own watchdog kills the process. So one
-thread per process looks at the oldest event that is not over. Takes it long, the thread asks what the other ranks do,
-and if they are out of step it logs the words, ends the group, which lets the device and so the host go on, and has the
-next collective of the group raise.
+thread per process looks at the oldest event that is not over (:class:`Watcher`). Takes it long, the thread asks what
+the other ranks do, and if they are out of step it logs the words, ends the group, which lets the device and so the host
+go on, and has the next collective of the group raise.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent import futures
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 logger = logging.getLogger("fsdp")
 
@@ -37,6 +42,73 @@ class Watch(Protocol):
 
     def explain(self) -> str:
         """What the ranks did last."""
+
+
+class BlockingWork:
+    """Works that the backend only waits for to the end: a thread does, as nobody here could look around meanwhile.
+
+    It is over when all of them are; waiting for it again, after a wait that was given up, is the same wait.
+    """
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._over: futures.Future[None] | None = None
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """
+        Raises:
+            RuntimeError: it failed, or takes longer than ``patience``.
+        """
+        if patience is None and self._over is None:
+            self._finish()
+            return
+        if self._over is None:
+            self._over = _Waiter.start(self._finish)
+        if not futures.wait([self._over], None if patience is None else patience.total_seconds()).done:
+            raise RuntimeError("the wait is not over")
+        self._over.result()
+
+    def is_completed(self) -> bool:
+        return self._over is not None and self._over.done()
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class _Waiter:
+    """A thread that waits, and is used again. It keeps no process alive, as those of an executor do."""
+
+    idle: ClassVar[list[_Waiter]] = []
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], futures.Future[None]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="fsdp wait", daemon=True).start()
+
+    @staticmethod
+    def start(wait: Callable[[], None]) -> futures.Future[None]:
+        try:
+            waiter = _Waiter.idle.pop()
+        except IndexError:
+            waiter = _Waiter()
+        over: futures.Future[None] = futures.Future()
+        waiter._tasks.put((wait, over))
+        return over
+
+    def _run(self) -> None:
+        while True:
+            wait, over = self._tasks.get()
+            try:
+                wait()
+            except BaseException as error:
+                over.set_exception(error)
+            else:
+                over.set_result(None)
+            del wait, over
+            _Waiter.idle.append(self)
+
+
+os.register_at_fork(after_in_child=_Waiter.idle.clear)  # a fork has none of the threads
 
 
 @dataclass(eq=False)

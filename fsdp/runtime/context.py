@@ -285,13 +285,13 @@ class RootContext:
         if failed:
             self.reset()
             return
-        self._agreements.end(wait=False)
         for unit in list(self.gathered if not backward_follows else self.idle):
             unit.reshard(self)
         self.settle_offloaded()  # in any case: no backward may come, and the shards may be written
         if not backward_follows:
             self._forget_casts()
             self._trim()
+        self._agreements.end(wait=False)  # last: where a wait fails for what was gathered ahead, the pass has failed
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
