@@ -1,6 +1,7 @@
 """Instruments of the test suite.
 
 pool            rank processes kept for the whole run: `run_ranks(world_size, fn, ...)`
+template        forks those processes from one that has imported what they need
 threads         ranks as threads of the test's own process: `run_threads(world_size, fn, ...)`
 models          the model zoo: small models whose sizes never divide
 shapes          small models in the shapes of the libraries that users bring

@@ -1,9 +1,10 @@
 """Rank processes for tests: `run_ranks(world_size, fn, *args)` runs a module-level function on every rank.
 
-One pool per world size, started at first use and kept, since starting a rank (importing torch) costs seconds. A pool
-in which anything went wrong is killed and replaced, so a failure never leaks into the next test. What a failing job
-shows is one message: the traceback of the rank that failed first in time, the exit code of a rank that died, or, at a
-timeout, the Python stack of every rank that is stuck.
+One pool per world size, started at first use and kept; its ranks are forked from a `template` that has imported what
+they need. There are two of those, and neighbours come from different ones: their interpreters hash strings otherwise,
+so that sets come in different orders. A pool in which anything went wrong is killed and replaced, so a failure never
+leaks into the next test. What a failing job shows is one message: the traceback of the rank that failed first in time,
+the exit code of a rank that died, or, at a timeout, the Python stack of every rank that is stuck.
 
 `run_fresh` runs one job in processes of its own, for tests that break the process group or kill a rank on purpose.
 """
@@ -30,7 +31,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.harness.template import Request, Template
+
 START_TIMEOUT = 120.0  # seconds until every rank of a new pool must have reported
+TEMPLATES = 2
 GRACE = 1.0  # seconds the other ranks get to report after the first failure
 STACK_SIGNAL = signal.SIGUSR1  # asks a rank to write its Python stack
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -80,26 +84,20 @@ class _Rank:
         self, rank: int, world_size: int, port: int, folder: Path, group_timeout: float, env: Mapping[str, str]
     ) -> None:
         self.rank = rank
+        environment = {**os.environ, "PYTHONPATH": _path(), **_rank_env(rank, world_size), **env}
+        # What an interpreter reads when it starts needs one of its own.
+        self._own = Template(environment) if any(name.startswith("PYTHON") for name in env) else None
         self.log_path, self.stack_path = folder / f"rank{rank}.log", folder / f"rank{rank}.stack"
         ours, theirs = socket.socketpair()
         alive, self._lifeline = os.pipe()  # the process exits when the parent's end closes, whatever it is doing
-        path = [str(REPOSITORY), *(entry for entry in sys.path if entry and entry != str(REPOSITORY))]
-        command = [sys.executable, "-m", "tests.harness.worker"]
-        command += [str(x) for x in (theirs.fileno(), alive, rank, world_size, port, group_timeout, self.stack_path)]
+        arguments = tuple(str(x) for x in (rank, world_size, port, group_timeout, self.stack_path))
+        request = Request(arguments, environment, list(sys.path), os.getcwd())
         with open(self.log_path, "wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path), **_rank_env(rank, world_size), **env},
-                pass_fds=(theirs.fileno(), alive),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+            template = self._own or _template(rank % TEMPLATES)
+            self.process = template.fork(request, theirs.fileno(), alive, log.fileno())
         theirs.close()
         os.close(alive)
         self.connection = Connection(ours.detach())
-        # A descendant of the rank can hold the pipe open, so its end is watched besides the pipe's.
-        self.sentinel = os.pidfd_open(self.process.pid) if hasattr(os, "pidfd_open") else None
 
     def log_tail(self, lines: int = 15) -> str:
         text = self.log_path.read_text(errors="replace").strip().splitlines()[-lines:]
@@ -114,8 +112,23 @@ class _Rank:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        if self.sentinel is not None:
-            os.close(self.sentinel)
+        self.process.close()
+        if self._own is not None:
+            self._own.close()
+
+
+def _path() -> str:
+    return os.pathsep.join([str(REPOSITORY), *(entry for entry in sys.path if entry and entry != str(REPOSITORY))])
+
+
+_templates: dict[int, Template] = {}
+
+
+def _template(number: int) -> Template:
+    template = _templates.get(number)
+    if template is None or not template.alive:
+        template = _templates[number] = Template({**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"})
+    return template
 
 
 def _rank_env(rank: int, world_size: int) -> dict[str, str]:
@@ -142,6 +155,8 @@ class Pool:
         )
         self.ranks: list[_Rank] = []
         try:
+            for number in range(min(world_size, TEMPLATES)):
+                _template(number)  # they import side by side
             for rank in range(world_size):
                 self.ranks.append(_Rank(rank, world_size, self._store.port, self._folder, group_timeout, env or {}))
             self._collect(START_TIMEOUT, may_die=False, doing="starting")
@@ -223,10 +238,10 @@ def _ready(ranks: Sequence[_Rank], timeout: float) -> list[_Rank]:
     poll = select.poll()
     by_fd: dict[int, _Rank] = {}
     for rank in ranks:
-        for fd in (rank.connection.fileno(), rank.sentinel):
-            if fd is not None:
-                by_fd[fd] = rank
-                poll.register(fd, select.POLLIN)
+        # A descendant of the rank can hold the pipe open, so its end is watched besides the pipe's.
+        for fd in (rank.connection.fileno(), rank.process.sentinel):
+            by_fd[fd] = rank
+            poll.register(fd, select.POLLIN)
     found = {by_fd[fd].rank: by_fd[fd] for fd, _ in poll.poll(max(0.0, timeout) * 1000)}
     return list(found.values())
 
@@ -324,4 +339,8 @@ def shutdown() -> None:
         _pools.popitem()[1].close()
 
 
-atexit.register(shutdown)
+@atexit.register
+def _end() -> None:
+    shutdown()
+    while _templates:
+        _templates.popitem()[1].close()

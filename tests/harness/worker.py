@@ -1,4 +1,4 @@
-"""The process of one rank, started by `pool` as `python -m tests.harness.worker`. Serves jobs until its parent ends."""
+"""The process of one rank, which `template` has forked for `pool`. Serves jobs until the test's process ends."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def main() -> None:
     faulthandler.enable()  # a crash leaves its stack in the log
     faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
     torch.set_num_threads(1)
+    dist.set_debug_level_from_env()  # torch has read it in the template
     connection = Connection(pipe)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     dist.init_process_group(
@@ -132,7 +133,3 @@ def _identifiers(source: str) -> list[str]:
 def _short(value: Any, limit: int = 300) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[:limit] + "..."
-
-
-if __name__ == "__main__":
-    main()
