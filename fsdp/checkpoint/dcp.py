@@ -29,16 +29,16 @@ from fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp.checkpoint.chunks import is_sharded
+from fsdp.checkpoint.forms import is_sharded
 from fsdp.checkpoint.load_state_dict import prepare
 from fsdp.checkpoint.loading import Loading
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_groups import lay_out
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_params import ModelParams, param_to_name, params_by_id, rekey
-from fsdp.checkpoint.optim_state import Form, optim_state_dict
+from fsdp.checkpoint.optim_state import optim_state_dict, wanted
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.state_dict import calling, clean_path, shard_parts, wrappers_in
+from fsdp.checkpoint.state_dict import calling, clean_path, held_params, wrappers_in
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group
 from fsdp.flat.ownership import torchs_own
@@ -411,8 +411,7 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
         settings = options.settings(loading=False)
         if mesh is not None and not options.full_state_dict and not options.ragged:
             settings.optim_state_dict_config = ShardedOptimStateDictConfig(options.cpu_offload, _use_dtensor=True)
-        form = Form.of(settings, mesh)
-        return optim_state_dict(model, optimizer, raw, form)
+        return optim_state_dict(model, optimizer, raw, wanted(settings, mesh))
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
     if options.cpu_offload:
         named["state"] = tree_map(
@@ -522,14 +521,14 @@ def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
         return {_plain_name(name): param for param in held for name in names_of(param)}
     params = ModelParams(model)
     parts: dict[str, torch.Tensor] = {}
-    pieces_of = {handle: shard_parts(handle) for unit in params.units for handle in unit.handles}
+    held_of = {handle: held_params(handle) for unit in params.units for handle in unit.handles}
     for param in held:
         holder = params.holders.get(param)
         if holder is None:
             parts.update((_plain_name(name), param) for name in params.names(param))
         else:
-            pieces = pieces_of[holder.handle]
-            parts.update((_plain_name(member.name), pieces[member.index]) for member in holder.members)
+            of_bucket = held_of[holder.handle]
+            parts.update((_plain_name(member.name), of_bucket[member.index].part) for member in holder.members)
     return parts
 
 

@@ -1,7 +1,7 @@
 """``load_state_dict()`` of a wrapped module: with a dict on every rank, or with one on rank 0 alone.
 
 In the latter case rank 0 loads like any rank but writes nothing; it tells the others what it found, and then hands out
-the values, a bucket at a time.
+the values, a unit at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from fsdp.api import FullStateDictConfig, StateDictType
-from fsdp.checkpoint.loading import Loading, forget_gathered, persistent_buffers
+from fsdp.checkpoint.forms import Held, Source, fill
+from fsdp.checkpoint.loading import Loading, persistent_buffers
+from fsdp.checkpoint.placement import Placement
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.state_dict import clean_path, wrappers_in
+from fsdp.checkpoint.redistribute import Channel
+from fsdp.checkpoint.state_dict import clean_path, held_params, wrappers_in
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
-from fsdp.flat.flat_param import parameter_views
 from fsdp.flat.views import registered_params
 from fsdp.runtime.unit import Phase, Unit
 
@@ -89,7 +91,7 @@ def prepare(
 
 
 def load_from_first(wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """Load what rank 0 of the units' group has; the others' dicts are not looked at. One scatter per bucket."""
+    """Load what rank 0 of the units' group has; the others' dicts are not looked at. One collective per unit."""
     units: list[Unit] = [inner._fsdp_unit for inner in wrappers_in(wrapper)]
     root = units[0]
     if any(unit.groups != root.groups for unit in units):
@@ -119,10 +121,8 @@ def load_from_first(wrapper: Any, into_module: Callable[..., Any], state_dict: M
     incompatible, present, rest = plan
     with torch.inference_mode(False), torch.no_grad():
         for position, unit in enumerate(units):
-            for bucket, indices in enumerate(present[position]):
-                sources = loading.units[position].sources[bucket] if first else {}
-                _scatter(unit, bucket, indices, sources)
-            forget_gathered(unit)
+            _scatter(unit, present[position], loading.units[position].sources if first else None)
+            unit.shards_were_written()
         if first and loading._rest is not None:
             loading._rest.commit(assign=False)
         tensors = [tensor for name, tensor in rest_of(wrapper) if name in rest]
@@ -172,24 +172,22 @@ def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _scatter(unit: Unit, bucket: int, indices: list[int], sources: dict[int, torch.Tensor]) -> None:
-    """Give every rank its part of the parameters ``indices``, whose values the first rank has in ``sources``."""
-    if not indices:
-        return
-    handle, groups = unit.handles[bucket], unit.groups
-    layout = handle.layout
-    received = torch.empty(layout.shard_numel, dtype=layout.dtype, device=unit.device)
+def _scatter(unit: Unit, present: list[list[int]], sources: list[dict[int, torch.Tensor]] | None) -> None:
+    """Give every rank its part of the parameters ``present``, by bucket, whose values the first rank has."""
+    groups, label = unit.groups, f"scatter {unit.name}"
+    several = [
+        (held_params(handle)[index], sources[bucket][index] if sources is not None else None)
+        for bucket, (handle, indices) in enumerate(zip(unit.handles, present))
+        for index in indices
+    ]
     if groups.replica_rank == 0:
-        full = None
-        if groups.shard_rank == 0:
-            full = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=unit.device)
-            views = parameter_views(layout, full)
-            for index, source in sources.items():
-                views[index].copy_(source)
-        received = unit.scatter_from_first(bucket, full)
+        channel = Channel(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
+        arriving = [(held, Source.of_first(value, held.part.shape, channel.size)) for held, value in several]
+        fill(arriving, channel, label, watch=unit.watch_call())
+        channel.flush()
     if groups.replica is not None:
-        broadcast([received], groups.replica)
-    for index in indices:
-        piece = layout.piece(index, groups.shard_rank)
-        place = slice(piece.shard_offset, piece.shard_offset + piece.numel)
-        handle.shard[place].copy_(received[place])
+        channel = Channel(groups.replica, groups.replica_rank, groups.replica_size, unit.device)
+        parts = [held.part for held, _ in several]
+        of_first = [Source(Placement.on_first(part.boxes, channel.size), part.parts) for part in parts]
+        fill([(Held(part, None), source) for part, source in zip(parts, of_first)], channel, label)
+        channel.flush()

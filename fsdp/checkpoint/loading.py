@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp.api import StateDictType
-from fsdp.checkpoint.chunks import Rows
+from fsdp.checkpoint.forms import Held, fill, is_sharded, kind_of, read
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.recorders import Opaque, Recorder
+from fsdp.checkpoint.redistribute import Channel
 from fsdp.checkpoint.state_dict import (
     CHECKPOINTED,
     Wrapper,
@@ -34,16 +35,14 @@ from fsdp.checkpoint.state_dict import (
     copied_ref,
     flat_home,
     flat_name,
-    flat_ranges,
-    shard_parts,
-    unpadded,
+    held_flat,
+    held_params,
     wrappers_in,
 )
 from fsdp.comm.consensus import failures_in
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import WRAPPED_MODULE, own_modules
 from fsdp.flat.views import BucketViews, register_instead, registered_params
-from fsdp.runtime.context import Idle
 from fsdp.runtime.unit import Phase, Unit
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
@@ -69,8 +68,8 @@ class UnitLoading:
         views.show_stand_ins(recorders)
         return recorders
 
-    def parts(self, handle: FlatParamHandle) -> list[RaggedTensor]:
-        return shard_parts(handle)
+    def held(self, handle: FlatParamHandle) -> list[Held]:
+        return held_params(handle)
 
     def names(self, handle: FlatParamHandle) -> list[str]:
         return [record.name for record in handle.layout.params]
@@ -105,14 +104,14 @@ class UnitLoading:
     def problems(self, *, assign: bool) -> Iterator[str]:
         """What cannot be loaded, in words."""
         for handle, sources in zip(self.unit.handles, self.sources):
-            parts, names = self.parts(handle), self.names(handle)
+            held, names = self.held(handle), self.names(handle)
             for index, source in sources.items():
-                problem = self._problem(source, parts[index], handle, assign)
+                problem = self._problem(source, held[index], handle, assign)
                 if problem is not None:
                     yield f"While copying the parameter named {names[index]!r} of {self.unit.name}: {problem}."
 
-    def _problem(self, source: torch.Tensor, part: RaggedTensor, handle: FlatParamHandle, assign: bool) -> str | None:
-        dtype = source.metadata().tensor_properties.dtype if isinstance(source, ShardedTensor) else source.dtype
+    def _problem(self, source: torch.Tensor, held: Held, handle: FlatParamHandle, assign: bool) -> str | None:
+        dtype, part = kind_of(source)[0], held.part
         if assign and dtype != handle.layout.dtype:
             return (
                 f"assign=True would make it {dtype}, and the parameters it is sharded with are "
@@ -134,59 +133,29 @@ class UnitLoading:
         if not handle.groups.sharded:
             return f"a {type(source).__name__}, and the unit is not sharded (NO_SHARD); load whole tensors"
         try:
-            Rows(source, handle.groups.shard)
+            read(source, handle.groups.shard)
         except AssertionError as error:
             return str(error)
         return None
 
     def commit(self) -> None:
-        """Copy this rank's parts into its shards."""
-        for bucket, (handle, sources) in enumerate(zip(self.unit.handles, self.sources)):
-            parts = self.parts(handle)
-            rows = {}
-            for index, source in sources.items():
-                if isinstance(source, RaggedTensor):
-                    parts[index].local.copy_(source.local)
-                elif isinstance(source, (ShardedTensor, DTensor)):
-                    rows[index] = Rows(source, handle.groups.shard)
-                else:
-                    parts[index].fill_from(source)
-            if rows:
-                self._exchange(bucket, rows, parts)
-
-    def _exchange(self, bucket: int, rows: dict[int, Rows], parts: list[RaggedTensor]) -> None:
-        """Gather every rank's ``rows`` and take this rank's ``parts`` of them: one collective."""
-        unit, layout, groups = self.unit, self.unit.handles[bucket].layout, self.unit.groups
-        lengths = [
-            [(end - start) * item.numel_of_row for item in rows.values() for start, end in [item.ranges[rank]]]
-            for rank in range(groups.shard_size)
-        ]
-        longest = max(sum(by_param) for by_param in lengths)
-        message = torch.zeros(longest, dtype=layout.dtype, device=unit.device)
-        own = message.split([*lengths[groups.shard_rank], longest - sum(lengths[groups.shard_rank])])
-        for item, place in zip(rows.values(), own):
-            place.copy_(item.local.reshape(-1))
-        gathered = torch.empty(groups.shard_size * longest, dtype=layout.dtype, device=unit.device)
-        unit.gather_now(bucket, gathered, message)
-        messages = gathered.view(groups.shard_size, longest)
-        offsets = [0] * groups.shard_size
-        for position, (index, item) in enumerate(rows.items()):
-            chunks = []
-            for rank, offset in enumerate(offsets):
-                chunks.append(messages[rank, offset : offset + lengths[rank][position]])
-                offsets[rank] += lengths[rank][position]
-            parts[index].fill_from(torch.cat(chunks).view(item.shape))
+        """Copy this rank's parts into its shards, by one collective where ranks have been given rows."""
+        unit, groups = self.unit, self.unit.groups
+        channel = Channel(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
+        arriving = []
+        for handle, sources in zip(unit.handles, self.sources):
+            held = self.held(handle)
+            arriving += [(held[index], read(source, groups.shard)) for index, source in sources.items()]
+        exchanged = any(source.placement is not None for _, source in arriving)
+        fill(arriving, channel, f"gather {unit.name}", watch=unit.watch_call() if exchanged else None)
+        channel.flush()
 
 
 def _as_given(source: torch.Tensor) -> torch.Tensor:
     """What stood in the state dict; of what is whole on this rank, the values."""
     if isinstance(source, Opaque):
         return source.sharded
-    if isinstance(source, DTensor) and all(
-        placement.is_replicate() or source.device_mesh.size(dim) == 1 for dim, placement in enumerate(source.placements)
-    ):
-        return source.to_local().detach()
-    return source
+    return source.to_local().detach() if isinstance(source, DTensor) and not is_sharded(source) else source
 
 
 class LocalUnitLoading(UnitLoading):
@@ -203,9 +172,8 @@ class LocalUnitLoading(UnitLoading):
         views.show_flat_stand_in(self._home, flat_name(bucket), recorder)
         return [recorder]
 
-    def parts(self, handle: FlatParamHandle) -> list[RaggedTensor]:
-        start, local = unpadded(handle)
-        return [RaggedTensor(local, (handle.layout.numel,), start)]
+    def held(self, handle: FlatParamHandle) -> list[Held]:
+        return [held_flat(handle)]
 
     def names(self, handle: FlatParamHandle) -> list[str]:
         return [flat_name(self.unit.handles.index(handle))]
@@ -213,28 +181,16 @@ class LocalUnitLoading(UnitLoading):
     def registered(self, bucket: int) -> list[torch.Tensor | None]:
         return [dict(registered_params(self._home)).get(flat_name(bucket))]
 
-    def _problem(self, source: torch.Tensor, part: RaggedTensor, handle: FlatParamHandle, assign: bool) -> str | None:
-        problem = super()._problem(source, part, handle, assign)
+    def _problem(self, source: torch.Tensor, held: Held, handle: FlatParamHandle, assign: bool) -> str | None:
+        problem = super()._problem(source, held, handle, assign)
         if problem is None and isinstance(source, ShardedTensor):
-            expected = flat_ranges(handle.layout)
-            found = Rows(source, handle.groups.shard).ranges
-            if [found[rank] for rank, (start, end) in enumerate(expected) if start < end] != [
-                (start, end) for start, end in expected if start < end
-            ]:
+            expected, found = held.placement(handle.groups.shard_size), read(source, handle.groups.shard).placement
+            if found != expected:
                 problem = (
-                    f"the ranks have its elements {expected} and were given {found}: a local state dict fits only the "
+                    f"of its elements {expected}, but in what was given {found}: a local state dict fits only the "
                     "model it was made from, at the same number of ranks; use a sharded or full one"
                 )
         return problem
-
-    def commit(self) -> None:
-        for handle, sources in zip(self.unit.handles, self.sources):
-            (part,) = self.parts(handle)
-            for source in sources.values():
-                if not isinstance(source, ShardedTensor):
-                    part.fill_from(source)
-                elif part.local.numel():
-                    part.local.copy_(source.local_shards()[0].tensor)
 
 
 # -- the rest of the tree ----------------------------------------------------------------------------------------------
@@ -462,7 +418,7 @@ class Loading:
         with torch.inference_mode(False), torch.no_grad():
             for unit in self.units:
                 unit.commit()
-                forget_gathered(unit.unit)
+                unit.unit.shards_were_written()
             self._rest.commit(assign=self.assign)
 
     def undo(self) -> None:
@@ -502,13 +458,6 @@ def problem_elsewhere(
     device = next((unit.device for unit in units), torch.device("cpu"))
     failures = failures_in(list(alike), error, "load a state dict", device, alike)
     return next((failure.text for failure in failures.values()), None)
-
-
-def forget_gathered(unit: Unit) -> None:
-    """What was gathered ahead is out of date."""
-    context = unit.context
-    if context is not None and context.idle.get(unit) is Idle.AHEAD:
-        unit.reshard(context)
 
 
 # -- the hooks ---------------------------------------------------------------------------------------------------------

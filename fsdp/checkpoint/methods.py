@@ -22,8 +22,8 @@ from fsdp.api import (
     as_state_dict_settings,
 )
 from fsdp.checkpoint import optim_load, optim_params, optim_state
+from fsdp.checkpoint.forms import Full, Rows, Wanted
 from fsdp.checkpoint.load_state_dict import load
-from fsdp.checkpoint.optim_state import Form, Kind
 from fsdp.checkpoint.state_dict import calling, clean_path, collecting, strip_wrapper, wrappers_in
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
@@ -64,7 +64,7 @@ class StateDictMethods(nn.Module):
         * ``FULL_STATE_DICT``: whole tensors, copied. With ``rank0_only`` other ranks get only what no unit owns. One
           gather per unit; the peak is the result and one unit.
         * ``SHARDED_STATE_DICT``: each rank's rows, copied, as ``ShardedTensor``, or as ``DTensor`` if a device mesh was
-          given. One gather per unit.
+          given. One exchange per unit.
         * ``SHARDED_STATE_DICT`` with :class:`RaggedStateDictConfig`: what each rank's shard holds, for
           ``torch.distributed.checkpoint``. No communication. The values are the live ones: loading into them by
           ``torch.distributed.checkpoint`` changes the model.
@@ -224,7 +224,7 @@ class StateDictMethods(nn.Module):
             AssertionError: the ranks have different values of a state that has one value.
             NotImplementedError: a state is neither a scalar nor has one element per element of its parameter.
         """
-        form = Form.of(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
+        form = optim_state.wanted(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
         with calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(model, optim, raw, form, group=group)
@@ -257,7 +257,7 @@ class StateDictMethods(nn.Module):
             KeyError: a parameter group names parameters that the optimizer does not hold.
             AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
         """
-        form = Form.of(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
+        form = optim_state.wanted(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
         with calling("optim_state_dict_to_load()", model):
             loadable = optim_load.optim_state_dict_to_load(
                 model,
@@ -363,8 +363,7 @@ class StateDictMethods(nn.Module):
         """What the methods that make a dict of a given form share."""
         StateDictMethods._warn_optim_input(optim_input, stacklevel=_stacklevel + 1)
         mesh = None if full_state_dict else _mesh_of(model)
-        kind = Kind.FULL if full_state_dict else Kind.CHUNKS
-        form = Form(kind, rank0_only and full_state_dict, cpu_offload, mesh)
+        form = Wanted(Full if full_state_dict else Rows, rank0_only and full_state_dict, cpu_offload, mesh)
         with calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(
                 model, optim, optim_state_dict, form, optim_input=optim_input, group=group

@@ -17,12 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.chunks import Rows, is_sharded, kind_of
+from fsdp.checkpoint.forms import Held, Source, fill, is_sharded, kind_of, read, sharers
 from fsdp.checkpoint.loading import problem_elsewhere
-from fsdp.checkpoint.moves import Item, Mover, Movers, Span, batches
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_groups import lay_out
 from fsdp.checkpoint.optim_params import (
@@ -35,13 +33,11 @@ from fsdp.checkpoint.optim_params import (
     bare,
     groups_of,
     params_by_id,
-    row_elements,
-    rows_lie_together,
     same_value,
     state_order,
 )
-from fsdp.checkpoint.optim_state import batch_limit
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.redistribute import Channels
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group, group_ranks
@@ -111,6 +107,10 @@ def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> To
     return told
 
 
+def _is_part(value: Any) -> bool:
+    return is_sharded(value) or isinstance(value, RaggedTensor)
+
+
 def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, group: Any) -> Told:
     """What rank 0 has. Its error is raised on every rank."""
     told: Told | None = None
@@ -119,9 +119,7 @@ def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelPara
         try:
             told = _tell(optim_state_dict, params)
             sharded = sorted(
-                name
-                for name in told.states
-                if any(is_sharded(value) for value in (optim_state_dict or {})["state"][name].values())
+                name for name in told.states if any(map(_is_part, (optim_state_dict or {})["state"][name].values()))
             )
             if sharded:
                 raise ValueError(
@@ -142,34 +140,21 @@ def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelPara
 # -- what this rank will hold ------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
 class _Arrival:
-    """One state of one original parameter, and where this rank's part of it goes."""
+    """One state of one original parameter, and the memory for this rank's part of it: 1-D, in memory order; None if it
+    takes none."""
 
-    def __init__(self, holder: Holder, member: Member, state: str, told: Whole, goal: torch.Tensor | None) -> None:
-        """``goal``: 1-D, this rank's elements in memory order; None if it takes none."""
-        self.holder, self.member, self.state, self.told = holder, member, state, told
-        self._goal = goal
-        self.start = holder.start(member)
+    holder: Holder
+    member: Member
+    state: str
+    told: Whole
+    goal: torch.Tensor | None
 
-    def write(self, start: int, values: torch.Tensor) -> None:
-        """``values`` are the elements from ``start`` on, in memory order; takes those that belong here."""
-        if self._goal is None:
-            return
-        first, last = max(start, self.start), min(start + values.numel(), self.start + self._goal.numel())
-        if first < last:
-            self._goal[first - self.start : last - self.start].copy_(values[first - start : last - start])
-
-    def place(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
-        """The memory for these elements, if it is there for all of them and on ``device``."""
-        goal = self._goal
-        if goal is None or start < self.start or end > self.start + goal.numel() or goal.device != device:
-            return None
-        return goal[start - self.start : end - self.start]
-
-    def write_whole(self, value: torch.Tensor) -> None:
-        """``value`` has the parameter's shape."""
-        if self._goal is not None:
-            self.write(0, self.member.in_memory_order(value))
+    @property
+    def held(self) -> Held:
+        nothing = torch.empty(0, dtype=self.told.dtype, device=self.holder.param.device)
+        return self.holder.held(self.member, nothing if self.goal is None else self.goal)
 
 
 class _Plan:
@@ -333,189 +318,51 @@ def _is_whole_by_nature(shape: tuple[int, ...], param_shape: tuple[int, ...]) ->
 # -- moving ------------------------------------------------------------------------------------------------------------
 
 
-class _FromEveryRank:
-    """Each rank was given the dict: with whole tensors, or its chunks of sharded ones."""
+class _Given(NamedTuple):
+    """The values of a dict to load: on every rank, whole or its own part; or on rank 0 of ``group`` alone, if there is
+    one."""
 
-    def __init__(self, states: Mapping[str, Mapping[str, Any]], arrivals: Mapping[Unit, list[_Arrival]]) -> None:
+    states: Mapping[str, Mapping[str, Any]]
+    group: Any
+
+    def source(self, arrival: _Arrival) -> Source:
         """
         Raises:
             AssertionError: a sharded value is not cut into one chunk of rows per rank of the unit's group.
             ValueError: an interval without what this rank needs.
         """
-        self._states = states
-        self._movers = Movers()
-        self._rows: dict[_Arrival, Rows] = {}
-        for unit, of_unit in arrivals.items():
-            for arrival in of_unit:
-                value = self._value(arrival)
-                if isinstance(value, RaggedTensor):
-                    self._check_ragged(arrival, value)
-                elif is_sharded(value):
-                    self._rows[arrival] = Rows(value, _sharers(unit))
-
-    def _value(self, arrival: _Arrival) -> torch.Tensor:
-        value: torch.Tensor = self._states[arrival.member.name][arrival.state]
-        return value
-
-    def in_chunks(self) -> dict[Unit, list[str]]:
-        """What has to be exchanged, in words: equal on all ranks."""
-        found: dict[Unit, list[str]] = {}
-        for arrival, rows in self._rows.items():
-            words = f"state {arrival.state!r} of {arrival.member.name!r} ({arrival.told.dtype}, rows {rows.ranges})"
-            found.setdefault(arrival.holder.unit, []).append(words)
-        return found
-
-    def flush(self) -> None:
-        """Everything is where it belongs when this returns."""
-        self._movers.flush()
-
-    def as_it_is(self, name: str, state: str, told: Whole) -> torch.Tensor:
-        value = self._states[name][state]
-        return value if is_sharded(value) else value.detach().clone()
-
-    def deliver(self, unit: Unit, arrivals: list[_Arrival], label: str) -> None:
-        in_chunks: list[tuple[_Arrival, Rows]] = []
-        for arrival in arrivals:
-            value = self._value(arrival)
-            if isinstance(value, RaggedTensor):
-                arrival.write(value.start, value.local)
-            elif arrival in self._rows:
-                in_chunks.append((arrival, self._rows[arrival]))
-            else:
-                arrival.write_whole(value.to_local() if isinstance(value, DTensor) else value.detach())
-        if in_chunks:
-            group = _sharers(unit)
-            _from_chunks(unit, self._movers.over(group, group.rank(), group.size(), unit.device), in_chunks, label)
-
-    @staticmethod
-    def _check_ragged(arrival: _Arrival, value: RaggedTensor) -> None:
-        start, end = arrival.start, arrival.start + arrival.holder.piece(arrival.member).numel
-        if value.stride() != arrival.member.record.stride or start < value.start or end > value.end:
+        name, state = arrival.member.name, arrival.state
+        if self.group is not None:
+            value = self.states[name][state].detach() if self.group.rank() == 0 else None
+            return Source.of_first(value, arrival.told.shape, self.group.size())
+        value, piece = self.states[name][state], arrival.holder.piece(arrival.member)
+        if isinstance(value, RaggedTensor) and (
+            value.stride() != arrival.member.record.stride or piece.start < value.start or piece.end > value.end
+        ):
             raise ValueError(
-                f"state {arrival.state!r} of {arrival.member.name!r}: expected its elements {start} to {end} on this "
-                f"rank, but got {value}"
+                f"state {state!r} of {name!r}: expected its elements {piece.start} to {piece.end} on this rank, but "
+                f"got {value}"
             )
+        return read(value, sharers(arrival.holder.unit))
 
+    def deliver(self, unit: Unit, arriving: list[tuple[_Arrival, Source]], channels: Channels, label: str) -> None:
+        """Start moving what one unit gets."""
+        group, groups = self.group or sharers(unit), unit.groups
+        held = [(arrival.held, source) for arrival, source in arriving]
+        if self.group is not None and (groups.shard_size == 1 or group_ranks(groups.shard) != group_ranks(group)):
+            held = [(its._replace(spans=None), source) for its, source in held]  # several ranks need the same
+        fill(held, channels.over(group, unit.device), label)
 
-def _sharers(unit: Unit) -> Any:
-    """The group whose ranks have chunks of the unit's states."""
-    return unit.groups.shard or unit.groups.replica or default_group()
-
-
-def _from_chunks(unit: Unit, mover: Mover, chunked: list[tuple[_Arrival, Rows]], label: str) -> None:
-    items = []
-    for arrival, rows in chunked:
-        member = arrival.member
-        together = rows_lie_together(member)
-        holds = [Span(rank, *row_elements(member, some)) for rank, some in enumerate(rows.ranges) if some[0] < some[1]]
-        needs = arrival.holder.spans(member) if unit.groups.shard_size > 1 else None  # every replica needs all
-        if needs is not None and not together:
-            needs = tuple(Span(rank, 0, member.record.numel) for rank, _, _ in needs)
-        items.append(Item(arrival.told.dtype, holds, needs))
-    for run in batches(items, batch_limit(unit, items)):
-        _move_chunks(mover, [items[number] for number in run], [chunked[number] for number in run], label)
-
-
-def _move_chunks(mover: Mover, items: list[Item], chunked: list[tuple[_Arrival, Rows]], label: str) -> None:
-    """Elements are counted in memory order where rows lie together, else row by row."""
-    whole = [
-        None
-        if rows_lie_together(arrival.member)
-        else torch.empty(arrival.member.record.shape, dtype=arrival.told.dtype, device=mover.device)
-        for arrival, _ in chunked
-    ]
-
-    def read(number: int, start: int, end: int) -> torch.Tensor:
-        arrival, rows = chunked[number]
-        member, local = arrival.member, rows.local
-        if whole[number] is None:
-            local = torch.empty_strided(local.shape, member.record.stride, dtype=local.dtype, device=local.device)
-            local.copy_(rows.local)
-            elements = local.as_strided((local.numel(),), (1,))
-        else:
-            elements = local.reshape(-1)
-        first, _ = row_elements(member, rows.ranges[mover.rank])
-        return elements[start - first : end - first]
-
-    def write(number: int, start: int, values: torch.Tensor) -> None:
-        buffer = whole[number]
-        if buffer is None:
-            chunked[number][0].write(start, values)
-        else:
-            buffer.view(-1)[start : start + values.numel()].copy_(values)
-
-    def done() -> None:
-        for (arrival, _), buffer in zip(chunked, whole):
-            if buffer is not None:
-                arrival.write_whole(buffer)
-
-    def place(number: int, start: int, end: int) -> torch.Tensor | None:
-        return chunked[number][0].place(start, end, mover.device) if whole[number] is None else None
-
-    mover.move(items, read, write, label, place=place, done=done)
-
-
-class _FromRank0:
-    """Rank 0 of ``group`` alone has the dict."""
-
-    def __init__(self, states: Mapping[str, Mapping[str, Any]] | None, group: Any, device: torch.device) -> None:
-        """``states`` is None on the other ranks; ``device`` is where ``group`` can communicate."""
-        self._states, self._group, self._device = states, group, device
-        self._mover = Mover(group, group.rank(), group.size(), device)
-
-    def flush(self) -> None:
-        """Everything is where it belongs when this returns."""
-        self._mover.flush()
-
-    def as_it_is(self, name: str, state: str, told: Whole) -> torch.Tensor:
-        tensor = torch.empty(told.shape, dtype=told.dtype, device=self._device)
-        if self._states is not None:
-            tensor.copy_(self._states[name][state])
-        broadcast([tensor], self._group)
+    def as_it_is(self, name: str, state: str, told: Whole, device: torch.device) -> torch.Tensor:
+        """A state that is not sharded; ``device`` is where ``group`` can communicate."""
+        if self.group is None:
+            value = self.states[name][state]
+            return value if is_sharded(value) else value.detach().clone()
+        tensor = torch.empty(told.shape, dtype=told.dtype, device=device)
+        if self.group.rank() == 0:
+            tensor.copy_(self.states[name][state])
+        broadcast([tensor], self.group)
         return tensor
-
-    def deliver(self, unit: Unit, arrivals: list[_Arrival], label: str) -> None:
-        groups = unit.groups
-        if groups.shard_size > 1 and group_ranks(groups.shard) == group_ranks(self._group):
-            self._scatter(unit, arrivals, label)
-        else:  # several ranks need the same elements
-            self._broadcast(unit, arrivals)
-
-    def _elements(self, arrival: _Arrival) -> torch.Tensor:
-        assert self._states is not None
-        return arrival.member.in_memory_order(self._states[arrival.member.name][arrival.state].detach())
-
-    def _scatter(self, unit: Unit, arrivals: list[_Arrival], label: str) -> None:
-        items = [Item(a.told.dtype, [Span(0, 0, a.member.record.numel)], a.holder.spans(a.member)) for a in arrivals]
-        for run in batches(items, batch_limit(unit, items)):
-            some = [arrivals[number] for number in run]
-            ready: dict[int, torch.Tensor] = {}
-
-            def read(number: int, start: int, end: int, some: Any = some, ready: Any = ready) -> torch.Tensor:
-                if number not in ready:
-                    ready[number] = self._elements(some[number])
-                elements: torch.Tensor = ready[number][start:end]
-                return elements
-
-            def write(number: int, start: int, values: torch.Tensor, some: list[_Arrival] = some) -> None:
-                some[number].write(start, values)
-
-            def place(number: int, start: int, end: int, some: list[_Arrival] = some) -> torch.Tensor | None:
-                return some[number].place(start, end, self._mover.device)
-
-            self._mover.move([items[number] for number in run], read, write, label, place=place)
-
-    def _broadcast(self, unit: Unit, arrivals: list[_Arrival]) -> None:
-        items = [Item(a.told.dtype, [Span(0, 0, a.member.record.numel)], None) for a in arrivals]
-        for run in batches(items, batch_limit(unit, items)):
-            some = [arrivals[number] for number in run]
-            tensors = [torch.empty(a.member.record.numel, dtype=a.told.dtype, device=self._device) for a in some]
-            if self._states is not None:
-                for arrival, tensor in zip(some, tensors):
-                    tensor.copy_(self._elements(arrival))
-            broadcast(tensors, self._group)
-            for arrival, tensor in zip(some, tensors):
-                arrival.write(0, tensor)
 
 
 # -- the whole of it ---------------------------------------------------------------------------------------------------
@@ -567,16 +414,17 @@ def optim_state_dict_to_load(
         groups = _keyed_groups(told.groups, params, keys, own, strict=strict)
         kept = {} if strict or optim is None else optim.state
         plan = _Plan(params, told, kept)
-        if from_rank0:
-            source: Any = _FromRank0(states if group.rank() == 0 else None, group, device)
-        else:
-            source = _FromEveryRank(states or {}, plan.arrivals)
-            chunks.update(source.in_chunks())
-    for unit, arrivals in plan.arrivals.items():
-        source.deliver(unit, arrivals, f"optimizer state of {params.units[unit]}")
-    source.flush()
+        given = _Given(states or {}, group if from_rank0 else None)
+        arriving = {
+            unit: [(arrival, given.source(arrival)) for arrival in arrivals] for unit, arrivals in plan.arrivals.items()
+        }
+        chunks.update((unit, [*_chunks(of_unit)]) for unit, of_unit in arriving.items())
+    channels = Channels()
+    for unit, of_unit in arriving.items():
+        given.deliver(unit, of_unit, channels, f"optimizer state of {params.units[unit]}")
+    channels.flush()
     for param, name, state, whole in plan.as_they_are:
-        value = source.as_it_is(name, state, whole)
+        value = given.as_it_is(name, state, whole, device)
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
     if is_named and optim is not None:
         for param, holder in params.holders.items():
@@ -592,6 +440,13 @@ def optim_state_dict_to_load(
     if optim is not None:
         keep_dtypes(optim)
     return loadable
+
+
+def _chunks(arriving: Iterable[tuple[_Arrival, Source]]) -> Iterator[str]:
+    """What of one unit has to be exchanged, in words: equal on all ranks."""
+    for arrival, source in arriving:
+        if source.placement is not None:
+            yield f"state {arrival.state!r} of {arrival.member.name!r} ({arrival.told.dtype}, {source.placement})"
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.api import OptimStateKeyType
-from fsdp.checkpoint.moves import Span
+from fsdp.checkpoint.forms import Held
+from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import clean_path
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord, Piece
@@ -53,18 +54,6 @@ class Member:
         return torch.empty_strided(self.record.shape, self.record.stride, dtype=dtype, device=device)
 
 
-def rows_lie_together(member: Member) -> bool:
-    """Whether the parameter's rows (along dimension 0) come one after the other in memory."""
-    record = member.record
-    return record.numel == 0 or record.shape[0] == 1 or record.stride[0] * record.shape[0] == record.numel
-
-
-def row_elements(member: Member, rows: tuple[int, int]) -> tuple[int, int]:
-    """The (start, end) of the elements of rows that lie together."""
-    per_row = member.record.numel // max(member.record.shape[0], 1)
-    return rows[0] * per_row, rows[1] * per_row
-
-
 @dataclass(frozen=True, eq=False)
 class Holder:
     """A parameter that optimizers hold, and the original parameters that its state belongs to: itself, or, if it is a
@@ -85,9 +74,11 @@ class Holder:
         """This process's rank among those that the parameter is sharded over."""
         return self.unit.groups.shard_rank if self.sharded else 0
 
-    def spans(self, member: Member) -> tuple[Span, ...]:
-        """Which rank's shard holds which elements of ``member``, without empty ones."""
-        return tuple(Span(*owned) for owned in self.handle.layout.owners(member.index))
+    def held(self, member: Member, elements: torch.Tensor) -> Held:
+        """``elements`` of ``member``, those of this rank, 1-D and in memory order, with which rank has which."""
+        spans = self.handle.layout.owners(member.index) if self.sharded else None
+        record = member.record
+        return Held(RaggedTensor(elements, record.shape, self.piece(member).start, record.stride), spans)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -95,7 +86,7 @@ class Holder:
         ranks = tuple(range(self.handle.layout.world_size))
         if self.is_flat:
             return ranks
-        return tuple(rank for rank, _, _ in self.spans(self.members[0])) or ranks
+        return tuple(rank for rank, _, _ in self.handle.layout.owners(self.members[0].index)) or ranks
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
@@ -117,10 +108,6 @@ class Holder:
     def piece(self, member: Member) -> Piece:
         """Which elements of ``member`` this rank's shard holds, and where."""
         return self.handle.layout.piece(member.index, self.rank)
-
-    def start(self, member: Member) -> int:
-        """Which element of ``member`` is the first of ``part``."""
-        return self.piece(member).start
 
     def __str__(self) -> str:
         return ", ".join(repr(member.name) for member in self.members)

@@ -2,8 +2,8 @@
 
 On the way out, the ranks first tell each other what states there are (names, dtypes, scalars: one exchange of objects).
 From then on all of them know every message, and the elements of a unit travel in one collective, to the ranks that
-asked for them. Large units travel in several parts, of one state of the unit at most or of ``_BATCH_NBYTES``. Two parts
-are there beside the result: one travels while the other is put where it belongs.
+asked for them. Large units travel in several parts, of which two are there beside the result: one travels while the
+other is put where it belongs.
 
 The way in is :mod:`fsdp.checkpoint.optim_load`.
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,9 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp.api import RaggedOptimStateDictConfig, StateDictSettings, StateDictType
-from fsdp.checkpoint.chunks import as_chunk, chunk_rows
-from fsdp.checkpoint.moves import Item, Movers, Span, batches
+from fsdp.api import StateDictSettings
+from fsdp.checkpoint.forms import Full, Leaving, Local, Rows, Wanted, export, sharers
 from fsdp.checkpoint.optim_params import (
     Holder,
     Key,
@@ -36,16 +34,13 @@ from fsdp.checkpoint.optim_params import (
     groups_of,
     is_named,
     params_by_id,
-    row_elements,
-    rows_lie_together,
     state_order,
 )
-from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.redistribute import Channel, Channels
 from fsdp.comm.consensus import all_gather_object, failures_in, joint_error
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.runtime.unit import Unit
 
-_BATCH_NBYTES = 32 << 20
 _CPU = torch.device("cpu")
 
 
@@ -243,89 +238,16 @@ def _shared_alike(told: list[States | None]) -> list[States | None]:
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
-class Kind(Enum):
-    """What tensors with one element per element of the parameter become."""
+def wanted(settings: StateDictSettings | None, mesh: DeviceMesh | None) -> Wanted:
+    """The form that the kind of state dict in force asks for. ``mesh`` is that of the wrapped module, if any.
 
-    FULL = auto()  # whole tensors
-    CHUNKS = auto()  # this rank's chunk of rows, as ShardedTensor or DTensor
-    RAGGED = auto()  # what lies in this rank's shard, as RaggedTensor: nothing moves
-
-
-@dataclass(frozen=True)
-class Form:
-    """What a state dict is to be.
-
-    Attributes:
-        kind: of its tensors.
-        rank0_only: only rank 0 of the group gets it; the others get ``{}``. For FULL.
-        offload_to_cpu: tensors in CPU memory; else where the unit computes.
-        mesh: for CHUNKS; ``DTensor`` values on it instead of ``ShardedTensor``.
+    Raises:
+        RuntimeError: a local state dict with a device mesh.
     """
-
-    kind: Kind = Kind.FULL
-    rank0_only: bool = False
-    offload_to_cpu: bool = True
-    mesh: DeviceMesh | None = None
-
-    @staticmethod
-    def of(settings: StateDictSettings | None, mesh: DeviceMesh | None) -> Form:
-        """The form that the kind of state dict in force asks for. ``mesh`` is that of the wrapped module, if any.
-
-        Raises:
-            RuntimeError: a local state dict with a device mesh.
-        """
-        if settings is None:
-            return Form()
-        config = settings.optim_state_dict_config
-        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and mesh is not None:
-            raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT instead")
-        kind = Kind.FULL if settings.state_dict_type is StateDictType.FULL_STATE_DICT else Kind.CHUNKS
-        return Form(
-            Kind.RAGGED if isinstance(config, RaggedOptimStateDictConfig) else kind,
-            rank0_only=getattr(config, "rank0_only", False),
-            offload_to_cpu=config.offload_to_cpu,
-            mesh=mesh if getattr(config, "_use_dtensor", False) else None,
-        )
-
-
-class _Target:
-    """Memory for what this rank gets of one state: elements ``start`` to ``end`` of the parameter, in memory order."""
-
-    def __init__(self, member: Member, dtype: torch.dtype, device: torch.device, rows: tuple[int, int] | None) -> None:
-        """Of all of it, or of these rows."""
-        record = member.record
-        shape, self.start, self.end = record.shape, 0, record.numel
-        self._rows = rows
-        if rows is not None and rows_lie_together(member):
-            self._rows = (0, rows[1] - rows[0])
-            shape = (self._rows[1], *record.shape[1:])
-            self.start, self.end = row_elements(member, rows)
-        self._tensor = torch.empty_strided(shape, record.stride, dtype=dtype, device=device)
-        self._elements = self._tensor.as_strided((self.end - self.start,), (1,))
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        first, last = max(start, self.start), min(start + values.numel(), self.end)
-        if first < last:
-            self._elements[first - self.start : last - self.start].copy_(values[first - start : last - start])
-
-    def place(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
-        """The memory for these elements, if it is there for all of them and on ``device``."""
-        if start < self.start or end > self.end or self._elements.device != device:
-            return None
-        return self._elements[start - self.start : end - self.start]
-
-    def value(self) -> torch.Tensor:
-        """What was written. Rows are row-major, as torch's sharded tensors have to be."""
-        return self._tensor if self._rows is None else self._tensor[slice(*self._rows)].contiguous()
-
-
-class _Entry(NamedTuple):
-    """One state of one original parameter."""
-
-    holder: Holder
-    member: Member
-    state: str
-    dtype: torch.dtype
+    if settings is None:
+        return Wanted()
+    found = Wanted.of(settings.state_dict_type, settings.optim_state_dict_config, mesh)
+    return replace(found, form=Rows) if found.form is Local else found
 
 
 @torch.no_grad()
@@ -333,7 +255,7 @@ def optim_state_dict(
     model: nn.Module,
     optim: Optimizer | None,
     raw: Mapping[str, Any],
-    form: Form,
+    form: Wanted,
     *,
     optim_input: OptimInput | None = None,
     group: Any = None,
@@ -355,16 +277,24 @@ def optim_state_dict(
     held = [by_key[key] for group_ in raw.get("param_groups", ()) for key in group_["params"] if key in by_key]
     others = {key: value for key, value in raw["state"].items() if key not in by_key}
     agreed = _agree(params, state_of, _unknown(params, [*state_of, *held], others))
-    movers, outgoing = Movers(), []
+    channels, leaving = Channels(), {}
     for unit, called in params.units.items():
         of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
         if of_unit:
-            outgoing.append(_Outgoing(unit, of_unit, state_of, form, group))
-            outgoing[-1].send(movers, f"optimizer state of {called}")
-    movers.flush()
+            channel = channels.over(sharers(unit), unit.device)
+            leaving.update(_send(unit, of_unit, state_of, form, group, channel, f"optimizer state of {called}"))
+    channels.flush()
     if form.rank0_only and group.rank() != 0:
         return {}
-    result = {name: states for unit in outgoing for name, states in unit.arrived()}
+    to_cpu = form.offload_to_cpu
+    result: dict[str, dict[str, Any]] = {
+        member.name: {
+            name: leaving[member, name].value() if isinstance(value, Elementwise) else _plain(value, to_cpu)
+            for name, value in _ordered(holder, states)
+        }
+        for holder, states in agreed.items()
+        for member in holder.members
+    }
     for param, name in params.others.items():
         if param in state_of:
             result[name] = {key: _copied(value, form.offload_to_cpu) for key, value in state_of[param].items()}
@@ -417,144 +347,43 @@ def _copied(value: Any, offload_to_cpu: bool) -> Any:
     return value.detach().to(_CPU, copy=True) if offload_to_cpu else value.detach().clone()
 
 
-class _Outgoing:
-    """One unit's states on their way to the ranks that get them."""
+def _plain(value: Any, offload_to_cpu: bool) -> Any:
+    return value.tensor() if isinstance(value, Scalar) else _copied(value, offload_to_cpu)
 
-    def __init__(
-        self,
-        unit: Unit,
-        states: Mapping[Holder, States],
-        state_of: Mapping[nn.Parameter, Mapping[str, Any]],
-        form: Form,
-        group: Any,
-    ) -> None:
-        self._unit, self._states, self._state_of, self._form = unit, states, state_of, form
-        groups = unit.groups
-        # Those who share the chunks; an unsharded flat parameter is cut for the ranks that it is replicated over.
-        self._sharers: Any = groups.shard or groups.replica
-        self._chunked = (
-            form.kind is Kind.CHUNKS and self._sharers is not None and (groups.sharded or next(iter(states)).is_flat)
-        )
-        self._saves = not form.rank0_only or group.rank() == 0
-        self._target_rank: int | None = 0  # of the shard group, if one rank saves; None if that is in another one
-        if form.rank0_only and groups.shard_size > 1:
-            saving, ranks = group_ranks(group)[0], group_ranks(groups.shard)
-            self._target_rank = ranks.index(saving) if saving in ranks else None
-        self._device = _CPU if form.offload_to_cpu else unit.device
-        self._entries = [
-            _Entry(holder, member, name, value.dtype)
-            for holder, of_holder in states.items()
-            for member in holder.members
-            for name, value in of_holder.items()
-            if isinstance(value, Elementwise)
-        ]
-        self._entries.sort(key=lambda entry: state_order(entry.state))  # so that a part of them is about one state
-        self._tensors: dict[tuple[Member, str], Any] = {}
 
-    def send(self, movers: Movers, label: str) -> None:
-        """Start sending the tensors to whoever gets them."""
-        if self._form.kind is Kind.RAGGED:
-            self._tensors = self._ragged()
-        elif self._target_rank is not None:  # else the rank that saves has this unit in another replica
-            self._move(movers, label)
-
-    def arrived(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each member's name and states. All tensors have arrived."""
-        for holder, of_holder in self._states.items():
-            for member in holder.members:
-                yield (
-                    member.name,
-                    {
-                        name: self._tensors[member, name] if isinstance(value, Elementwise) else self._plain(value)
-                        for name, value in _ordered(holder, of_holder)
-                    },
-                )
-
-    def _plain(self, value: Any) -> Any:
-        return value.tensor() if isinstance(value, Scalar) else _copied(value, self._form.offload_to_cpu)
-
-    def _part(self, entry: _Entry) -> torch.Tensor:
-        """This rank's elements; of those that it holds nothing of, it may have no state."""
-        if entry.holder.piece(entry.member).numel == 0:
-            return torch.empty(0, dtype=entry.dtype, device=self._device)
-        return entry.holder.part(entry.member, self._state_of[entry.holder.param][entry.state])
-
-    def _ragged(self) -> dict[tuple[Member, str], torch.Tensor]:
-        """In the states' own memory unless they are moved to CPU."""
-        result: dict[tuple[Member, str], torch.Tensor] = {}
-        for entry in self._entries:
-            part, record = self._part(entry), entry.member.record
-            local = part.cpu() if self._form.offload_to_cpu else part
-            ragged = RaggedTensor(local, record.shape, entry.holder.start(entry.member), record.stride)
-            result[entry.member, entry.state] = ragged
-        return result
-
-    def _move(self, movers: Movers, label: str) -> None:
-        groups = self._unit.groups
-        mover = movers.over(groups.shard, groups.shard_rank, groups.shard_size, self._unit.device)
-        items = [Item(entry.dtype, entry.holder.spans(entry.member), self._needs(entry)) for entry in self._entries]
-        for run in batches(items, batch_limit(self._unit, items)):
-            entries = [self._entries[number] for number in run]
-            targets = [self._target(entry) for entry in entries]
-
-            def read(number: int, start: int, end: int, entries: list[_Entry] = entries) -> torch.Tensor:
-                first = entries[number].holder.start(entries[number].member)
-                return self._part(entries[number])[start - first : end - first]
-
-            def write(number: int, start: int, values: torch.Tensor, targets: list[_Target | None] = targets) -> None:
-                target = targets[number]
-                if target is not None:
-                    target.write(start, values)
-
-            def place(
-                number: int, start: int, end: int, targets: list[_Target | None] = targets
-            ) -> torch.Tensor | None:
-                target = targets[number]
-                return None if target is None else target.place(start, end, mover.device)
-
-            def done(entries: list[_Entry] = entries, targets: list[_Target | None] = targets) -> None:
-                for entry, target in zip(entries, targets):
-                    self._tensors[entry.member, entry.state] = self._value(entry, target)
-
-            mover.move([items[number] for number in run], read, write, label, place=place, done=done)
-
-    # -- who gets what -------------------------------------------------------------------------------------------------
-
-    def _rows(self, entry: _Entry) -> list[tuple[int, int]]:
-        """The rows that each of the sharers gets."""
-        return chunk_rows(entry.member.record.shape[0], self._sharers.size())
-
-    def _cut(self, entry: _Entry) -> bool:
-        return self._chunked and entry.member.record.shape != () and entry.member.record.numel > 0
-
-    def _needs(self, entry: _Entry) -> list[Span] | None:
-        """Which rank of the shard group gets which elements."""
-        numel = entry.member.record.numel
-        if not self._cut(entry):
-            if self._form.rank0_only or self._unit.groups.shard_size == 1:
-                return [Span(self._target_rank or 0, 0, numel)]
-            if not self._chunked:
-                return None
-            return [Span(rank, 0, numel) for rank in range(self._unit.groups.shard_size)]
-        if self._unit.groups.shard_size == 1:
-            return [Span(0, 0, numel)]
-        rows = [(rank, some) for rank, some in enumerate(self._rows(entry)) if some[0] < some[1]]
-        if rows_lie_together(entry.member):
-            return [Span(rank, *row_elements(entry.member, some)) for rank, some in rows]
-        return [Span(rank, 0, numel) for rank, _ in rows]
-
-    def _target(self, entry: _Entry) -> _Target | None:
-        """Memory for what this rank gets."""
-        if not self._saves:
-            return None
-        rows = self._rows(entry)[self._sharers.rank()] if self._cut(entry) else None
-        return _Target(entry.member, entry.dtype, self._device, rows)
-
-    def _value(self, entry: _Entry, target: _Target | None) -> Any:
-        """What stands in the state dict."""
-        if target is None or not self._cut(entry):
-            return None if target is None else target.value()
-        return as_chunk(target.value(), entry.member.record.shape, self._sharers, self._form.mesh)
+def _send(
+    unit: Unit,
+    states: Mapping[Holder, States],
+    state_of: Mapping[nn.Parameter, Mapping[str, Any]],
+    wanted: Wanted,
+    group: Any,
+    channel: Channel,
+    label: str,
+) -> dict[tuple[Member, str], Leaving]:
+    """Start sending the unit's tensors to the ranks that get them."""
+    keys = [
+        (holder, member, name)
+        for holder, of_holder in states.items()
+        for member in holder.members
+        for name, value in of_holder.items()
+        if isinstance(value, Elementwise)
+    ]
+    keys.sort(key=lambda key: state_order(key[2]))  # so that a part of them is about one state
+    tensors = []
+    for holder, member, name in keys:
+        if holder.piece(member).numel == 0:  # of those that this rank holds nothing of, it may have no state
+            elements = torch.empty(0, dtype=states[holder][name].dtype, device=unit.device)
+        else:
+            elements = holder.part(member, state_of[holder.param][name])
+        tensors.append(holder.held(member, elements))
+    groups = unit.groups
+    cut = groups.sharded or (next(iter(states)).is_flat and (groups.shard or groups.replica) is not None)
+    if wanted.form is Rows and not cut:
+        wanted = replace(wanted, form=Full)
+    saving, ranks = group_ranks(group)[0], group_ranks(channel.group)
+    form = wanted.of_unit(unit, channel, first=ranks.index(saving) if saving in ranks else -1)
+    leaving = export(tensors, form, channel, label)
+    return {(member, name): one for (_, member, name), one in zip(keys, leaving)}
 
 
 def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:
@@ -567,10 +396,3 @@ def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:
         return kinds.index(type(item[1]) if type(item[1]) in kinds else None), state_order(item[0])
 
     return sorted(states.items(), key=place)
-
-
-def batch_limit(unit: Unit, items: Sequence[Item]) -> int:
-    """How many bytes of the unit's states may travel at once: one state of all its parameters, or a bit for tiny
-    ones."""
-    numel = sum(handle.layout.padded_numel for handle in unit.handles)
-    return max(_BATCH_NBYTES, numel * max((item.dtype.itemsize for item in items), default=1))

@@ -10,85 +10,19 @@ so each rank can write what it holds and read what it needs, and no two ranks ha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
 
+from fsdp.checkpoint.placement import Box, Part, box_view, copy_parts, rectangles
 from fsdp.flat.layout import contiguous_stride
 
 if TYPE_CHECKING:  # importing it loads torch's FSDP; whoever calls what needs it here has done so
     import torch.distributed.checkpoint
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
-
-
-class Box(NamedTuple):
-    """A rectangle of a tensor: its first corner and its extent, one number per dimension."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.sizes)
-
-
-def rectangles(shape: Sequence[int], start: int, end: int, stride: Sequence[int] | None = None) -> tuple[Box, ...]:
-    """The boxes that together are the elements ``start`` to ``end`` (half-open) of a tensor, in that order.
-
-    Elements are counted in memory order: row-major, or as ``stride``, that of a dense tensor of this shape, tells. Each
-    box's elements lie one after the other in memory. There are at most ``2 * len(shape) - 1`` of them, and none for an
-    empty interval; a scalar's only element is one box without dimensions.
-
-    Raises:
-        ValueError: the interval does not lie in the tensor.
-    """
-    if not 0 <= start <= end <= math.prod(shape):
-        raise ValueError(f"elements {start} to {end} are no interval of a tensor of shape {tuple(shape)}")
-    order = _memory_order(shape, stride)
-    boxes = []
-    for offsets, sizes in _row_major([shape[dim] for dim in order], start, end):
-        by_dim = sorted(zip(order, offsets, sizes))
-        boxes.append(Box(tuple(offset for _, offset, _ in by_dim), tuple(size for _, _, size in by_dim)))
-    return tuple(boxes)
-
-
-def _row_major(shape: list[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the boxes of ``start`` to ``end`` in a row-major tensor."""
-    if start == end:
-        return []
-    if not shape:
-        return [((), ())]
-    rest = shape[1:]
-    row = math.prod(rest)
-    (first, into_first), (last, into_last) = divmod(start, row), divmod(end, row)
-    if first == last:
-        return [((first, *o), (1, *s)) for o, s in _row_major(rest, into_first, into_last)]
-    boxes = []
-    if into_first:
-        boxes += [((first, *o), (1, *s)) for o, s in _row_major(rest, into_first, row)]
-        first += 1
-    if first < last:
-        boxes.append(((first, *(0 for _ in rest)), (last - first, *rest)))
-    boxes += [((last, *o), (1, *s)) for o, s in _row_major(rest, 0, into_last)]
-    return boxes
-
-
-def _memory_order(shape: Sequence[int], stride: Sequence[int] | None) -> list[int]:
-    """The dimensions from the outermost in memory to the innermost."""
-    if stride is None:
-        return list(range(len(shape)))
-    return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim], dim))
-
-
-def box_view(local: torch.Tensor, box: Box, position: int, stride: Sequence[int]) -> torch.Tensor:
-    """``box`` of a tensor with ``stride``, as a view of ``local`` (1-D), where they begin at ``position``."""
-    order = _memory_order(box.sizes, stride)
-    flat = local[position : position + box.numel].view([box.sizes[dim] for dim in order])
-    return flat.permute([order.index(dim) for dim in range(len(order))])
 
 
 class RaggedTensor(torch.Tensor):
@@ -133,6 +67,13 @@ class RaggedTensor(torch.Tensor):
         self.local, self.start, self.boxes, self.origin = local.detach(), start, boxes, origin
         return self
 
+    @classmethod
+    def of_whole(cls, value: torch.Tensor, stride: tuple[int, ...]) -> RaggedTensor:
+        """All elements of ``value``, in its own memory if they lie there as ``stride`` tells."""
+        if value.stride() != stride and value.numel() > 0:
+            value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+        return cls(value.as_strided((value.numel(),), (1,)), value.shape, 0, stride)
+
     @property
     def end(self) -> int:
         return self.start + self.local.numel()
@@ -148,8 +89,12 @@ class RaggedTensor(torch.Tensor):
 
     def fill_from(self, whole: torch.Tensor) -> None:
         """Fill ``local`` with its elements of ``whole``, a tensor of this shape, of any dtype and on any device."""
-        for box, view in zip(self.boxes, self.box_views()):
-            view.copy_(whole[tuple(slice(offset, offset + size) for offset, size in zip(*box))])
+        copy_parts([(Box.whole(whole.shape), whole)], self.parts)
+
+    @property
+    def parts(self) -> list[Part]:
+        """``boxes``, each with its elements."""
+        return list(zip(self.boxes, self.box_views()))
 
     def box_views(self) -> list[torch.Tensor]:
         """The elements of each of ``boxes``, with the box's shape, as a view of ``local``."""

@@ -16,18 +16,18 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.api import FullStateDictConfig, RaggedStateDictConfig, StateDictSettings, StateDictType
-from fsdp.checkpoint.chunks import chunk_of, one_chunk_each
-from fsdp.checkpoint.moves import Item, Mover, Span
+from fsdp.api import StateDictSettings
+from fsdp.checkpoint.forms import Full, Held, Leaving, Local, Ragged, Rows, Wanted, export
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.flat.flat_param import FlatParamHandle, parameter_views
-from fsdp.flat.layout import FlatLayout
+from fsdp.checkpoint.redistribute import Channel
+from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import WRAPPED_MODULE, own_modules
 from fsdp.runtime.agreement import GATHER
 from fsdp.runtime.context import RootContext
@@ -60,36 +60,48 @@ def wrappers_in(module: nn.Module) -> list[Any]:
 
 
 class Saving:
-    """One unit while ``nn.Module`` collects its state; this class makes full state dicts.
+    """One unit while ``nn.Module`` collects its state.
 
     Attributes:
         opener: the unit's outermost module that is walked; with it the unit is through.
     """
 
-    def __init__(self, wrapper: Wrapper, opener: nn.Module) -> None:
+    def __init__(self, wrapper: Wrapper, opener: nn.Module, wanted: Wanted) -> None:
         """Shows the stand-ins.
 
         Raises:
             RuntimeError: the unit is running.
         """
-        self.opener = opener
-        self.unit = wrapper._fsdp_unit
-        self.context = wrapper._join_context()
-        self.config = wrapper._state_dict_settings.state_dict_config
-        self._wrapper = wrapper
+        self.opener, self.unit, self._wanted = opener, wrapper._fsdp_unit, wanted
+        self._context = wrapper._join_context()
+        self._home = flat_home(wrapper, opener) if wanted.form is Local else None
+        self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
         check_at_rest(self.unit, "state_dict()")
+        if wanted.form in (Local, Ragged) and self.unit.phase is Phase.SUMMONED:
+            what = "a local state dict" if wanted.form is Local else "a state dict without communication"
+            raise RuntimeError(
+                f"{what} of {self.unit.name} inside summon_full_params, where the shards may be out of date: take it "
+                "outside"
+            )
         with torch.no_grad():
             self.unit.follow_parameters()
-            self.show()
+            self._show()
 
-    def show(self) -> None:
-        self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
-        for bucket, (views, values) in enumerate(zip(self.unit.views, self.wholes(copy=True))):
-            if values is None:
-                views.show_stand_ins(self.unreadable(bucket))
+    def _show(self) -> None:
+        leaving = self._export() if self._wanted.form is Full else {}
+        for bucket, views in enumerate(self.unit.views):
+            if self._home is not None:
+                (stand_in,) = self._unreadable(bucket)
+                views.show_flat_stand_in(self._home, flat_name(bucket), stand_in)
                 continue
-            leaves = views.handle.leaves
-            views.show_stand_ins([nn.Parameter(v, requires_grad=leaf.requires_grad) for v, leaf in zip(values, leaves)])
+            if (bucket, 0) not in leaving:
+                views.show_stand_ins(self._unreadable(bucket))
+                continue
+            values = [
+                nn.Parameter(leaving[bucket, index].value(), requires_grad=leaf.requires_grad)
+                for index, leaf in enumerate(views.handle.leaves)
+            ]
+            views.show_stand_ins(values)
             self._ours.update({_storage(value): False for value in values})
 
     def hide(self) -> None:
@@ -98,9 +110,16 @@ class Saving:
 
     def collect(self, destination: dict[str, Any], prefix: str) -> None:
         """Put into ``destination`` what belongs there in place of the stand-ins, and the unit's buffers as asked."""
+        leaving = self._export() if self._wanted.form is not Full else {}
+        taken: set[Any] = set()
         for key, value in list(destination.items()):
-            if self._is_ours(value):
-                del destination[key]
+            if isinstance(value, RaggedTensor) and isinstance(value.origin, tuple) and value.origin[0] is self:
+                place = value.origin[1:]
+                if leaving:
+                    destination[key] = leaving[place].value(again=place in taken)
+                    taken.add(place)
+                else:
+                    del destination[key]
             elif type(value) in (torch.Tensor, nn.Parameter) and _storage(value) in self._ours:
                 # a tied parameter has several names, and each a tensor of its own
                 tied, self._ours[_storage(value)] = self._ours[_storage(value)], True
@@ -114,8 +133,8 @@ class Saving:
                 key = prefix + clean_path(f"{path}.{name}" if path else name)
                 if buffer is None or key not in destination:
                     continue
-                if self.receives:
-                    device = "cpu" if self.config.offload_to_cpu else None
+                if self._receives:
+                    device = "cpu" if self._wanted.offload_to_cpu else None
                     destination[key] = destination[key].to(
                         device=device, dtype=self.unit.precision.original_dtype(buffer)
                     )
@@ -123,189 +142,74 @@ class Saving:
                     del destination[key]
 
     @property
-    def receives(self) -> bool:
+    def _receives(self) -> bool:
         """Whether this rank's result has the unit's state."""
-        if not (isinstance(self.config, FullStateDictConfig) and self.config.rank0_only):
-            return True
         groups = self.unit.groups
-        return (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
+        return not self._wanted.rank0_only or (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
 
-    def wholes(self, *, copy: bool) -> list[list[torch.Tensor] | None]:
-        """By bucket, the whole parameters, in the shards' dtype; None where this rank is not to have them.
-
-        With ``copy`` each in memory of its own, on CPU if the options say so.
-        """
-        unit = self.unit
-        wholes: list[list[torch.Tensor] | None]
-        if unit.phase is Phase.SUMMONED:  # what is shown counts, with the changes made to it
-            shown = [[param.detach() for _, param in views.shown()] for views in unit.views]
-            wholes = [values if values and self.receives else None for values in shown]
+    def _export(self) -> dict[tuple[int, int], Leaving]:
+        """What this rank's result has, by bucket and index: in the shards' dtype, by one collective."""
+        unit, groups = self.unit, self.unit.groups
+        place = (groups.shard, groups.shard_rank, groups.shard_size)
+        if not groups.sharded:
+            place = (groups.replica, groups.replica_rank, groups.replica_size)
+        channel = Channel(*place, unit.device)
+        form, watch = self._wanted.of_unit(unit, channel, first=0), None
+        if unit.phase is Phase.SUMMONED:
+            held = self._shown()
         else:
-            everywhere = not getattr(self.config, "rank0_only", False)
-            apart = _Apart(unit, everywhere=everywhere)
-            if copy and apart.pays:
-                return apart.gather(self.context, receives=self.receives)
-            gathered = unit.gather_shards(self.context, everywhere=everywhere)
-            wholes = [
-                parameter_views(handle.layout, full) if full is not None and self.receives else None
-                for handle, full in zip(unit.handles, gathered)
-            ]
-        if not copy:
-            return wholes
-        device = torch.device("cpu") if self.config.offload_to_cpu else unit.device
-        return [[v.to(device, copy=True) for v in values] if values is not None else None for values in wholes]
+            held = {(bucket, i): its for bucket in range(len(unit.handles)) for i, its in enumerate(self._held(bucket))}
+            if groups.sharded and self._wanted.form in (Full, Rows):
+                watch = self._context.about_to(GATHER, unit)
+        leaving = export(held.values(), form, channel, f"gather {unit.name}", watch=watch)
+        channel.flush()
+        return dict(zip(held, leaving)) if self._receives else {}
 
-    def unreadable(self, bucket: int) -> list[RaggedTensor]:
-        """A stand-in for each parameter, known by ``(self, bucket, index)``: what this rank's shard holds of it."""
-        handle = self.unit.handles[bucket]
-        return shard_parts(handle, [(self, bucket, index) for index in range(len(handle.layout.params))])
-
-    def _is_ours(self, value: Any) -> bool:
-        return isinstance(value, RaggedTensor) and isinstance(value.origin, tuple) and value.origin[0] is self
-
-    def stand_ins_in(self, destination: dict[str, Any]) -> list[tuple[str, RaggedTensor]]:
-        return [(key, value) for key, value in destination.items() if self._is_ours(value)]
-
-
-class SavingSharded(Saving):
-    """Each rank gets its rows of every parameter."""
-
-    def show(self) -> None:
-        for bucket, views in enumerate(self.unit.views):
-            views.show_stand_ins(self.unreadable(bucket))
-
-    def collect(self, destination: dict[str, Any], prefix: str) -> None:
-        wholes = self.wholes(copy=False)
-        mesh = self._wrapper._device_mesh
-        for key, stand_in in self.stand_ins_in(destination):
-            _, bucket, index = stand_in.origin
-            values = wholes[bucket]
-            if values is None:
-                raise RuntimeError(
-                    f"a sharded state dict of {self.unit.name} inside summon_full_params(rank0_only=True): this rank "
-                    "has no part of the values that are shown"
-                )
-            destination[key] = chunk_of(
-                values[index], self.unit.groups.shard, mesh=mesh, offload=self.config.offload_to_cpu
+    def _shown(self) -> dict[tuple[int, int], Held]:
+        """What summoned parameters show, with the changes made to it; on ranks where they do."""
+        held = {
+            (bucket, index): Held(RaggedTensor.of_whole(param.detach(), views.handle.layout.params[index].stride), None)
+            for bucket, views in enumerate(self.unit.views)
+            for index, (_, param) in enumerate(views.shown())
+        }
+        if not held and self._wanted.form is Rows:
+            raise RuntimeError(
+                f"a sharded state dict of {self.unit.name} inside summon_full_params(rank0_only=True): this rank "
+                "has no part of the values that are shown"
             )
-        self._collect_buffers(destination, prefix)
+        return held
+
+    def _held(self, bucket: int) -> list[Held]:
+        """What the shard holds: of each parameter, or of the flat vector."""
+        handle = self.unit.handles[bucket]
+        return [held_flat(handle)] if self._home is not None else held_params(handle)
+
+    def _unreadable(self, bucket: int) -> list[RaggedTensor]:
+        """A stand-in for each tensor, known by ``(self, bucket, index)``: what this rank's shard holds of it."""
+        parts = [held.part for held in self._held(bucket)]
+        for index, part in enumerate(parts):
+            part.origin = (self, bucket, index)
+        return parts
 
 
-class SavingRagged(SavingSharded):
-    """Each rank gets what its shard holds anyway, in the shard's own memory unless it is moved to CPU."""
-
-    def show(self) -> None:
-        _refuse_summoned(self.unit, "a state dict without communication")
-        super().show()
-
-    def collect(self, destination: dict[str, Any], prefix: str) -> None:
-        for key, part in self.stand_ins_in(destination):
-            local = part.local.cpu() if self.config.offload_to_cpu else part.local
-            destination[key] = RaggedTensor(local, part.shape, part.start, part.stride())
-        self._collect_buffers(destination, prefix)
+def held_params(handle: FlatParamHandle) -> list[Held]:
+    """What the ranks' shards hold of each parameter, in the shard's own memory."""
+    layout, shard = handle.layout, handle.shard
+    held = []
+    for index, (record, piece) in enumerate(zip(layout.params, layout.pieces(handle.groups.shard_rank))):
+        local = shard[piece.shard_offset : piece.shard_offset + piece.numel]
+        spans = layout.owners(index) if handle.groups.sharded else None
+        held.append(Held(RaggedTensor(local, record.shape, piece.start, record.stride), spans))
+    return held
 
 
-class SavingLocal(Saving):
-    """Each rank gets its shard of each flat parameter without padding, in the shard's own memory."""
-
-    def show(self) -> None:
-        _refuse_summoned(self.unit, "a local state dict")
-        home = flat_home(self._wrapper, self.opener)
-        for bucket, views in enumerate(self.unit.views):
-            start, local = unpadded(views.handle)
-            stand_in = RaggedTensor(local, (views.handle.layout.numel,), start, None, (self, bucket))
-            views.show_flat_stand_in(home, flat_name(bucket), stand_in)
-
-    def collect(self, destination: dict[str, Any], prefix: str) -> None:
-        for key, part in self.stand_ins_in(destination):
-            handle = self.unit.handles[part.origin[1]]
-            local = part.local.cpu() if self.config.offload_to_cpu else part.local
-            destination[key] = one_chunk_each(local, flat_ranges(handle.layout), part.shape, handle.groups.shard)
-        self._collect_buffers(destination, prefix)
-
-
-class _Apart:
-    """A unit's parameters, gathered each into memory of its own: what is large travels without being copied.
-
-    Attributes:
-        pays: whether any is that large, and the unit's group moves large messages best so. The same on all ranks.
-    """
-
-    def __init__(self, unit: Unit, *, everywhere: bool) -> None:
-        """On all ranks of the shard group, or on its rank 0 alone."""
-        groups = unit.groups
-        self._unit = unit
-        self._mover = Mover(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
-        self._params = [(handle, index) for handle in unit.handles for index in range(len(handle.layout.params))]
-        self._items = []
-        for handle, index in self._params:
-            holds = [Span(*owned) for owned in handle.layout.owners(index)]
-            needs = None if everywhere else [Span(0, 0, handle.layout.params[index].numel)]
-            self._items.append(Item(handle.layout.dtype, holds, needs))
-        self.pays = groups.sharded and any(
-            self._mover.goes_directly(item, held) for item in self._items for held in item.holds
-        )
-
-    def gather(self, context: RootContext, *, receives: bool) -> list[list[torch.Tensor] | None]:
-        """By bucket, the parameters; None where this rank does not receive them."""
-        if not receives:
-            self._move(context, [])
-            return [None for _ in self._unit.handles]
-        records = [handle.layout.params[index] for handle, index in self._params]
-        values = [
-            torch.empty_strided(record.shape, record.stride, dtype=item.dtype, device=self._unit.device)
-            for record, item in zip(records, self._items)
-        ]
-        self._move(context, [value.as_strided((value.numel(),), (1,)) for value in values])
-        arrived = iter(values)
-        return [[next(arrived) for _ in handle.layout.params] for handle in self._unit.handles]
-
-    def _move(self, context: RootContext, goals: list[torch.Tensor]) -> None:
-        rank = self._unit.groups.shard_rank
-
-        def read(number: int, start: int, end: int) -> torch.Tensor:
-            handle, index = self._params[number]
-            first = handle.layout.piece(index, rank).shard_offset  # all of a piece goes at once
-            return handle.shard[first : first + end - start]
-
-        def write(number: int, start: int, values: torch.Tensor) -> None:
-            goals[number][start : start + values.numel()].copy_(values)
-
-        def place(number: int, start: int, end: int) -> torch.Tensor:
-            return goals[number][start:end]
-
-        ticket = context.about_to(GATHER, self._unit)
-        label = f"gather {self._unit.name}"
-        self._mover.move(self._items, read, write, label, place=place, watch=ticket)
-        self._mover.flush()
-
-
-def shard_parts(handle: FlatParamHandle, origins: list[Any] | None = None) -> list[RaggedTensor]:
-    """What this rank's shard holds of each parameter, in the shard's own memory."""
+def held_flat(handle: FlatParamHandle) -> Held:
+    """What the ranks' shards hold of the flat vector, without the padding behind the last parameter."""
     layout = handle.layout
-    pieces = layout.pieces(handle.groups.shard_rank)
-    return [
-        RaggedTensor(
-            handle.shard[piece.shard_offset : piece.shard_offset + piece.numel],
-            record.shape,
-            piece.start,
-            record.stride,
-            origins[index] if origins is not None else None,
-        )
-        for index, (record, piece) in enumerate(zip(layout.params, pieces))
-    ]
-
-
-def flat_ranges(layout: FlatLayout) -> list[tuple[int, int]]:
-    """Every rank's (start, end) in the flat vector without the padding behind the last parameter."""
-    ranges = [layout.shard_range(rank) for rank in range(layout.world_size)]
-    return [(min(start, layout.numel), min(end, layout.numel)) for start, end in ranges]
-
-
-def unpadded(handle: FlatParamHandle) -> tuple[int, torch.Tensor]:
-    """Where this rank's shard starts in the flat vector, and the shard without the padding at the end."""
-    start, end = flat_ranges(handle.layout)[handle.groups.shard_rank]
-    return start, handle.shard[: end - start]
+    ranges = (layout.shard_range(rank) for rank in range(layout.world_size))
+    spans = [(rank, min(start, layout.numel), min(end, layout.numel)) for rank, (start, end) in enumerate(ranges)]
+    _, start, end = spans[handle.groups.shard_rank]
+    return Held(RaggedTensor(handle.shard[: end - start], (layout.numel,), start), spans)
 
 
 def flat_name(bucket: int) -> str:
@@ -334,13 +238,6 @@ def check_at_rest(unit: Unit, what: str) -> None:
         )
 
 
-def _refuse_summoned(unit: Unit, what: str) -> None:
-    if unit.phase is Phase.SUMMONED:
-        raise RuntimeError(
-            f"{what} of {unit.name} inside summon_full_params, where the shards may be out of date: take it outside"
-        )
-
-
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
@@ -361,22 +258,17 @@ def calling(call: str, module: nn.Module) -> Iterator[None]:
 
 def begin_saving(wrapper: Wrapper, opener: nn.Module) -> Saving:
     """Start to collect the state of ``wrapper``'s unit from ``opener`` on, in the form that its settings ask for."""
-    settings = wrapper._state_dict_settings
-    unit, kind, config = wrapper._fsdp_unit, settings.state_dict_type, settings.state_dict_config
-    if kind is StateDictType.LOCAL_STATE_DICT and wrapper._device_mesh is not None:
-        raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
-    if isinstance(config, RaggedStateDictConfig):
-        return SavingRagged(wrapper, opener)
-    if kind is StateDictType.FULL_STATE_DICT or not unit.handles:
-        return Saving(wrapper, opener)
-    if not unit.groups.sharded:
-        warnings.warn(
-            f"{kind} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is returned", stacklevel=2
-        )
-        return Saving(wrapper, opener)
-    if kind is StateDictType.LOCAL_STATE_DICT:
-        return SavingLocal(wrapper, opener)
-    return SavingSharded(wrapper, opener)
+    settings, unit = wrapper._state_dict_settings, wrapper._fsdp_unit
+    wanted = Wanted.of(settings.state_dict_type, settings.state_dict_config, wrapper._device_mesh)
+    if wanted.form in (Rows, Local) and not (unit.groups.sharded and unit.handles):
+        if unit.handles:
+            warnings.warn(
+                f"{settings.state_dict_type} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is "
+                "returned",
+                stacklevel=2,
+            )
+        wanted = replace(wanted, form=Full)
+    return Saving(wrapper, opener, wanted)
 
 
 def copied_ref(wrapper: Any, memo: dict[int, Any]) -> Callable[[], Any]:

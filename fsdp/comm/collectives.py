@@ -206,26 +206,6 @@ class Communicator:
         complete()
         return Pending((), None, self.streams, tag)
 
-    def gather_to_first(
-        self, full: torch.Tensor | None, shard: torch.Tensor, tag: Tag, watch: Watch | None = None
-    ) -> Pending:
-        """As ``gather``, for rank 0 of the shard group alone; ``full`` is None on the others, which only send."""
-        pieces = None if full is None else list(_wire(full).view(self.groups.shard_size, -1).unbind())
-        works = self._issue(tag, "gather", _wire(shard), pieces, dst=self._first(), group=self.groups.shard)
-        return Pending(works, None, self.streams, tag, watch, self.groups.shard)
-
-    def scatter_from_first(
-        self, shard: torch.Tensor, full: torch.Tensor | None, tag: Tag, watch: Watch | None = None
-    ) -> Pending:
-        """Start writing each rank's piece of rank 0's ``full`` (None on the others) into ``shard``."""
-        pieces = None if full is None else list(_wire(full).view(self.groups.shard_size, -1).unbind())
-        works = self._issue(tag, "scatter", _wire(shard), pieces, src=self._first(), group=self.groups.shard)
-        return Pending(works, None, self.streams, tag, watch, self.groups.shard)
-
-    def _first(self) -> int:
-        group: Any = self.groups.shard
-        return dist.get_global_rank(group, 0)
-
     def maximum(self, values: torch.Tensor, device: torch.device, label: str, watch: Watch | None = None) -> None:
         """Replace ``values`` (int64, on CPU) by the largest of all ranks, element by element. The host waits."""
         for group in (self.groups.shard, self.groups.replica):

@@ -60,7 +60,7 @@ class HostStreams:
     def wait(self, event: Event) -> None:
         return None
 
-    def upload(self, tensor: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
@@ -129,10 +129,10 @@ class AcceleratorStreams:
         if event is not None:
             self.current().wait_event(event)
 
-    def upload(self, tensor: torch.Tensor, *, wait: bool = False) -> torch.Tensor:
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor`` on the device, the same object if it is there. Host memory may be written only after ``settle``
-        on the gather stream, or with ``wait`` at once."""
-        return tensor.to(self._device, non_blocking=not wait)
+        on the gather stream."""
+        return tensor.to(self._device, non_blocking=True)
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """So many bytes of host memory; ``pinned``: page-locked, and on CUDA given back when nothing holds them.

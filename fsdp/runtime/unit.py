@@ -294,6 +294,13 @@ class Unit:
                     handle.release(context.gather_pool, last_use)
             torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
+    def shards_were_written(self) -> None:
+        """On some rank, if not on this one: what has been gathered for a forward to come is out of date on all."""
+        self._kept_version = None
+        context = self.context
+        if context is not None and context.idle.get(self) is Idle.AHEAD:
+            self.reshard(context)
+
     def compute_in_full_precision(self, context: RootContext, full_precision: bool) -> None:
         """Compute in the parameters' own dtypes from here on, or in those of the mixed precision again.
 
@@ -437,38 +444,6 @@ class Unit:
         """For what the call under way communicates over the unit's group, apart from gathers; see
         ``RootContext.announce``."""
         return self.context.announce(self.group) if self.context is not None else None
-
-    def gather_shards(self, context: RootContext, *, everywhere: bool = True) -> list[torch.Tensor | None]:
-        """Every bucket's whole flat vector, in the shards' dtype and in memory of its own (of what is not sharded, the
-        shard itself). Not ``everywhere``: on rank 0 of the shard group alone, and None on the others."""
-        if not self.groups.sharded:
-            return [handle.shard for handle in self.handles]
-        ticket = context.about_to(GATHER, self)
-        gathered: list[torch.Tensor | None] = []
-        for bucket, handle in enumerate(self.handles):
-            assert self._communicator is not None
-            shard, tag = context.streams.upload(handle.shard, wait=True), self._tag(bucket, "gather")
-            full = None
-            if everywhere or self.groups.shard_rank == 0:
-                full = torch.empty(handle.layout.padded_numel, dtype=shard.dtype, device=self.device)
-            if everywhere:
-                assert full is not None
-                self._communicator.gather(full, shard, tag, ticket).wait()
-            else:
-                self._communicator.gather_to_first(full, shard, tag, ticket).wait()
-            gathered.append(full)
-        return gathered
-
-    def scatter_from_first(self, bucket: int, full: torch.Tensor | None) -> torch.Tensor:
-        """This rank's shard of what rank 0 of the shard group has as ``full`` (None on the others)."""
-        layout = self.handles[bucket].layout
-        if not self.groups.sharded:
-            assert full is not None
-            return full
-        assert self._communicator is not None
-        shard = torch.empty(layout.shard_numel, dtype=layout.dtype, device=self.device)
-        self._communicator.scatter_from_first(shard, full, self._tag(bucket, "scatter"), self.watch_call()).wait()
-        return shard
 
     def agree_on_maximum(self, values: torch.Tensor) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""

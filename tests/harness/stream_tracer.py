@@ -251,13 +251,8 @@ class TracingStreams:
         if sync not in self._tracer.drop:
             stream.follow(event.clock)
 
-    def upload(self, tensor: Tensor, *, wait: bool = False) -> Tensor:
-        if not self._tracer.is_offloaded(tensor):
-            return tensor
-        copy = tensor.clone()
-        if wait:
-            self._tracer.host.follow(self._tracer.current.clock)
-        return copy
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.clone() if self._tracer.is_offloaded(tensor) else tensor
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> Tensor:
         memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -438,6 +433,8 @@ class StreamTracer(TorchDispatchMode):
                     storage = _storage(tensor)
                     if storage is not None:
                         self._access(self._find(storage), storage, operation, write=write)
+        if func is torch.ops.aten.copy_.default and self.is_offloaded(args[1]) and not (args + (False,))[2]:
+            self.host.follow(self.current.clock)  # the host waits for a copy from its own memory
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = _storage(tensor)

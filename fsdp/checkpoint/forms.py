@@ -1,0 +1,400 @@
+"""The forms that a tensor has in state dicts: whole, as chunks of rows, as what a shard holds, as a part of a vector.
+
+A *form* tells which rank gets which elements (``place``), makes of them what stands in the state dict (``wrap``), and
+finds in such a value what this rank has (``read``). All that leaves a model or an optimizer does so by :func:`export`,
+and all that comes back by :func:`fill`, whatever its form.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._utils import _get_device_module
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardOf
+from torch.distributed.tensor.placement_types import Placement as MeshPlacement
+
+from fsdp.api import OptimStateDictConfig, RaggedOptimStateDictConfig, RaggedStateDictConfig, StateDictType
+from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, memory_order
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.redistribute import Channel, Item, redistribute
+from fsdp.comm.collectives import Watch
+from fsdp.comm.groups import default_group
+from fsdp.flat.layout import contiguous_stride
+from fsdp.runtime.unit import Unit
+
+
+class Held(NamedTuple):
+    """A tensor whose elements the ranks of a group hold.
+
+    Attributes:
+        part: this rank's interval of it.
+        spans: the (rank, start, end) of every rank's; None if each has all of it.
+    """
+
+    part: RaggedTensor
+    spans: Sequence[tuple[int, int, int]] | None
+
+    def placement(self, ranks: int) -> Placement | None:
+        """Of its elements on so many ranks; None if each has all of it."""
+        if self.spans is None:
+            return None
+        return Placement.intervals(self.part.shape, self.part.stride(), self.spans, ranks)
+
+
+class Source(NamedTuple):
+    """What this rank has of a tensor; ``placement`` is None if every rank has what it needs."""
+
+    placement: Placement | None
+    parts: Sequence[Part]
+
+    @classmethod
+    def of_first(cls, value: torch.Tensor | None, shape: Sequence[int], ranks: int) -> Source:
+        """Of a tensor that rank 0 has as ``value``, and the others, where it is None, not at all."""
+        placement = Placement.whole(shape, ranks, only=0)
+        if value is None:
+            return cls(placement, [])
+        return cls(placement, [(Box.whole(shape), value.to_local() if isinstance(value, DTensor) else value)])
+
+
+class Form(ABC):
+    """What becomes of tensors on their way into a state dict.
+
+    Attributes:
+        device: where they go; None for where they are.
+    """
+
+    device: torch.device | None
+
+    @abstractmethod
+    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
+        """Which of so many ranks gets what of a tensor of this shape; None if it stays where it is."""
+
+    @abstractmethod
+    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+        """What stands in the state dict for a tensor; ``local`` is what this rank got of it, if anything."""
+
+    @staticmethod
+    @abstractmethod
+    def read(value: torch.Tensor, group: Any) -> Source | None:
+        """What this rank has in ``value``; None if that is of another form. ``group``: the ranks that have the rest.
+
+        Raises:
+            AssertionError: nobody can tell who has what.
+        """
+
+
+@dataclass(frozen=True)
+class Full(Form):
+    """Whole tensors on every rank, or on rank ``only`` alone; -1 is none of them."""
+
+    device: torch.device
+    only: int | None = None
+
+    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
+        return Placement.whole(shape, ranks, self.only)
+
+    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+        return local
+
+    @staticmethod
+    def read(value: torch.Tensor, group: Any) -> Source | None:
+        whole = value.to_local() if isinstance(value, DTensor) else value
+        return Source(None, [(Box.whole(value.shape), whole.detach())])
+
+
+@dataclass(frozen=True)
+class Rows(Form):
+    """Each rank's chunk of rows, by the rule of ``torch.chunk``: as ``DTensor`` over ``mesh`` if there is one, else as
+    ``ShardedTensor`` over ``group``. What has no rows is whole on every rank."""
+
+    device: torch.device
+    group: Any
+    mesh: DeviceMesh | None
+
+    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
+        if not shape or 0 in shape:
+            return Placement.whole(shape, ranks)
+        return Placement.rows(shape, chunk_rows(shape[0], ranks))
+
+    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+        shape = tuple(held.part.shape)
+        if not shape or 0 in shape:
+            return local
+        if local is None:
+            local = torch.empty((0, *shape[1:]), dtype=held.part.dtype, device=self.device)
+        rows = local.contiguous()  # as torch's sharded tensors have to be, whatever the parameter is
+        if self.mesh is None:
+            return one_chunk_each(rows, chunk_rows(shape[0], self.group.size()), shape, self.group)
+        layout = placements(self.mesh)
+        size, stride = torch.Size(shape), contiguous_stride(shape)
+        return DTensor.from_local(rows, self.mesh, layout, run_check=False, shape=size, stride=stride)
+
+    @staticmethod
+    def read(value: torch.Tensor, group: Any) -> Source | None:
+        if not is_sharded(value):
+            return None
+        shape = kind_of(value)[1]
+        ranges, rows = _rows_of_dtensor(value, group) if isinstance(value, DTensor) else _rows_of_shards(value, group)
+        if sum(end - start for start, end in ranges) != shape[0]:
+            raise AssertionError(f"the ranks of the group have rows {ranges} of a tensor of shape {shape}")
+        placement = Placement.rows(shape, ranges)
+        return Source(placement, [(box, rows) for box in placement.boxes[group.rank()]])
+
+
+@dataclass(frozen=True)
+class Ragged(Form):
+    """What this rank's shard holds, in the shard's own memory unless it is on another device."""
+
+    device: torch.device | None
+
+    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
+        return None
+
+    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+        part = held.part
+        return RaggedTensor(part.local.to(device=self.device), part.shape, part.start, part.stride())
+
+    @staticmethod
+    def read(value: torch.Tensor, group: Any) -> Source | None:
+        return Source(None, value.parts) if isinstance(value, RaggedTensor) else None
+
+
+@dataclass(frozen=True)
+class Local(Form):
+    """Each rank's interval of a vector as ``ShardedTensor`` over ``group``, in the shard's own memory unless it is on
+    another device."""
+
+    device: torch.device | None
+    group: Any
+
+    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
+        return None
+
+    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+        ranges = [(start, end) for _, start, end in held.spans or ()]
+        return one_chunk_each(held.part.local.to(device=self.device), ranges, held.part.shape, self.group)
+
+    read = Rows.read
+
+
+def read(value: torch.Tensor, group: Any) -> Source:
+    """What this rank has in a value of whatever form; ``group`` are the ranks that have the rest.
+
+    Raises:
+        AssertionError: nobody can tell who has what.
+    """
+    found = (form.read(value, group) for form in (Ragged, Rows, Full))
+    return next(source for source in found if source is not None)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The form that is asked for, whatever the unit.
+
+    Attributes:
+        form: for what is sharded.
+        rank0_only: only rank 0 gets it. For ``Full``.
+        offload_to_cpu: tensors in CPU memory; else where the unit computes, or in the shards' own memory.
+        mesh: for ``Rows``; ``DTensor`` values on it instead of ``ShardedTensor``.
+    """
+
+    form: type[Form] = Full
+    rank0_only: bool = False
+    offload_to_cpu: bool = True
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of(cls, kind: StateDictType, config: Any, mesh: DeviceMesh | None) -> Wanted:
+        """What the settings in force ask for; ``mesh`` is that of the wrapped module, if any.
+
+        Raises:
+            RuntimeError: a local state dict with a device mesh.
+        """
+        if kind is StateDictType.LOCAL_STATE_DICT and mesh is not None:
+            raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
+        forms: dict[StateDictType, type[Form]] = {
+            StateDictType.FULL_STATE_DICT: Full,
+            StateDictType.SHARDED_STATE_DICT: Rows,
+            StateDictType.LOCAL_STATE_DICT: Local,
+        }
+        ragged = isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig))
+        form: type[Form] = Ragged if ragged else forms[kind]
+        if not getattr(config, "_use_dtensor", True) and isinstance(config, OptimStateDictConfig):
+            mesh = None
+        return cls(form, getattr(config, "rank0_only", False), config.offload_to_cpu, mesh)
+
+    def of_unit(self, unit: Unit, channel: Channel, first: int) -> Form:
+        """For the tensors of ``unit``; ``first`` is the rank in ``channel`` that gets what one rank alone gets."""
+        device = torch.device("cpu") if self.offload_to_cpu else unit.device
+        if self.form is Ragged:
+            return Ragged(device if self.offload_to_cpu else None)
+        if self.form is Local:
+            return Local(device if self.offload_to_cpu else None, channel.group)
+        if self.form is Rows:
+            return Rows(device, channel.group, self.mesh)
+        return Full(device, first if self.rank0_only else None)
+
+
+def sharers(unit: Unit) -> Any:
+    """The group whose ranks have the unit's chunks: those that it is sharded over, or else replicated over."""
+    return unit.groups.shard or unit.groups.replica or default_group()
+
+
+# -- out and in --------------------------------------------------------------------------------------------------------
+
+
+class Leaving(NamedTuple):
+    """A tensor on its way into a state dict."""
+
+    form: Form
+    held: Held
+    local: torch.Tensor | None
+
+    def value(self, *, again: bool = False) -> Any:
+        """What stands in the state dict, when the channel has been flushed. ``again``: under one more name."""
+        local = self.local.clone() if again and self.local is not None else self.local
+        return self.form.wrap(self.held, local)
+
+
+def export(
+    tensors: Iterable[Held], form: Form, channel: Channel, label: str, watch: Watch | None = None
+) -> list[Leaving]:
+    """Start moving ``tensors`` to whoever gets them in ``form``; see :func:`redistribute`."""
+    leaving, items = [], []
+    for held in tensors:
+        part, target = held.part, form.place(tuple(held.part.shape), channel.size)
+        local = None
+        if target is not None:
+            assert form.device is not None
+            gets = [(box, _memory_for(box, part, form.device)) for box in target.boxes[channel.rank]]
+            local = gets[0][1] if gets else None
+            source = held.placement(channel.size)
+            if source is None:
+                copy_parts(part.parts, gets)
+            else:
+                items.append(Item(part.dtype, part.stride(), source, target, part.parts, gets))
+        leaving.append(Leaving(form, held, local))
+    redistribute(items, channel, label, watch=watch)
+    return leaving
+
+
+def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str, watch: Watch | None = None) -> None:
+    """Start moving what each source has to where the ranks hold the tensor, in the dtype in which they do; see
+    :func:`redistribute`."""
+    items = []
+    for held, source in arriving:
+        part = held.part
+        if source.placement is None:
+            copy_parts(source.parts, part.parts)
+            continue
+        target = held.placement(channel.size) or Placement.whole(part.shape, channel.size)
+        items.append(Item(part.dtype, part.stride(), source.placement, target, source.parts, part.parts))
+    redistribute(items, channel, label, watch=watch)
+
+
+def _memory_for(box: Box, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Uninitialised, in the memory order of the whole."""
+    if box.sizes == tuple(like.shape):
+        return torch.empty_strided(box.sizes, like.stride(), dtype=like.dtype, device=device)
+    order = memory_order(like.shape, like.stride())
+    memory = torch.empty([box.sizes[dim] for dim in order], dtype=like.dtype, device=device)
+    return memory.permute([order.index(dim) for dim in range(len(order))])
+
+
+# -- torch's own sharded tensors ---------------------------------------------------------------------------------------
+
+
+def one_chunk_each(
+    local: torch.Tensor, ranges: Sequence[tuple[int, int]], shape: Sequence[int], group: Any
+) -> ShardedTensor:
+    """A ``ShardedTensor`` of ``shape`` of which rank i of ``group`` has the rows of ``ranges[i]``, an empty range
+    nothing. ``local`` are this rank's rows; they are not copied."""
+    metadata = []
+    for rank, (start, end) in enumerate(ranges):
+        if start < end:
+            placement = _placement(dist.get_global_rank(group, rank), local.device.type)
+            offsets, sizes = [start, *(0 for _ in shape[1:])], [end - start, *shape[1:]]
+            metadata.append((rank, ShardMetadata(offsets, sizes, placement)))
+    own = [Shard(local, shard) for rank, shard in metadata if rank == group.rank()]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        own,
+        sharded_tensor_metadata=ShardedTensorMetadata(
+            shards_metadata=[shard for _, shard in metadata],
+            size=torch.Size(shape),
+            tensor_properties=TensorProperties(
+                dtype=local.dtype,
+                layout=torch.strided,
+                requires_grad=False,
+                memory_format=torch.contiguous_format,
+                pin_memory=False,
+            ),
+        ),
+        process_group=group,
+    )
+
+
+def _placement(rank: int, device_type: str) -> str:
+    if device_type == "cpu":
+        return f"rank:{rank}/cpu"
+    return f"rank:{rank}/{device_type}:{rank % _get_device_module(device_type).device_count()}"
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether ``value`` is one of torch's sharded tensors, of which this rank has not all."""
+    if not isinstance(value, DTensor):
+        return isinstance(value, ShardedTensor)
+    dims = enumerate(value.placements)
+    return not all(its.is_replicate() or value.device_mesh.size(dim) == 1 for dim, its in dims)
+
+
+def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of a tensor, or of what a sharded one is a part of."""
+    if isinstance(value, ShardedTensor):  # its own methods warn that it is deprecated
+        return value.metadata().tensor_properties.dtype, tuple(value.metadata().size)
+    return value.dtype, tuple(value.shape)
+
+
+def placements(mesh: DeviceMesh) -> list[MeshPlacement]:
+    """Rows over the last dimension of ``mesh``, replicated over the others."""
+    return [*(Replicate() for _ in range(mesh.ndim - 1)), ShardOf(0)]
+
+
+def _rows_of_dtensor(tensor: DTensor, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """Which rows each rank of ``group`` has, and this rank's."""
+    mesh = tensor.device_mesh
+    if list(tensor.placements) != placements(mesh):
+        raise AssertionError(
+            f"a DTensor placed as {tuple(tensor.placements)}; expected rows over the last dimension of the mesh"
+        )
+    if dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)) != dist.get_process_group_ranks(group):
+        raise AssertionError("a DTensor over a device mesh of other ranks than those the parameter is sharded over")
+    return chunk_rows(tensor.shape[0], group.size()), tensor.to_local().detach()
+
+
+def _rows_of_shards(tensor: Any, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """The same of a ``ShardedTensor``, whoever made it."""
+    dtype, shape = kind_of(tensor)
+    shards = tensor.local_shards()
+    if len(shards) > 1:
+        raise AssertionError(f"Expects 0 or 1 shard per rank but got {len(shards)} shards on this rank")
+    ranks, ranges = dist.get_process_group_ranks(group), [(0, 0)] * group.size()
+    for metadata in tensor.metadata().shards_metadata:
+        rank = metadata.placement.rank()
+        if rank not in ranks or any(metadata.shard_offsets[1:]) or metadata.shard_sizes[1:] != [*shape[1:]]:
+            raise AssertionError(
+                f"a chunk at {metadata.shard_offsets} of size {metadata.shard_sizes} on rank {rank}; expected "
+                "rows, on the ranks that the parameter is sharded over"
+            )
+        start = metadata.shard_offsets[0]
+        ranges[ranks.index(rank)] = (start, start + metadata.shard_sizes[0])
+    return ranges, shards[0].tensor.detach() if shards else torch.empty((0, *shape[1:]), dtype=dtype)

@@ -1,0 +1,290 @@
+"""Moving elements from one placement to another: one message per pair of ranks for many tensors.
+
+All state that travels does so by this one function: gathering on one rank, gathering on all, scattering or broadcasting
+from one, and going from flat shards to chunks of rows and back differ in their placements only. What a rank sends to
+another is the overlap of the boxes that it has with those that the other gets. All ranks compute their messages from
+the same placements, and nothing but elements travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, memory_order
+from fsdp.comm.collectives import Communicator, Letter, Pending, Tag, Watch, broadcast, direct_threshold, exchange, mail
+from fsdp.comm.groups import Groups
+from fsdp.comm.streams import streams_for
+
+_ALIGNMENT = 16  # bytes; where each message starts, so that every dtype's elements can be viewed in it
+_TAGS = 1 << 24  # direct messages of a step have smaller numbers
+
+
+class Item(NamedTuple):
+    """A tensor to move.
+
+    Attributes:
+        dtype: in which it travels.
+        stride: of the whole tensor, which tells the order of the elements in a message.
+        source, target: what each rank has, and what each gets.
+        has: this rank's parts of the source.
+        gets: memory for what this rank wants of its part of the target.
+    """
+
+    dtype: torch.dtype
+    stride: tuple[int, ...]
+    source: Placement
+    target: Placement
+    has: Sequence[Part]
+    gets: Sequence[Part]
+
+    @property
+    def nbytes(self) -> int:
+        """Of what there is, on all ranks together."""
+        return self.source.numel * self.dtype.itemsize
+
+    def overlaps(self) -> Iterator[tuple[int, int, Box, Box]]:
+        """(rank that has, rank that gets, box of the one, box of the other)."""
+        for giver, held in enumerate(self.source.boxes):
+            for taker, needed in enumerate(self.target.boxes) if held else ():
+                yield from ((giver, taker, one, other) for one in held for other in needed)
+
+    def read(self, box: Box) -> torch.Tensor:
+        """The elements of ``box``, which is in one of the parts that this rank has."""
+        return next(held.cut(box, values) for held, values in self.has if held.overlap(box) == box)
+
+    def memory(self, box: Box, device: torch.device) -> torch.Tensor | None:
+        """Where the elements of ``box`` can arrive on ``device``, 1-D and in the order of a message."""
+        for needed, memory in self.gets:
+            if needed.overlap(box) == box and memory.device == device and memory.dtype == self.dtype:
+                return _in_one_run(needed.cut(box, memory), self.stride)
+        return None
+
+
+class _Message:
+    """What one rank sends to another: boxes, large dtypes first, so that all are aligned."""
+
+    def __init__(self) -> None:
+        self._boxes: list[tuple[Item, Box, int]] = []
+        self._end = 0
+
+    def append(self, item: Item, box: Box) -> None:
+        self._boxes.append((item, box, self._end))
+        self._end += box.numel * item.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return -(-self._end // _ALIGNMENT) * _ALIGNMENT
+
+    def pack(self, buffer: torch.Tensor) -> None:
+        for item, box, values in self._views(buffer):
+            values.copy_(item.read(box))
+
+    def unpack(self, buffer: torch.Tensor) -> None:
+        for item, box, values in self._views(buffer):
+            copy_parts([(box, values)], item.gets)
+
+    def _views(self, buffer: torch.Tensor) -> Iterator[tuple[Item, Box, torch.Tensor]]:
+        for item, box, begin in self._boxes:
+            elements = buffer[begin : begin + box.numel * item.dtype.itemsize].view(item.dtype)
+            yield item, box, box_view(elements, box, 0, item.stride)
+
+
+class Channel:
+    """The ranks of a group as they redistribute tensors, batch after batch, through memory that is reused.
+
+    While a batch travels, the one before it is put in place: two are there at a time. What is large goes directly from
+    where it lies to where it belongs, where the group moves large messages best so.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
+        """``device`` is where ``group`` can communicate; ``group`` may be None where ``size`` is 1."""
+        self.group, self.rank, self.size, self.device = group, rank, size, device
+        self._streams = streams_for(device)
+        self._communicator = Communicator(Groups(group, rank, size, None, 0, 1), self._streams)
+        direct = size > 1 and self._streams.asynchronous_work
+        self._direct_min = direct_threshold(group, device) if direct else float("inf")  # bytes
+        self._memory: dict[tuple[str, int], torch.Tensor] = {}
+        self._batches = 0
+        self._numbers: dict[tuple[int, bool], int] = {}  # of the direct messages from or to each rank
+        self._finish: Callable[[], None] | None = None  # of the batch that travels
+
+    def flush(self) -> None:
+        """All that was given to :func:`redistribute` has arrived when this returns."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+    def send(self, items: Sequence[Item], label: str, watch: Watch | None) -> None:
+        """Start moving a batch, by one collective: a gather or a broadcast where every rank gets all."""
+        items = sorted(items, key=lambda item: -item.dtype.itemsize)
+        self._batches += 1
+        tag = Tag(label, _TAGS + self._batches)
+        if not all(item.target.is_everywhere for item in items):
+            finish = self._exchange(items, tag, watch)
+        elif not any(any(item.source.boxes[1:]) for item in items):
+            finish = self._broadcast(items)
+        elif any(self._goes_directly(item, box) for item in items for its in item.source.boxes for box in its):
+            finish = self._exchange(items, tag, watch)
+        else:
+            finish = self._gather(items, tag, watch)
+        self.flush()
+        self._finish = finish
+
+    def _goes_directly(self, item: Item, box: Box) -> bool:
+        """Whether these elements travel by themselves, without being copied on the way."""
+        return box.numel * item.dtype.itemsize >= self._direct_min
+
+    # -- the three ways to move a batch: each starts, and returns what waits and puts in place -------------------------
+
+    def _exchange(self, items: list[Item], tag: Tag, watch: Watch | None) -> Callable[[], None]:
+        outgoing, incoming = [_Message() for _ in range(self.size)], [_Message() for _ in range(self.size)]
+        letters: list[Letter] = []
+        late: list[tuple[Item, Box, torch.Tensor]] = []  # what cannot arrive where it belongs
+        direct = False  # whether any rank sends anything directly: all have to know
+        for item in items:
+            for giver, taker, held, needed in item.overlaps():
+                concerned = self.rank in (giver, taker)
+                known = direct or self._direct_min == float("inf")
+                if giver == taker or (known and not concerned) or (box := held.overlap(needed)) is None:
+                    continue
+                goes_directly = self._goes_directly(item, box)
+                direct = direct or goes_directly
+                if concerned and giver == self.rank:
+                    if goes_directly:
+                        letters.append(self._letter(True, taker, self._leaving(item, box)))
+                    else:
+                        outgoing[taker].append(item, box)
+                elif concerned:
+                    if goes_directly:
+                        letters.append(self._letter(False, giver, self._arriving(item, box, late)))
+                    else:
+                        incoming[giver].append(item, box)
+        leaving, arriving = [message.nbytes for message in outgoing], [message.nbytes for message in incoming]
+        sent, received = self._buffer("sent", sum(leaving)), self._buffer("received", sum(arriving))
+        for message, piece in zip(outgoing, sent.split(leaving)):
+            message.pack(piece)
+        if direct:
+            letters += [self._letter(True, to, piece) for to, piece in enumerate(sent.split(leaving)) if leaving[to]]
+            pieces = enumerate(received.split(arriving))
+            letters += [self._letter(False, giver, piece) for giver, piece in pieces if arriving[giver]]
+            pending = mail(letters, self.group, self._streams, tag.label, watch)
+        else:
+            pending = exchange(received, sent, arriving, leaving, self.group, self._streams, tag, watch)
+
+        def finish() -> None:
+            for item in items:
+                copy_parts(item.has, item.gets)
+            pending.wait()
+            for message, piece in zip(incoming, received.split(arriving)):
+                message.unpack(piece)
+            for item, box, elements in late:
+                copy_parts([(box, box_view(elements, box, 0, item.stride))], item.gets)
+
+        return finish
+
+    def _leaving(self, item: Item, box: Box) -> torch.Tensor:
+        values = item.read(box).to(self.device, item.dtype)
+        elements = _in_one_run(values, item.stride)
+        if elements is None:
+            elements = torch.empty(box.numel, dtype=item.dtype, device=self.device)
+            box_view(elements, box, 0, item.stride).copy_(values)
+        return elements
+
+    def _arriving(self, item: Item, box: Box, late: list[tuple[Item, Box, torch.Tensor]]) -> torch.Tensor:
+        elements = item.memory(box, self.device)
+        if elements is None:
+            elements = torch.empty(box.numel, dtype=item.dtype, device=self.device)
+            late.append((item, box, elements))
+        return elements
+
+    def _letter(self, sent: bool, rank: int, values: torch.Tensor) -> Letter:
+        """The next one to or from ``rank``, which counts alike."""
+        number = self._numbers[rank, sent] = self._numbers.get((rank, sent), 0) + 1
+        return Letter(sent, rank, values.view(torch.uint8), _TAGS + number)
+
+    def _broadcast(self, items: list[Item]) -> Callable[[], None]:
+        message = _Message()
+        for item in items:
+            for box in item.source.boxes[0]:
+                message.append(item, box)
+        buffer = self._buffer("received", message.nbytes)
+        if self.rank == 0:
+            message.pack(buffer)
+        broadcast([buffer], self.group)
+        return lambda: message.unpack(buffer)
+
+    def _gather(self, items: list[Item], tag: Tag, watch: Watch | None) -> Callable[[], None]:
+        messages = [_Message() for _ in range(self.size)]
+        for item in items:
+            for message, boxes in zip(messages, item.source.boxes):
+                for box in boxes:
+                    message.append(item, box)
+        nbytes = max(message.nbytes for message in messages)
+        received = self._buffer("received", nbytes * self.size)
+        pieces = received.view(self.size, nbytes)
+        messages[self.rank].pack(pieces[self.rank])
+        pending: Pending = self._communicator.gather(received, pieces[self.rank], tag, watch)
+
+        def finish() -> None:
+            pending.wait()
+            for message, piece in zip(messages, pieces):
+                message.unpack(piece)
+
+        return finish
+
+    def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
+        """Memory that the batch before the last one used."""
+        place = name, self._batches % 2
+        if place not in self._memory or self._memory[place].numel() < nbytes:
+            self._memory.pop(place, None)
+            self._memory[place] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return self._memory[place][:nbytes]
+
+
+class Channels:
+    """One :class:`Channel` per group, made at first use."""
+
+    def __init__(self) -> None:
+        self._by_group: dict[tuple[Any, torch.device], Channel] = {}
+
+    def over(self, group: Any, device: torch.device) -> Channel:
+        if (group, device) not in self._by_group:
+            self._by_group[group, device] = Channel(group, group.rank(), group.size(), device)
+        return self._by_group[group, device]
+
+    def flush(self) -> None:
+        for channel in self._by_group.values():
+            channel.flush()
+
+
+def redistribute(
+    items: Sequence[Item], channel: Channel, label: str, *, watch: Watch | None = None, limit: int = 32 << 20
+) -> None:
+    """Start moving ``items``. All ranks of the channel have to come with the same placements.
+
+    One collective per ``limit`` bytes, or per item that is larger; none for what does not travel. All has arrived when
+    the channel has been flushed, and nobody touches the values before.
+    """
+    travelling: list[Item] = []
+    for item in items:
+        if item.source == item.target or channel.size == 1:
+            copy_parts(item.has, item.gets)
+        elif item.source.numel > 0 and any(item.target.boxes):
+            travelling.append(item)
+    batch: list[Item] = []
+    for item in travelling:
+        if batch and sum(other.nbytes for other in batch) + item.nbytes > limit:
+            channel.send(batch, label, watch)
+            batch = []
+        batch.append(item)
+    if batch:
+        channel.send(batch, label, watch)
+
+
+def _in_one_run(values: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor | None:
+    """``values``, a box of a tensor of this stride, as a 1-D view in memory order; None if they do not lie so."""
+    in_order = values.permute(memory_order(values.shape, stride))
+    return in_order.as_strided((values.numel(),), (1,)) if in_order.is_contiguous() else None

@@ -1,0 +1,149 @@
+"""Boxes that ranks have and get, by property, and the one function that moves elements from the ones to the others."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts
+from fsdp.checkpoint.redistribute import Channel, Item, redistribute
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.test_ragged import random_tensor
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn)
+FORMS = ("first", "last", "rows", "columns", "intervals", "whole")
+
+
+def numbered(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    whole = torch.empty_strided(shape, stride, dtype=dtype)
+    return whole.copy_((torch.arange(math.prod(shape)) % 113).view(shape))
+
+
+def placed(rng: random.Random, form: str, shape: tuple[int, ...], stride: tuple[int, ...], ranks: int) -> Placement:
+    numel = math.prod(shape)
+    if form in ("first", "last"):
+        return Placement.whole(shape, ranks, only=0 if form == "first" else ranks - 1)
+    if form == "intervals":
+        cuts = [0, *sorted(rng.randrange(numel + 1) for _ in range(ranks - 1)), numel]
+        return Placement.intervals(shape, stride, [(rank, *cuts[rank : rank + 2]) for rank in range(ranks)], ranks)
+    if form == "rows" and shape:
+        return Placement.rows(shape, chunk_rows(shape[0], ranks))
+    if form == "columns" and len(shape) > 1:  # as tensor parallelism cuts: offsets in another dimension than the first
+        boxes = []
+        for start, end in chunk_rows(shape[-1], ranks):
+            box = Box((*(0 for _ in shape[:-1]), start), (*shape[:-1], end - start))
+            boxes.append((box,) if box.numel else ())
+        return Placement(tuple(boxes))
+    return Placement.whole(shape, ranks)
+
+
+def test_two_boxes_have_in_common_what_both_have() -> None:
+    rng = random.Random(0)
+    for _ in range(500):
+        shape, stride = random_tensor(rng)
+        one, other = (placed(rng, rng.choice(FORMS), shape, stride, 3) for _ in range(2))
+        whole = numbered(shape, stride, torch.int64)
+        counted = torch.zeros(shape, dtype=torch.int64)
+        for a in (box for boxes in one.boxes for box in boxes):
+            for b in (box for boxes in other.boxes for box in boxes):
+                both = a.overlap(b)
+                assert (both is None) == (b.overlap(a) is None)
+                if both is not None:
+                    outer = Box.whole(shape)
+                    assert torch.equal(a.cut(both, outer.cut(a, whole)), outer.cut(both, whole))
+                    outer.cut(both, counted).add_(1)
+        expected = (3 if one.is_everywhere else 1) * (3 if other.is_everywhere else 1)
+        if 0 not in shape and (expected > 1 or "everywhere" not in (one, other)):
+            assert counted.eq(expected).all(), (one, other)
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty(values.numel(), dtype=values.dtype).copy_(values.reshape(-1)).view(torch.uint8)
+
+
+def parts_of(placement: Placement, whole: torch.Tensor, rank: int) -> list[Part]:
+    outer = Box.whole(whole.shape)
+    return [(box, outer.cut(box, whole)) for box in placement.boxes[rank]]
+
+
+def memory_for(rng: random.Random, placement: Placement, whole: torch.Tensor, rank: int) -> list[Part]:
+    """In one run, or with gaps between the rows."""
+    parts: list[Part] = []
+    for box in placement.boxes[rank]:
+        sizes = [*box.sizes[:-1], box.sizes[-1] + rng.randrange(3)] if box.sizes else []
+        memory = torch.zeros(sizes, dtype=whole.dtype)
+        parts.append((box, memory[..., : box.sizes[-1]] if box.sizes else memory))
+    return parts
+
+
+def moved_on_every_rank(seed: int) -> None:
+    rng, own = random.Random(seed), random.Random(dist.get_rank())
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group()  # its messages are not the same number on all ranks
+    for way in ("native", "direct", "auto"):
+        os.environ["FSDP_COLLECTIVES"] = way
+        channel = Channel(group, rank, size, CPU)
+        pairs = [(one, other) for one in FORMS[:-1] for other in FORMS]
+        checks = []
+        for source_form, target_form in rng.sample(pairs, 12):
+            items = []
+            for _ in range(rng.randrange(1, 6)):
+                (shape, stride), dtype = random_tensor(rng), rng.choice(DTYPES)
+                source = placed(rng, source_form, shape, stride, size)
+                target = placed(rng, target_form, shape, stride, size)
+                whole = numbered(shape, stride, dtype)
+                gets = memory_for(own, target, whole, rank)
+                items.append(Item(dtype, stride, source, target, parts_of(source, whole, rank), gets))
+                checks.append((gets, parts_of(target, whole, rank), source, target))
+            redistribute(items, channel, "move", limit=rng.choice([40, 1000, math.inf]))
+        channel.flush()
+        for gets, expected, source, target in checks:
+            for (box, memory), (_, values) in zip(gets, expected, strict=True):
+                assert torch.equal(bits(memory), bits(values)), (way, box, str(source), str(target))
+    os.environ["FSDP_COLLECTIVES"] = "auto"
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_every_placement_becomes_every_other(seed: int) -> None:
+    """Whole, rows, columns, flat intervals; in any dtype and memory order; in messages and directly."""
+    run_ranks(3, moved_on_every_rank, seed)
+
+
+def count_collectives() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shape, stride = (5, 7), (7, 1)
+    whole = numbered(shape, stride, torch.float32)
+    flat = Placement.intervals(shape, stride, [(0, 0, 17), (1, 17, 35)], size)
+    rows = Placement.rows(shape, chunk_rows(5, size))
+    everywhere, first = Placement.whole(shape, size), Placement.whole(shape, size, only=0)
+    for source, target, ops in (
+        (flat, everywhere, ["all_gather"]),
+        (first, everywhere, ["broadcast"]),
+        (flat, rows, ["all_to_all"]),
+        (flat, first, ["all_to_all"]),
+        (first, flat, ["all_to_all"]),
+        (flat, flat, []),
+        (flat, Placement.whole(shape, size, only=-1), []),
+    ):
+        channel = Channel(dist.group.WORLD, rank, size, CPU)
+        gets = [(box, torch.zeros(box.sizes)) for box in target.boxes[rank]]
+        has = parts_of(source, whole, rank)
+        with record_collectives() as log:
+            redistribute([Item(torch.float32, stride, source, target, has, gets)] * 2, channel, "move")
+            channel.flush()
+        assert [record.op for record in log.records] == ops, (str(source), str(target))
+        copy_parts(gets, [(Box.whole(shape), result := torch.zeros(shape))])
+        for box, values in gets:
+            assert torch.equal(Box.whole(shape).cut(box, result), Box.whole(shape).cut(box, whole)), values
+
+
+def test_a_batch_is_one_collective_and_what_stays_is_none() -> None:
+    run_ranks(2, count_collectives)
