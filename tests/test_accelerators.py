@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -25,11 +26,13 @@ from fsdp import CPUOffload
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import async_save
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.comm import ledger
 from fsdp.comm.collectives import Communicator
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import HostBuffers, locked_pages, place
 from fsdp.comm.streams import AcceleratorStreams, HostStreams
-from fsdp.comm.watcher import OutOfStep, Watcher
+from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.waiting import OutOfStep, Watcher
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import Ignored, move_to, owned_params
 from fsdp.runtime.nested import to_device
@@ -83,6 +86,48 @@ def test_control_messages_stay_off_the_device() -> None:
     """FD70: on NCCL alone they ran on the compute stream, and the host that waited for them drained it."""
     said = [[1, 0], [[0, 7], [1, 7]], [False, True], True, {("cpu", False)}]
     assert run_ranks(2, talk_beside_nccl) == [said, said]
+
+
+class Alone:
+    """The rank of a group that others are to hear of."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return 2
+
+
+def test_a_rank_catches_up_where_the_others_have_issued() -> None:
+    """FD66: with messages on the device, which is all that NCCL takes, and control messages on what serves the host."""
+    issued: dict[int, list[Any]] = {0: [], 1: []}
+    ranks = [Alone(0), Alone(1)]
+
+    def call(name: str) -> Any:
+        def noted(*tensors: Tensor, group: Any, async_op: bool, **options: Any) -> Any:
+            group, beside = group if isinstance(group, tuple) else (group, False)
+            issued[group.rank()].append((name, beside, [(t.device, t.dtype, t.numel()) for t in tensors], options))
+            return mock.Mock()
+
+        return noted
+
+    functions = {name: call(name) for name in ("all_reduce", ALL_GATHER, REDUCE_SCATTER)}
+    with (
+        mock.patch.multiple(dist, **functions),
+        mock.patch.object(ledger, "serving_group", lambda group, device: (group, True)),
+    ):
+        usual: dict[str, Any] = {"group": ranks[0], "label": "", "asynchronous": True}
+        ledger.issue(ALL_GATHER, torch.ones(6, device=AWAY), torch.ones(3, device=AWAY), **usual)
+        ledger.issue("all_reduce", torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.MAX, control=True, **usual)
+        full, shard = torch.ones(8, dtype=torch.bfloat16, device=AWAY), torch.ones(4, dtype=torch.bfloat16, device=AWAY)
+        ledger.issue(REDUCE_SCATTER, shard, full, op=dist.ReduceOp.AVG, **usual)
+        said = {rank: json.loads(json.dumps(ledger.told(group))) for rank, group in enumerate(ranks)}
+        ledger.catch_up(ranks[1], AWAY, said, mock.Mock())
+    assert issued[1] == issued[0] and [beside for _, beside, *_ in issued[1]] == [False, True, False]
+    assert ledger.told(ranks[1]) == ledger.told(ranks[0])
 
 
 class NeverOver:

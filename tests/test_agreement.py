@@ -28,9 +28,8 @@ from torch import Tensor, nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
-from fsdp.comm import collectives
+from fsdp.comm import waiting
 from fsdp.comm.versions import ALL_GATHER
-from fsdp.runtime import agreement
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.pool import Died, run_fresh, run_ranks
@@ -59,12 +58,11 @@ def impatient(function: F) -> F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        usual = collectives.PATIENCE
-        collectives.PATIENCE = agreement.PATIENCE = timedelta(seconds=0.1)
+        usual, waiting.PATIENCE = waiting.PATIENCE, timedelta(seconds=0.1)
         try:
             return function(*args, **kwargs)
         finally:
-            collectives.PATIENCE = agreement.PATIENCE = usual
+            waiting.PATIENCE = usual
 
     return run  # type: ignore[return-value]
 

@@ -36,7 +36,8 @@ LOWEST_OF_COMM = [
     "fsdp/comm/versions.py",
     "fsdp/comm/host_memory.py",
     "fsdp/comm/groups.py",
-    "fsdp/comm/watcher.py",
+    "fsdp/comm/waiting.py",
+    "fsdp/comm/ledger.py",
     "fsdp/comm/streams.py",
 ]  # each may import those before it
 

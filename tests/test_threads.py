@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import load, save
-from fsdp.comm import collectives
-from fsdp.comm.collectives import OutOfStep, current_label, labelled, wait_for
-from fsdp.comm.watcher import BlockingWork
+from fsdp.comm import waiting
+from fsdp.comm.ledger import current_label, labelled
+from fsdp.comm.waiting import BlockingWork, OutOfStep, wait_for
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
 from tests.harness.pool import RankFailure
@@ -114,7 +114,7 @@ class Impatient:
 
 def test_fd22_works_that_take_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """FD22: they are waited for once, by a thread; this one looks around, and learns how they end."""
-    monkeypatch.setattr(collectives, "PATIENCE", timedelta(seconds=0.01))
+    monkeypatch.setattr(waiting, "PATIENCE", timedelta(seconds=0.01))
     work = WithoutTimeout()
     blocking = BlockingWork([work])
     for _ in range(2):

@@ -1,7 +1,7 @@
 """How gathered and reduced bytes move: the algorithm for each backend and size.
 
-No other file calls ``torch.distributed``'s collectives, but :mod:`fsdp.comm.consensus`. They are called as
-attributes of ``torch.distributed`` at call time, so whoever replaces them (profilers, recorders) sees every call.
+:mod:`fsdp.comm.ledger` issues them, and :mod:`fsdp.comm.consensus` what gathers objects. They are called as attributes
+of ``torch.distributed`` at call time, so whoever replaces them (profilers, recorders) sees every call.
 
 [Note: Direct exchange]
 On gloo the native all-gather and reduce-scatter move large messages several times slower than the links allow. There
@@ -13,11 +13,8 @@ messages the native calls win. ``FSDP_COLLECTIVES=native|direct|auto`` overrides
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,41 +22,19 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from fsdp.comm import ledger
-from fsdp.comm.groups import Groups, backend_of, control_device, group_timeout, serving_group
+from fsdp.comm.groups import Groups, backend_of, control_device
+from fsdp.comm.ledger import Letter as Letter
+from fsdp.comm.ledger import current_label as current_label
+from fsdp.comm.ledger import issue, issue_letters
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.comm.watcher import PATIENCE as PATIENCE
-from fsdp.comm.watcher import BlockingWork, Watcher
-from fsdp.comm.watcher import OutOfStep as OutOfStep
-from fsdp.comm.watcher import Watch as Watch
+from fsdp.comm.waiting import OutOfStep as OutOfStep
+from fsdp.comm.waiting import Watch as Watch
+from fsdp.comm.waiting import wait_for, watcher
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
-_TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 _TRAVEL_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _TRAVEL_AS_THEY_ARE |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
-
-
-class _Label(threading.local):  # a thread may be a rank
-    text: str | None = None
-
-
-_label = _Label()
-
-
-def current_label() -> str | None:
-    """What the collective is for that this thread is issuing ("gather blocks.3", ...); None outside. For recorders."""
-    return _label.text
-
-
-@contextlib.contextmanager
-def labelled(label: str) -> Iterator[None]:
-    """What is issued inside, on this thread, is for ``label``."""
-    _label.text = label
-    try:
-        yield
-    finally:
-        _label.text = None
 
 
 class Tag(NamedTuple):
@@ -115,40 +90,6 @@ class Pending:
         if finish is not None:
             finish()
         self._streams.wait(self._event)
-
-
-def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None) -> None:
-    """Wait for a work of ``group``, on CPU; with ``watch``, look around now and then as long as it takes.
-
-    Raises:
-        RuntimeError: the collective failed or timed out, with what ``label`` waited for and what the ranks did last.
-    """
-    try:
-        if watch is None or not isinstance(work, (dist.Work, BlockingWork)):
-            work.wait()  # a stand-in is asked nothing else
-            return
-        deadline = time.monotonic() + group_timeout(group).total_seconds()
-        while True:
-            try:
-                work.wait(PATIENCE)
-                return
-            except RuntimeError:
-                if work.is_completed() or time.monotonic() > deadline:  # failed, not just slow
-                    raise
-            watch.slow()
-    except OutOfStep:
-        raise
-    except RuntimeError as error:
-        words = "" if watch is None else f" {watch.explain()}"
-        raise RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}") from error
-
-
-def _patient(works: Sequence[Any], group: Any, device: torch.device, *, blocking: bool = False) -> Sequence[Any]:
-    """``works`` of ``group`` in a form in which those of a CPU can be waited for bit by bit. ``blocking``: they are
-    messages, or a reduce-scatter, which gloo only waits for to the end; so do groups that are written in Python."""
-    if device.type != "cpu" or not (blocking or backend_of(group, device) != "gloo"):
-        return works
-    return (BlockingWork(works),)
 
 
 class Communicator:
@@ -234,16 +175,7 @@ class Communicator:
         return dist.ReduceOp.SUM, 1.0, float(size)
 
     def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Sequence[Any]:
-        watcher.check(options["group"])
-        root = options.get("dst", options.get("src"))
-        flat = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)][: 1 if root is not None else None]
-        detail = _operation(options["op"]) if "op" in options else root
-        ledger.note(options["group"], name, flat[0].dtype, [tensor.numel() for tensor in flat], detail)
-        with labelled(tag.label):
-            work = getattr(dist, name)(*tensors, async_op=self.streams.asynchronous_work, **options)
-        if work is None:
-            return ()
-        return _patient((work,), options["group"], flat[0].device, blocking=name == REDUCE_SCATTER)
+        return issue(name, *tensors, label=tag.label, asynchronous=self.streams.asynchronous_work, **options)
 
     def _goes_direct(self, full: torch.Tensor) -> bool:
         if self._direct_min is None:
@@ -260,7 +192,7 @@ class Communicator:
             to, source = (rank + distance) % size, (rank - distance) % size
             letters.append(Letter(True, to, sends[to], tag.number))
             letters.append(Letter(False, source, receives[source], tag.number))
-        return _mail(letters, self.groups.shard, tag.label)
+        return issue_letters(letters, self.groups.shard, tag.label)
 
     def _direct_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Sequence[Any]:
         pieces = list(_wire(full).view(self.groups.shard_size, -1).unbind())
@@ -281,39 +213,9 @@ class Communicator:
         return works, lambda: sum_in_rank_order(out, received)
 
 
-class Letter(NamedTuple):
-    """A tensor to send to, or to receive from, a rank of a group; ``number`` is the same at both ends."""
-
-    sent: bool
-    rank: int
-    tensor: torch.Tensor
-    number: int
-
-
 def mail(letters: list[Letter], group: Any, streams: Streams, label: str, watch: Watch | None = None) -> Pending:
     """Start sending and receiving ``letters``, all at once. No tensor may be touched before ``wait()``."""
-    return Pending(_mail(letters, group, label), None, streams, Tag(label, 0), watch, group)
-
-
-def _mail(letters: list[Letter], group: Any, label: str) -> Sequence[Any]:
-    operations = [
-        dist.P2POp(
-            dist.isend if letter.sent else dist.irecv,
-            letter.tensor,
-            dist.get_global_rank(group, letter.rank),
-            group,
-            _TAG_BASE + letter.number,
-        )
-        for letter in letters
-    ]
-    told = [
-        (letter.sent, letter.rank, letter.tensor.numel(), str(letter.tensor.dtype), _TAG_BASE + letter.number)
-        for letter in letters
-    ]
-    ledger.note(group, "messages", "", (), told)
-    with labelled(label):
-        works = dist.batch_isend_irecv(operations) if operations else ()
-    return _patient(works, group, letters[0].tensor.device, blocking=True) if works else ()
+    return Pending(issue_letters(letters, group, label), None, streams, Tag(label, 0), watch, group)
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
@@ -354,14 +256,17 @@ def reduce_compressed(
         shard.copy_(low_shard.to(state.parameter_type))
 
 
+_MAXIMUM: dict[str, Any] = {"control": True, "op": dist.ReduceOp.MAX}
+
+
 def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, watch: Watch | None = None) -> None:
     """Replace ``values`` (int64, on CPU) by the largest of ``group``'s ranks, element by element. The host waits.
 
     ``device`` is where the ranks' models compute.
     """
-    where = control_device(group, device)
-    on_device = values.to(where)
-    for work in _all_reduce(on_device, dist.ReduceOp.MAX, group, label, asynchronous=where.type == "cpu"):
+    on_device = values.to(control_device(group, device))
+    on_host = on_device.device.type == "cpu"
+    for work in issue("all_reduce", on_device, group=group, label=label, asynchronous=on_host, **_MAXIMUM):
         wait_for(work, label, watch, group)
     values.copy_(on_device)
 
@@ -370,11 +275,8 @@ def gather_numbers(values: list[int], group: Any, device: torch.device, label: s
     """Every rank's ``values``, equally many, by rank; zeros from a group that changes nothing. The host waits."""
     own = torch.tensor(values, device=control_device(group, device))
     every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
-    serving = serving_group(group, own.device)
-    ledger.note(serving, ALL_GATHER, own.dtype, [every.numel(), own.numel()])
-    with labelled(label):
-        work = getattr(dist, ALL_GATHER)(every, own, group=serving, async_op=own.device.type == "cpu")
-    if work is not None:
+    on_host = own.device.type == "cpu"
+    for work in issue(ALL_GATHER, every, own, group=group, label=label, asynchronous=on_host, control=True):
         wait_for(work, label, None, group)
     return every.view(group.size(), -1).tolist()
 
@@ -391,7 +293,7 @@ class Agreeing:
         self._value, self._group, self._label = value, group, label
         self._host_may_wait = streams.asynchronous_work
         self._votes = torch.tensor([value, -value, 0], device=control_device(group, device))
-        self._works = _all_reduce(self._votes, dist.ReduceOp.MAX, group, label, asynchronous=True)
+        self._works = issue("all_reduce", self._votes, group=group, label=label, asynchronous=True, **_MAXIMUM)
 
     def answered(self) -> bool:
         """Whether ``differs()`` can tell, where an accelerator's host should not be made to wait."""
@@ -420,21 +322,9 @@ def combine(
     On CPU the host waits, else the current stream does. ``streams`` are those of the device of ``values``.
     """
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    for work in _all_reduce(values, op, group, label, asynchronous=streams.asynchronous_work):
+    host_waits = streams.asynchronous_work
+    for work in issue("all_reduce", values, group=group, label=label, asynchronous=host_waits, control=True, op=op):
         wait_for(work, label, watch, group)
-
-
-def _operation(op: Any) -> str:
-    """Its name among ``torch.distributed.ReduceOp``'s."""
-    return str(op).rpartition(".")[2]
-
-
-def _all_reduce(values: torch.Tensor, op: Any, group: Any, label: str, *, asynchronous: bool) -> Sequence[Any]:
-    serving = serving_group(group, values.device)
-    ledger.note(serving, "all_reduce", values.dtype, [values.numel()], _operation(op))
-    with labelled(label):
-        work = dist.all_reduce(values, op=op, group=serving, async_op=asynchronous)
-    return _patient((work,), serving, values.device) if work is not None else ()
 
 
 def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
@@ -452,8 +342,7 @@ def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
     with torch.no_grad():
         for batch in (batch for several in batches.values() for batch in several):
             message = torch.cat([tensor.reshape(-1) for tensor in batch])
-            ledger.note(group, "broadcast", message.dtype, [message.numel()], source)
-            dist.broadcast(_wire(message), src=source, group=group)
+            issue("broadcast", _wire(message), group=group, label="broadcast", asynchronous=False, src=source)
             for tensor, part in zip(batch, message.split([tensor.numel() for tensor in batch])):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -473,22 +362,10 @@ def exchange(
     Both are 1-D and uint8; the pieces, of so many bytes, lie in them in rank order. Neither may be touched before
     ``wait()``.
     """
-    asynchronous = streams.asynchronous_work
-    ledger.note(group, "all_to_all", received.dtype, ())
-    with labelled(tag.label):
-        work = dist.all_to_all_single(received, sent, received_nbytes, sent_nbytes, group=group, async_op=asynchronous)
-    works = _patient((work,), group, received.device) if asynchronous else ()
+    pieces = received_nbytes, sent_nbytes
+    options = {"group": group, "label": tag.label, "asynchronous": streams.asynchronous_work}
+    works = issue("all_to_all_single", received, sent, *pieces, **options)
     return Pending(works, None, streams, tag, watch, group)
-
-
-def _end_group(group: Any) -> None:
-    """Have what is under way in ``group`` come to an end on this rank, whatever becomes of it; it is of no more use."""
-    abort = getattr(group, "abort", None)
-    if abort is not None:
-        abort()
-
-
-watcher = Watcher(_end_group)  # of the collectives that no host waits for
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

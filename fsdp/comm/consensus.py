@@ -36,10 +36,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp.comm import ledger
+from fsdp.comm import waiting
 from fsdp.comm.board import processes
-from fsdp.comm.collectives import PATIENCE, agree, labelled
+from fsdp.comm.collectives import agree
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
+from fsdp.comm.ledger import labelled, note
 from fsdp.comm.streams import streams_for
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
@@ -194,7 +195,7 @@ def _differences(here: list[str], theirs: list[str]) -> str:
 def all_gather_object(value: Any, group: Any, label: str, device: torch.device = CPU) -> list[Any]:
     """Every rank's ``value`` (anything that pickles), in rank order. ``device`` is where the models compute."""
     values: list[Any] = [None] * group.size()
-    ledger.note(group, "all_gather_object", "", ())
+    note(group, "all_gather_object")
     with labelled(label), streams_for(device).on_device():
         dist.all_gather_object(values, value, group=group)
     return values
@@ -212,7 +213,7 @@ def broadcast_object(value: Any, group: Any, label: str, device: torch.device = 
     except Exception as error:  # whatever its class does
         problem = f"{label}: what rank 0 has cannot be sent to the other ranks: {type(error).__name__}: {error}"
     values: list[Any] = [packed, problem]
-    ledger.note(group, "broadcast_object_list", "", ())
+    note(group, "broadcast_object_list")
     with labelled(label), streams_for(device).on_device():
         dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
     packed, problem = values
@@ -418,7 +419,7 @@ class _SideGroup:
                 connected.set_exception(error)
 
         threading.Thread(target=connect, name="fsdp side group", daemon=True).start()
-        while not futures.wait([connected], PATIENCE.total_seconds()).done:
+        while not futures.wait([connected], waiting.PATIENCE.total_seconds()).done:
             self._raise_if_dead()  # while they connect
         try:
             self._group = connected.result()
@@ -439,7 +440,7 @@ class _SideGroup:
         while not self._store.check([everybody]):
             if self.why() is not None:
                 return False
-            if time.monotonic() - looked > PATIENCE.total_seconds():
+            if time.monotonic() - looked > waiting.PATIENCE.total_seconds():
                 self._raise_if_dead()  # before all have come
                 looked = time.monotonic()
             if time.monotonic() > until:

@@ -1,4 +1,4 @@
-"""What this rank has issued in each group, so that ranks which have parted can come together again.
+"""Where collectives are issued, and written down, so that ranks which have parted can come together again.
 
 Collectives of a group are matched by their order. A rank that fails, or is refused, in the middle of a pass has issued
 fewer of them than others, whose last ones wait for it; whatever it issued next would be taken for those. So before
@@ -7,26 +7,57 @@ anything else it takes part in them, with memory that nobody reads: see :func:`c
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from fsdp.comm.groups import serving_group
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.waiting import Watch, patient, wait_for, watcher
 
 _KEPT = 64  # of the latest of each group: ranks that agree are never so far apart
+_COMPLETED = (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "gather", "scatter")  # by ``catch_up``
+_PLAIN: dict[str, Any] = {"control": False, "numels": (), "detail": None}
+_TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
+
+
+class _Label(threading.local):  # a thread may be a rank
+    text: str | None = None
+
+
+_label = _Label()
+
+
+def current_label() -> str | None:
+    """What the collective is for that this thread is issuing ("gather blocks.3", ...); None outside. For recorders."""
+    return _label.text
+
+
+@contextlib.contextmanager
+def labelled(label: str) -> Iterator[None]:
+    """What is issued inside, on this thread, is for ``label``."""
+    _label.text = label
+    try:
+        yield
+    finally:
+        _label.text = None
 
 
 class Issued(NamedTuple):
     """One collective, or an exchange of messages, in a form that JSON holds."""
 
     name: str  # of the function
+    control: bool  # whether it went over the group that serves control messages
+    device: str  # the type of device that its tensors are on
     dtype: str
-    numels: Sequence[int]  # of its tensors
-    detail: Any  # the operation, or the rank that all send to or receive from; for messages see ``Letter``
+    numels: Sequence[int]  # of its tensors, where all ranks' are alike
+    detail: Any  # the operation, or the rank that all send to or receive from; for messages what ``Letter`` says
 
 
 class _Ledger:
@@ -38,13 +69,64 @@ class _Ledger:
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
 
 
-def note(group: Any, name: str, dtype: torch.dtype | str, numels: Sequence[int], detail: Any = None) -> None:
-    """This rank is about to issue it in ``group``."""
+def note(group: Any, name: str, tensor: torch.Tensor | None = None, **details: Any) -> None:
+    """This rank is about to issue it in ``group``, with ``tensor`` among others."""
     ledger = _ledgers.get(group)
     if ledger is None:
         ledger = _ledgers[group] = _Ledger()
     ledger.count += 1
-    ledger.latest.append(Issued(name, str(dtype), numels, detail))
+    device, dtype = ("", "") if tensor is None else (tensor.device.type, str(tensor.dtype))
+    ledger.latest.append(Issued(name, device=device, dtype=dtype, **{**_PLAIN, **details}))
+
+
+def issue(
+    name: str, *tensors: Any, group: Any, label: str, asynchronous: bool, control: bool = False, **options: Any
+) -> Sequence[Any]:
+    """Call ``torch.distributed``'s function of that name over ``group``, or if it is a ``control`` message over what
+    serves the group on its device. Returns works for ``wait_for``: one if ``asynchronous``, else none."""
+    watcher.check(group)
+    first, root = tensors[0], options.get("dst", options.get("src"))
+    own = tensors[:1] if root is not None else tensors
+    numels = [tensor.numel() for tensor in own] if name in _COMPLETED else ()
+    operation = str(options["op"]).rpartition(".")[2] if "op" in options else None
+    note(group, name, first, control=control, numels=numels, detail=operation if root is None else root)
+    serving = serving_group(group, first.device) if control else group
+    with labelled(label):
+        work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
+    return patient([work] if work is not None else [], serving, first.device, ends_alone=name != REDUCE_SCATTER)
+
+
+class Letter(NamedTuple):
+    """A tensor to send to, or to receive from, a rank of a group; ``number`` is the same at both ends."""
+
+    sent: bool
+    rank: int
+    tensor: torch.Tensor
+    number: int
+
+
+def issue_letters(letters: Sequence[Letter], group: Any, label: str) -> Sequence[Any]:
+    """Start sending and receiving them, all at once. Returns works for ``wait_for``."""
+    operations = [
+        dist.P2POp(
+            dist.isend if letter.sent else dist.irecv,
+            letter.tensor,
+            dist.get_global_rank(group, letter.rank),
+            group,
+            _TAG_BASE + letter.number,
+        )
+        for letter in letters
+    ]
+    told = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in letters]
+    note(group, "messages", letters[0].tensor if letters else None, detail=told)
+    if not operations:
+        return ()
+    with labelled(label):
+        works = dist.batch_isend_irecv(operations)
+    return patient(works, group, letters[0].tensor.device, ends_alone=False)
+
+
+# -- ranks that have parted --------------------------------------------------------------------------------------------
 
 
 def told(group: Any) -> list[Any]:
@@ -53,76 +135,69 @@ def told(group: Any) -> list[Any]:
     return [ledger.count, list(ledger.latest)]
 
 
-def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]]) -> list[tuple[Any, str]]:
-    """Issue what other ranks of ``group`` have issued and this one has not; returns works to wait for, with words.
+def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]], watch: Watch) -> None:
+    """Issue what other ranks of ``group`` have issued and this one has not, and wait for it.
 
     Args:
-        device: where the group communicates.
+        device: where the ranks' models compute.
         by_rank: what each rank has ``told``.
 
     Raises:
         RuntimeError: the ranks have issued different things, or something that only its caller can complete.
     """
-    rank, works = group.rank(), []
+    rank, under_way = group.rank(), []
     count = by_rank[rank][0]
     own = _by_number(by_rank[rank])
     theirs = {other: _by_number(said) for other, said in by_rank.items() if other != rank}
     for other, issued in theirs.items():
         for number in issued.keys() & own.keys():
-            if list(issued[number][:3]) != list(own[number][:3]):
-                raise RuntimeError(
-                    f"rank {other} has issued {issued[number][0]} where rank {rank} has issued {own[number][0]}: this "
-                    "process group is of no use any more. Make a new one, and wrap the model on it"
-                )
+            here, there = own[number], issued[number]
+            if (here.name, here.numels) != (there.name, there.numels) or (here.dtype != there.dtype and here.numels):
+                raise _useless(f"rank {other} has issued {there.name} where rank {rank} has issued {here.name}")
     for number in range(count, max(said[0] for said in by_rank.values())):
         ahead = {other: issued.get(number) for other, issued in theirs.items() if by_rank[other][0] > number}
-        if None in ahead.values():
+        found = {other: issued for other, issued in ahead.items() if issued is not None}
+        if len(found) < len(ahead):
             raise RuntimeError(f"rank {rank} is too far behind the others to catch up with them: start anew")
-        first = Issued(*next(iter(ahead.values())))  # type: ignore[misc]
-        works += [(work, f"catch up with {first.name}") for work in _issue(first, group, device, ahead)]
-        if first.name != "messages":
-            note(group, first.name, first.dtype, first.numels, first.detail)
-        else:
-            note(group, first.name, "", ())
-    return works
+        what = next(iter(found.values()))
+        label, where = f"catch up with {what.name}", torch.device("cpu") if what.device == "cpu" else device
+        looking = watch if where.type == "cpu" else None  # the host does not wait for what is on an accelerator
+        under_way += [(work, label, looking) for work in _issue_again(found, group, where, label)]
+    for work, label, looking in under_way:
+        wait_for(work, label, looking, group)
 
 
-def _by_number(said: list[Any]) -> dict[int, Any]:
+def _by_number(said: list[Any]) -> dict[int, Issued]:
     count, latest = said
-    return dict(zip(range(count - len(latest), count), latest))
+    return dict(zip(range(count - len(latest), count), (Issued(*issued) for issued in latest)))
 
 
-def _issue(what: Issued, group: Any, device: torch.device, ahead: Mapping[int, Any]) -> Sequence[Any]:
-    """With memory of its own."""
-    if what.name == "messages":
-        return _answer_messages(group, device, ahead)
-    tensors = [torch.zeros(numel, dtype=_dtype(what.dtype), device=device) for numel in what.numels]
+def _useless(why: str) -> RuntimeError:
+    return RuntimeError(f"{why}: this process group is of no use any more. Make a new one, and wrap the model on it")
+
+
+def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, label: str) -> Sequence[Any]:
+    """What the ranks ``ahead`` have issued, with memory of its own."""
+    what = next(iter(ahead.values()))
+    if what.name == "messages":  # what they expect of this rank, and what they send to it
+        letters = [
+            Letter(not sent, other, torch.zeros(numel, dtype=_dtype(dtype), device=where), number)
+            for other, issued in ahead.items()
+            for sent, rank, numel, dtype, number in issued.detail
+            if rank == group.rank()
+        ]
+        return issue_letters(letters, group, label)
+    if what.name not in _COMPLETED:
+        raise _useless(f"rank {group.rank()} has left the others in the middle of {what.name}, which none can complete")
+    tensors: list[Any] = [torch.zeros(numel, dtype=_dtype(what.dtype), device=where) for numel in what.numels]
+    options: dict[str, Any] = {}
     if what.name in (REDUCE_SCATTER, "all_reduce"):
-        work = getattr(dist, what.name)(*tensors, op=getattr(dist.ReduceOp, what.detail), group=group, async_op=True)
-    elif what.name == ALL_GATHER:
-        work = getattr(dist, what.name)(*tensors, group=group, async_op=True)
-    elif what.name in ("gather", "scatter"):
-        pieces = [torch.zeros_like(tensors[0]) for _ in range(group.size())] if dist.get_rank() == what.detail else None
-        end = {"dst" if what.name == "gather" else "src": what.detail}
-        work = getattr(dist, what.name)(tensors[0], pieces, group=group, async_op=True, **end)
-    else:
-        raise RuntimeError(
-            f"rank {group.rank()} has left the others in the middle of {what.name}, which cannot be completed: this "
-            "process group is of no use any more. Make a new one, and wrap the model on it"
-        )
-    return [work] if work is not None else []
-
-
-def _answer_messages(group: Any, device: torch.device, ahead: Mapping[int, Any]) -> Sequence[Any]:
-    """Send what those ``ahead`` expect of this rank, and receive what they send to it."""
-    operations = []
-    for other, issued in ahead.items():
-        for sent, rank, numel, dtype, tag in issued[3]:
-            if rank == group.rank():
-                tensor = torch.zeros(numel, dtype=_dtype(dtype), device=device)
-                peer = dist.get_global_rank(group, other)
-                operations.append(dist.P2POp(dist.irecv if sent else dist.isend, tensor, peer, group, tag))
-    return dist.batch_isend_irecv(operations) if operations else ()
+        options["op"] = getattr(dist.ReduceOp, what.detail)
+    elif what.name != ALL_GATHER:
+        options["dst" if what.name == "gather" else "src"] = what.detail
+        is_root = dist.get_rank() == what.detail
+        tensors.append([torch.zeros_like(tensors[0]) for _ in range(group.size())] if is_root else None)
+    return issue(what.name, *tensors, group=group, label=label, asynchronous=True, control=what.control, **options)
 
 
 def _dtype(words: str) -> torch.dtype:

@@ -37,10 +37,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp.comm import ledger
+from fsdp.comm import ledger, waiting
 from fsdp.comm.board import Board
-from fsdp.comm.collectives import PATIENCE, Agreeing, OutOfStep, agree, debug_detail, gather_numbers, wait_for
-from fsdp.comm.groups import control_device, group_timeout
+from fsdp.comm.collectives import Agreeing, OutOfStep, agree, debug_detail, gather_numbers
+from fsdp.comm.groups import group_timeout
 from fsdp.comm.streams import Streams
 from fsdp.runtime.diagnosis import Did, Said, different_order, different_passes, left_alone, passed_by
 
@@ -338,10 +338,8 @@ class Agreement:
         self._wait_on_board(came, "after a pass that failed")
         self._raise_if_broken()  # others may have come without this rank having looked around
         said = [self._board.read(key) for key in came]
-        where = control_device(self._group, self._device)
-        behind = ledger.catch_up(self._group, where, {rank: issued for rank, (_, issued) in enumerate(said)})
-        for work, label in behind:
-            wait_for(work, label, self.here(), self._group)
+        issued = {rank: told for rank, (_, told) in enumerate(said)}
+        ledger.catch_up(self._group, self._device, issued, self.here())
         self._passes = max(passes for passes, _ in said)
         self._record.clear()
         self._recent.clear()
@@ -362,7 +360,7 @@ class Agreement:
                     f"the same. {self.last_words()}"
                 )
 
-        self._board.await_written(keys, PATIENCE, look)
+        self._board.await_written(keys, waiting.PATIENCE, look)
 
     def about_to(self, kind: str, member: Member) -> Ticket:
         """``member`` is about to gather or reduce. Returns once the ranks agree, as far as they have to be asked.

@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
-from fsdp.comm import collectives
-from fsdp.runtime import agreement
+from fsdp.comm import waiting
 from fsdp.wrap import ModuleWrapPolicy
 
 WIDTH = 6
@@ -175,8 +174,7 @@ class Outcome:
 
 def run_programs(seeds: list[int], exits: bool) -> list[Outcome]:
     """Each of them in a group of its own, which the ranks make one after the other."""
-    patience, collectives.PATIENCE = collectives.PATIENCE, timedelta(seconds=0.1)
-    agreement.PATIENCE = collectives.PATIENCE
+    patience, waiting.PATIENCE = waiting.PATIENCE, timedelta(seconds=0.1)
     kept, outcomes = [], []
     try:
         for seed in seeds:
@@ -187,7 +185,7 @@ def run_programs(seeds: list[int], exits: bool) -> list[Outcome]:
             if not exits:
                 dist.barrier()
     finally:
-        collectives.PATIENCE = agreement.PATIENCE = patience
+        waiting.PATIENCE = patience
     return outcomes
 
 

@@ -24,6 +24,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 
+import torch
+import torch.distributed as dist
+
+from fsdp.comm.groups import backend_of, group_timeout
+
 logger = logging.getLogger("fsdp")
 
 PATIENCE = timedelta(seconds=1)  # how long to wait for a collective before looking what the other ranks do
@@ -74,6 +79,40 @@ class BlockingWork:
     def _finish(self) -> None:
         for work in self._works:
             work.wait()
+
+
+def patient(works: Sequence[Any], group: Any, device: torch.device, *, ends_alone: bool) -> Sequence[Any]:
+    """``works`` of ``group`` for ``wait_for``. ``ends_alone``: they do without being waited for, unlike messages and a
+    reduce-scatter of gloo's, and works of groups that are written in Python."""
+    if not works or device.type != "cpu" or (ends_alone and backend_of(group, device) == "gloo"):
+        return works
+    return (BlockingWork(works),)
+
+
+def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None) -> None:
+    """Wait for a work of ``group``; with ``watch``, look around now and then as long as it takes.
+
+    Raises:
+        RuntimeError: the collective failed or timed out, with what ``label`` waited for and what the ranks did last.
+    """
+    try:
+        if watch is None or not isinstance(work, (dist.Work, BlockingWork)):
+            work.wait()  # a stand-in is asked nothing else
+            return
+        deadline = time.monotonic() + group_timeout(group).total_seconds()
+        while True:
+            try:
+                work.wait(PATIENCE)
+                return
+            except RuntimeError:
+                if work.is_completed() or time.monotonic() > deadline:  # failed, not just slow
+                    raise
+            watch.slow()
+    except OutOfStep:
+        raise
+    except RuntimeError as error:
+        words = "" if watch is None else f" {watch.explain()}"
+        raise RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}") from error
 
 
 class _Waiter:
@@ -176,3 +215,13 @@ class Watcher:
                 return
             except RuntimeError:
                 pass  # the program went on meanwhile, or the store is gone: it will show
+
+
+def _end_group(group: Any) -> None:
+    """Have what is under way in ``group`` come to an end on this rank, whatever becomes of it; it is of no more use."""
+    abort = getattr(group, "abort", None)
+    if abort is not None:
+        abort()
+
+
+watcher = Watcher(_end_group)  # of the collectives that no host waits for
