@@ -917,7 +917,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        "        elif recorded != event:\n            self._announce(ticket, event)\n",
+        "        elif recorded != event:\n            self._announce(words, self._position, event)\n",
         "",
         "a rank leaves the recorded order without a word",
         _tests("agreement", "another_order"),
@@ -972,15 +972,15 @@ MUTATIONS = [
         _tests("agreement", "fd34_order_that_changes_at_every_step"),
     ),
     Mutation(
-        "fsdp/runtime/agreement.py",
-        "            self._board.erase(*self._spent)",
-        "            pass",
+        "fsdp/comm/board.py",
+        "                store.delete_key(path)\n",
+        "                pass\n",
         "what was announced stays in the store for ever",
         _tests("agreement", "fd34_order_that_changes_at_every_step"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        '            self._board.write(f"said/{self._rank}", self._own())\n\n    @property',
+        '            self._board.tell("said", self._own())\n\n    @property',
         "            pass\n\n    @property",
         "a rank that gives up tells nobody",
         _tests("agreement", "rank_that_stays_away"),
@@ -1414,13 +1414,6 @@ MUTATIONS = [
         _tests("consensus", "all_ranks_raise_or_none"),
     ),
     Mutation(
-        "fsdp/comm/consensus.py",
-        "    except BaseException as error:\n        failures_in(",
-        "    except Exception as error:\n        failures_in(",
-        "a rank that is interrupted does not tell",
-        _tests("consensus", "all_ranks_raise_or_none"),
-    ),
-    Mutation(
         "fsdp/checkpoint/files.py",
         "whole = [(its, name) for its, name in names if _is_checkpoint(root / name)]",
         "whole = names",
@@ -1597,8 +1590,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/consensus.py",
-        'packed = "\\n".join([label, str(own.number), *names]).encode()',
-        'packed = "\\n".join([label, str(own.number)]).encode()',
+        'packed = "\\n".join([label, str(number), *names]).encode()',
+        'packed = "\\n".join([label, str(number)]).encode()',
         "ranks exchange what only some of them were given",
         _tests("checkpoints", "what_one_rank_alone_was_given_is_an_error_on_all"),
     ),

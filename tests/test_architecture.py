@@ -53,6 +53,7 @@ GROUP_METHODS = {"allreduce", "allgather", "_allgather_base", "_reduce_scatter_b
     "recv",
     "recv_anysource",
 }
+STORE_CALL = re.compile(r"(^|[._])(group_)?store(\(\w*\))?\.(get|set|add|check|wait|delete_key)$")
 ACCELERATORS = ("torch.cuda", "torch.accelerator", "torch.xpu", "torch.npu", "torch.mtia", "torch.mps")
 STREAM_METHODS = {"record_stream", "wait_stream", "wait_event", "record_event", "current_stream", "set_stream"}
 REPLACES_MEMORY = {"resize_", "_swap_data_ptr_", "set_", "swap_tensors"}
@@ -261,6 +262,16 @@ def collectives_in_collectives(source: Source) -> list[str]:
     return wrong + [f"line {line}: .{name}()" for line, name in source.attributes(GROUP_METHODS)]
 
 
+def stores_in_board(source: Source) -> list[str]:
+    """``Board`` reads, writes and polls a store; the files of its floor make groups on one."""
+    if source.name == "fsdp/comm/board.py":
+        return []
+    polls = () if source.name.startswith("fsdp/comm/") else ("fsdp.comm.groups.group_store", "time.sleep")
+    wrong = [f"line {line}: {name}" for line, name in source.references if name in polls]
+    calls = [node for node in source.nodes if isinstance(node, ast.Call) and STORE_CALL.search(ast.unparse(node.func))]
+    return wrong + [f"line {call.lineno}: {ast.unparse(call)}" for call in calls]
+
+
 def streams_in_streams(source: Source) -> list[str]:
     if source.name == "fsdp/comm/streams.py":
         return []
@@ -317,6 +328,7 @@ RULES: list[Rule] = [
     torch_and_the_standard_library_alone,
     nothing_of_torchs_fsdp,
     collectives_in_collectives,
+    stores_in_board,
     streams_in_streams,
     memory_in_flat_param,
     registrations_in_views,
@@ -397,6 +409,10 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (collectives_in_collectives, RUNTIME, "import torch.distributed._functional_collectives as funcol"),
     (collectives_in_collectives, RUNTIME, "from torch.distributed.algorithms._comm_hooks import default_hooks"),
     (collectives_in_collectives, RUNTIME, "group.allreduce([x])"),
+    (stores_in_board, RUNTIME, "from fsdp.comm.groups import group_store"),
+    (stores_in_board, RUNTIME, "import time\nwhile not done():\n    time.sleep(0.1)"),
+    (stores_in_board, RUNTIME, "self._store.set(key, value)"),
+    (stores_in_board, "fsdp/comm/consensus.py", "group_store(group).check([key])"),
     (streams_in_streams, RUNTIME, "import torch\ns = torch.Stream('cuda')"),
     (streams_in_streams, RUNTIME, "import torch\ntorch.cuda.synchronize()"),
     (streams_in_streams, RUNTIME, "from torch import accelerator\naccelerator.current_stream()"),
@@ -437,6 +453,9 @@ KEPT: list[tuple[Rule, str, str]] = [
         DIST + "dist.get_rank()\ndist.ReduceOp.MAX\nself.gather(x)\nhasattr(dist, 'gather')",
     ),
     (collectives_in_collectives, "fsdp/comm/collectives.py", DIST + "dist.all_reduce(x)"),
+    (stores_in_board, "fsdp/comm/board.py", "self._store.set(key, value)"),
+    (stores_in_board, "fsdp/comm/waiting.py", "import time\nfrom fsdp.comm.groups import group_store\ntime.sleep(1)"),
+    (stores_in_board, RUNTIME, "from fsdp.comm.board import Board\nBoard(group, name).read(key)\nrestore.get(key)"),
     (streams_in_streams, RUNTIME, "from fsdp.comm.streams import Event, Streams\nstreams.wait(streams.record())"),
     (streams_in_streams, "fsdp/comm/streams.py", "import torch\ntorch.accelerator.set_stream(s)"),
     (memory_in_flat_param, VIEWS, "x = param.data\nx.data.copy_(y)"),

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from fsdp.comm import consensus
-from fsdp.comm.consensus import CPU, failures_in, unanimous
+from fsdp.comm.consensus import CPU, failures_in, joint_error
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 
 WORLD = 3
+
+
+def unanimous(groups: Sequence[Any], action: Callable[[], int], label: str) -> int:
+    """Do `action` on every rank of `groups`, and raise on all if it fails on one."""
+    try:
+        result = action()
+    except BaseException as error:
+        failures_in(groups, error, label, CPU)
+        raise
+    if failures := failures_in(groups, None, label, CPU):
+        raise joint_error(failures)
+    return result
 
 
 def failing_on(ranks: set[int], kind: type[BaseException]) -> Callable[[], int]:

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from fsdp.comm.groups import group_store
+from fsdp.comm.board import Board
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.views import FlatViews
 from fsdp.runtime.unit import Unit
@@ -115,15 +115,12 @@ def _check_size(optimizer: Optimizer, part: _Part) -> None:
 
 def _compare(optimizer: Optimizer, group: Any, parts: list[_Part]) -> None:
     """Warn if another rank holds the same values."""
-    store, samples = group_store(group), b"".join(_samples(optimizer, parts))
-    if store is None:
-        return
+    samples, board = b"".join(_samples(optimizer, parts)), Board(group, "optimizer state")
     _looks[group] = look = _looks.get(group, 0) + 1
-    own = hashlib.blake2b(samples, digest_size=16).digest() if samples else b""
-    store.set(f"fsdp optimizer state/{look}/{group.rank()}", own)
-    for rank in range(group.size()):
-        key = f"fsdp optimizer state/{look}/{rank}"
-        if rank != group.rank() and own and store.check([key]) and store.get(key) == own:
+    own = hashlib.blake2b(samples, digest_size=16).hexdigest() if samples else ""
+    board.tell(str(look), own)
+    for rank, theirs in board.told(str(look)).items():
+        if rank != group.rank() and own and theirs == own:
             warnings.warn(
                 f"{type(optimizer).__name__} has the same state on ranks {rank} and {group.rank()} of the group, "
                 f"although each holds another part of the parameters: was one rank's loaded on all? {_REMEDY}",

@@ -1,8 +1,9 @@
 """What the ranks of a group write for each other into the store through which they met: at any time, beside the
-collectives, so that a rank can be heard which takes no part in them."""
+collectives, so that a rank can be heard which takes no part in them. No other file reads, writes or polls a store."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -14,67 +15,96 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp.comm import waiting
 from fsdp.comm.groups import default_group, group_store
 
 _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 
 
 class Board:
-    """A part of one group's store. Without a store (a stand-in) nobody is heard, and everybody agrees."""
+    """A part of one group's store. Without a store (a stand-in) nobody is heard, and everybody agrees.
 
-    def __init__(self, group: Any, name: str) -> None:
-        """``name`` is the same on all ranks, and that of no other board of the group."""
+    The store may go with the rank that served it: what is written then is lost, nothing is read, and a wait raises.
+    """
+
+    def __init__(self, group: Any, name: str | None) -> None:
+        """``name`` is the same on all ranks, and that of no other board of the group; None for a board of no store."""
         self._group, self._name = group, name
         self._rank, self._size = group.rank(), group.size()
         self._lives: dict[int, list[Any]] = {}  # as they were read: they do not change
+        self._spent: list[str] = []  # keys of the latest meeting
+
+    @property
+    def _store(self) -> Any | None:
+        return None if self._name is None else group_store(self._group)
 
     def _path(self, key: str) -> str:
         return f"fsdp/{self._name}/{key}"
 
     def write(self, key: str, value: Any) -> None:
         """``value`` is anything that JSON holds."""
-        store = group_store(self._group)
+        store = self._store
         if store is not None:
-            store.set(self._path(key), json.dumps(value))
+            with contextlib.suppress(RuntimeError):
+                store.set(self._path(key), json.dumps(value))
 
     def read(self, key: str) -> Any:
         """What was written; None if nothing was."""
-        store = group_store(self._group)
-        if store is None or not store.check([self._path(key)]):
-            return None
-        return json.loads(store.get(self._path(key)))
+        store, path = self._store, self._path(key)
+        with contextlib.suppress(RuntimeError):
+            if store is not None and store.check([path]):
+                return json.loads(store.get(path))
+        return None
 
-    def erase(self, *keys: str) -> None:
-        store = group_store(self._group)
-        if store is not None:
-            for key in keys:
-                store.delete_key(self._path(key))
+    def tell(self, key: str, value: Any) -> None:
+        """Write what this rank has to say under ``key``."""
+        self.write(f"{key}/{self._rank}", value)
 
-    def sign(self, key: str) -> int:
-        """How many ranks have signed ``key``, with this one."""
-        store = group_store(self._group)
-        return self._size if store is None else int(store.add(self._path(key), 1))
+    def told(self, key: str) -> dict[int, Any]:
+        """What the ranks have told under ``key``, by rank, of those that have."""
+        said = {rank: self.read(f"{key}/{rank}") for rank in range(self._size)}
+        return {rank: value for rank, value in said.items() if value is not None}
 
-    def await_written(self, keys: list[str], patience: timedelta, look: Callable[[], None]) -> None:
-        """Wait until all of ``keys`` are written; call ``look``, which may raise, whenever ``patience`` is over.
+    def hear(self, key: str, patience: timedelta, enough: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
+        """What the ranks have told under ``key`` once that is ``enough``, or ``patience`` is over."""
+        until = time.monotonic() + patience.total_seconds()
+        while not enough(said := self.told(key)) and time.monotonic() < until and self._store is not None:
+            time.sleep(_LONGEST)
+        return said
+
+    def meet(self, key: str, look: Callable[[], None], sign: str = "count") -> None:
+        """Wait until all ranks have come to ``key``, with the same ``sign``; call ``look``, which may raise, whenever
+        :data:`fsdp.comm.waiting.PATIENCE` is over.
 
         Looks into the store again and again: a wait inside the store cannot be interrupted.
         """
-        store = group_store(self._group)
-        paths, pause, looked = [self._path(key) for key in keys], _SHORTEST, time.monotonic()
-        while store is not None and not store.check(paths):
+        store = self._store
+        if store is None:
+            return
+        signed, met = (self._path(f"{key}/{word}") for word in (sign, "met"))
+        if store.add(signed, 1) == self._size:
+            store.set(met, "true")
+            for path in self._spent:  # all ranks have seen it, as they are here
+                store.delete_key(path)
+        pause, looked = _SHORTEST, time.monotonic()
+        while not store.check([met]):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
-            if time.monotonic() - looked > patience.total_seconds():
+            if time.monotonic() - looked > waiting.PATIENCE.total_seconds():
                 look()
                 looked = time.monotonic()
+        self._spent = [signed, met]
+
+    def has_met(self, key: str) -> bool:
+        """Whether all ranks have come to ``key``."""
+        return self.read(f"{key}/met") is not None
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 
     def live(self) -> None:
         """Write by what other ranks on this machine can tell whether this process is still there."""
         machine, pid = _machine(), os.getpid()
-        self.write(f"life/{self._rank}", [machine, pid, _start_of(pid)])
+        self.tell("life", [machine, pid, _start_of(pid)])
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended, as far as this machine can tell. Only those that have lived."""

@@ -3,7 +3,7 @@
 Every rank does something, and then either all of them go on or all of them raise, with the words of those that failed.
 There are two ways to agree, for two places:
 
-* :func:`unanimous`, in the groups and the thread of the training: one all-reduce of three numbers where all is well.
+* :func:`failures_in`, in the groups and the thread of the training: one all-reduce of three numbers where all is well.
 * :class:`Ranks`, beside the training, as for a checkpoint that is being written: :meth:`Ranks.round` after round over a
   side group.
 
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm import waiting
-from fsdp.comm.board import processes
+from fsdp.comm.board import Board, processes
 from fsdp.comm.collectives import agree
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
 from fsdp.comm.ledger import labelled, note
@@ -83,30 +83,6 @@ def joint_error(failures: Mapping[int, Failure]) -> Exception:
 # -- in the groups of the training -------------------------------------------------------------------------------------
 
 
-def unanimous(groups: Sequence[Any], action: Callable[[], _T], label: str, device: torch.device = CPU) -> _T:
-    """Do ``action`` on every rank of ``groups``. All of them have to call, with the same ``label``.
-
-    Args:
-        groups: the process groups of this rank that take part: equally many on all ranks, in the same order.
-        device: where the ranks' models compute.
-
-    Returns:
-        what ``action`` returns here, if it does on every rank.
-
-    Raises, on every rank if on one:
-        BaseException: where ``action`` raised, that; elsewhere an error of the kind that the first rank met, with the
-            words of all that failed.
-    """
-    try:
-        result = action()
-    except BaseException as error:
-        failures_in(groups, error, label, device)
-        raise
-    if failures := failures_in(groups, None, label, device):
-        raise joint_error(failures)
-    return result
-
-
 def failures_in(
     groups: Sequence[Any],
     error: BaseException | None,
@@ -130,59 +106,36 @@ def failures_in(
     return {rank: failure for rank, failure in sorted(failures.items()) if rank != dist.get_rank()}
 
 
-class _Words(NamedTuple):
-    """What a rank has to say where not all is well."""
-
-    label: str
-    number: int
-    failures: dict[int, Failure]
-    names: list[str]
-
-
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the calls in each group
 
 
 def _failures_of(
     group: Any, failures: dict[int, Failure], names: list[str], label: str, device: torch.device
 ) -> dict[int, Failure]:
-    own = _Words(label, _numbers.get(group, 0) + 1, failures, names)
-    _numbers[group] = own.number
-    packed = "\n".join([label, str(own.number), *names]).encode()
+    number = _numbers[group] = _numbers.get(group, 0) + 1
+    packed = "\n".join([label, str(number), *names]).encode()
     digest = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "big")
     votes = torch.tensor([int(bool(failures)), digest, -digest], device="cpu")
     agree(votes, group, device, label)
     if votes.tolist() == [0, digest, -digest]:
         return {}
-    said = _heard(group, own, "/".join(map(str, votes.tolist())))
-    _numbers[group] = max(words.number for words in said.values())
-    found = {rank: failure for words in said.values() for rank, failure in words.failures.items()}
+    # through the store, where what ranks say cannot meet anything else
+    board, key = Board(group, "consensus"), "/".join(map(str, votes.tolist()))
+    own = [label, number, list(failures.items()), names]
+    board.tell(key, own)
+    by_place = {group.rank(): own} | board.hear(key, HEARING, lambda said: len(said) == group.size())
+    said = {rank: by_place[place] for place, rank in enumerate(group_ranks(group)) if place in by_place}
+    _numbers[group] = max(words[1] for words in said.values())
+    found = {rank: Failure(*failure) for words in said.values() for rank, failure in words[2]}
     if not found:
-        for rank, words in said.items():
-            if words[:2] != own[:2]:
-                text = f"it is at {words.label!r}, its call {words.number}, and others at {label!r}, call {own.number}"
+        for rank, (at, count, _, theirs) in said.items():
+            if (at, count) != (label, number):
+                text = f"it is at {at!r}, its call {count}, and others at {label!r}, call {number}"
                 found[rank] = Failure("RuntimeError", None, text)
-            elif words.names != names:
-                found[rank] = Failure("RuntimeError", None, _differences(names, words.names))
+            elif theirs != names:
+                found[rank] = Failure("RuntimeError", None, _differences(names, theirs))
     silent = next((rank for rank in group_ranks(group) if rank not in said), dist.get_rank())
     return found or {silent: Failure("RuntimeError", None, f"it failed, or does something else than {label!r}")}
-
-
-def _heard(group: Any, own: _Words, key: str) -> dict[int, _Words]:
-    """What the ranks say that have voted so, by rank, as far as they do in time: through the store, where nothing can
-    meet anything else."""
-    store, ranks = group_store(group), group_ranks(group)
-    said = {dist.get_rank(): own}
-    if store is None:
-        return said
-    store = dist.PrefixStore(f"fsdp consensus/{key}/", store)
-    store.set(str(dist.get_rank()), pickle.dumps(own).hex())
-    until = time.monotonic() + HEARING.total_seconds()
-    while len(said) < len(ranks) and time.monotonic() < until:
-        for rank in ranks:
-            if rank not in said and store.check([str(rank)]):
-                said[rank] = pickle.loads(bytes.fromhex(store.get(str(rank)).decode()))
-        time.sleep(0.001)
-    return dict(sorted(said.items()))
 
 
 def _differences(here: list[str], theirs: list[str]) -> str:
@@ -390,7 +343,7 @@ class _SideGroup:
         store = group_store(group)
         if store is None:
             raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
-        self._store = dist.PrefixStore("fsdp beside/", store)
+        self._store, self._board = dist.PrefixStore("fsdp beside/", store), Board(group, "beside")
         self._global_ranks, self._processes = group_ranks(group), processes()
         self._group: Any = None
         self._number = 0  # of the group: the first that is not spoiled
@@ -429,25 +382,17 @@ class _SideGroup:
 
     def _meet(self, until: float) -> bool:
         """Wait for all ranks to come for the group of this number; False if it is spoiled."""
-        here = [f"{self._number}/here/{rank}" for rank in range(self._size)]
-        everybody, pause = f"{self._number}/everybody", 0.001
-        if self.why() is not None:
-            return False
-        self._store.set(here[self._rank], "")
-        if self._store.add(f"{self._number}/count", 1) == self._size:
-            self._store.set(everybody, "")
-        looked = time.monotonic()
-        while not self._store.check([everybody]):
-            if self.why() is not None:
-                return False
-            if time.monotonic() - looked > waiting.PATIENCE.total_seconds():
-                self._raise_if_dead()  # before all have come
-                looked = time.monotonic()
+        here = f"{self._number}/here"
+
+        def look() -> None:
+            self._raise_if_dead()  # before all have come
             if time.monotonic() > until:
-                missing = ", ".join(str(rank) for rank in range(self._size) if not self._store.check([here[rank]]))
+                missing = ", ".join(str(rank) for rank in sorted({*range(self._size)} - {*self._board.told(here)}))
                 raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: rank {missing}")
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+
+        if self.why() is None:
+            self._board.tell(here, True)
+            self._board.meet(str(self._number), look)
         return self.why() is None
 
     def _raise_if_dead(self) -> None:
@@ -458,18 +403,14 @@ class _SideGroup:
 
     def why(self) -> tuple[int, str] | None:
         """Why the group is spoiled, after the number of the call in which it was; None if it is not."""
-        key = f"{self._number}/spoiled"
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that served it
-            if self._store.check([key]):
-                number, _, words = self._store.get(key).decode().partition(" ")
-                return int(number), words
-        return None
+        found = self._board.read(f"{self._number}/spoiled")
+        return None if found is None else (found[0], found[1])
 
     def spoil(self, call: int, words: str) -> None:
         """Close the connections, and let whoever notices know why, unless somebody else has."""
-        with contextlib.suppress(RuntimeError):
-            if self.why() is None:
-                self._store.set(f"{self._number}/spoiled", f"{call} {words}")
+        if self.why() is None:
+            self._board.write(f"{self._number}/spoiled", [call, words])
+            self._board.write(f"{self._number}/met", True)  # who waits for all to come need not
         self._group = None
 
     def send(self, rank: int, value: Any) -> None:

@@ -25,7 +25,6 @@ With ``reduce_unused`` the order may differ between ranks, and is settled as the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import random
 import time
@@ -37,14 +36,23 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp.comm import ledger, waiting
+from fsdp.comm import ledger
 from fsdp.comm.board import Board
 from fsdp.comm.collectives import Agreeing, OutOfStep, agree, debug_detail, gather_numbers
 from fsdp.comm.groups import group_timeout
 from fsdp.comm.streams import Streams
-from fsdp.runtime.diagnosis import Did, Said, different_order, different_passes, left_alone, passed_by
+from fsdp.runtime.diagnosis import (
+    Did,
+    Said,
+    different_order,
+    different_passes,
+    first_difference,
+    left_alone,
+    passed_by,
+)
 
-GATHER, REDUCE, END = "gather", "reduce", "end"
+GATHER, REDUCE = "gather", "reduce"
+END_WORDS = "end the pass"
 MAX_BUCKETS = 64  # of a unit
 KINDS = (GATHER, REDUCE)
 PER_MEMBER = 2 * len(KINDS)  # times the number of members: the event that a pass ends
@@ -79,16 +87,10 @@ class Member(Protocol):
 
 
 class Ticket(NamedTuple):
-    """One collective of a pass: where it comes, and what it is. For whoever waits for it."""
+    """One collective of a pass, for whoever waits for it."""
 
-    agreement: weakref.ref[Agreement]  # which keeps its latest tickets
-    position: int
-    event: int  # the member and the kind, by number: names may differ between ranks
-    kind: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}" if self.name else "end the pass"
+    agreement: weakref.ref[Agreement]
+    words: str
 
     def slow(self) -> None:
         """The collective takes long: raises if the ranks turn out to be out of step."""
@@ -161,7 +163,8 @@ class Agreement:
         self._streams = streams
         self._rank, self._size = group.rank(), group.size()
         self._members = [weakref.ref(member) for member in members]
-        self._board: Board | None = None  # of this tree; there once the layout is agreed on
+        self._board = Board(group, None)  # of this tree once the layout is agreed on; nobody is heard before
+        self._layout_agreed = False
         self._record: dict[int, int] = {}  # what came before -> what followed; the oldest first
         self._longest_record = 64 * (len(members) + 1)
         self._habit = Habit()
@@ -173,7 +176,6 @@ class Agreement:
         self._under_way: Pass | None = None
         self._announces: int | None = None  # the position that this rank waits for the others to announce
         self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # the latest announcements of all: pass and position
-        self._spent: list[str] = []  # what the latest one wrote on the board
         self._gave_up: tuple[int, int] | None = None  # a pass failed: its number, and how far it had come
         self._recoveries = 0  # how often the ranks have met after that
         self._accused = False  # this rank has been told that the ranks are out of step
@@ -181,7 +183,7 @@ class Agreement:
         self._detailed = False  # see ``_compare_handles``
         self._together = True  # no rank has begun anything since all of them were asked
         self._questions: deque[tuple[Ticket, Agreeing]] = deque()  # not yet answered
-        self._recent: deque[tuple[int, Ticket]] = deque(maxlen=32)  # by the number of their pass
+        self._recent: deque[Did] = deque(maxlen=32)
 
     # -- the layout ----------------------------------------------------------------------------------------------------
 
@@ -191,32 +193,20 @@ class Agreement:
         Raises:
             RuntimeError: on every rank, with the first difference.
         """
-        if self._board is not None:
+        if self._layout_agreed:
             return
         lines = [f"{member.name}: {member.signature()}" for member in self._present()]
         digest = hash_of("\n".join(line.partition(": ")[2] for line in lines))
         votes = torch.tensor([digest, -digest, random.SystemRandom().getrandbits(62)], device="cpu")
         agree(votes, self._group, self._device, "agree on the layout")
         if votes[:2].tolist() != [digest, -digest]:
-            raise OutOfStep(self._first_difference(self._all_texts("\n".join(lines))))
+            raise OutOfStep(first_difference(self._all_texts("\n".join(lines))))
+        self._layout_agreed = True
         self._board = Board(self._group, f"{int(votes[2]):x}")
         self._board.live()
 
     def _present(self) -> list[Member]:
         return [member for member in (reference() for reference in self._members) if member is not None]
-
-    def _first_difference(self, texts: list[str]) -> str:
-        units = [text.split("\n") if text else [] for text in texts]
-        for position in range(max(map(len, units))):
-            there = [lines[position] if position < len(lines) else "none: no such unit" for lines in units]
-            for rank in range(1, self._size):
-                if there[rank].partition(": ")[2] != there[0].partition(": ")[2]:
-                    return (
-                        f"the ranks have wrapped different models. The first difference is at unit {position} of the "
-                        f"group: rank 0 has {there[0]}; rank {rank} has {there[rank]}. Build and wrap the same model "
-                        "on every rank"
-                    )
-        raise AssertionError("the digests differ, and the texts do not")
 
     def _all_texts(self, own: str) -> list[str]:
         """Every rank's text; all ranks have to ask."""
@@ -251,7 +241,7 @@ class Agreement:
         as_before = together and (expected == number if what.call else expected in (number, None))
         as_before = as_before and (what.often or not what.call)
         if not as_before and (together or what.call):
-            self._announce(Ticket(self._ref, -1, self._begun, "begin", f"the {what.words}"), self._begun)
+            self._announce(f"begin the {what.words}", -1, self._begun)
         elif not together:
             self._ask_to_begin()
 
@@ -274,7 +264,7 @@ class Agreement:
 
     def here(self) -> Ticket:
         """For who waits, in the call that has begun, for a collective that no unit has."""
-        return Ticket(self._ref, self._position, self._begun, "go on with", f"the {self._pass[1]}")
+        return Ticket(self._ref, f"go on with the {self._pass[1]}")
 
     def end(self, *, wait: bool) -> None:
         """The pass is over. With ``wait`` all ranks have to be through, and are asked whether theirs was the same.
@@ -284,7 +274,7 @@ class Agreement:
         """
         self._detailed = False
         if not self._pass[2]:  # what a call communicates is the same wherever it is called
-            self._next(END, "", PER_MEMBER * len(self._members))
+            self._next(END_WORDS, PER_MEMBER * len(self._members))
         if wait:
             self._ask_later(self._before, f"agree on the {self._pass[1]}")
             self._look_at_answers()
@@ -292,7 +282,7 @@ class Agreement:
         self._under_way = None
 
     def _ask_later(self, value: int, label: str) -> None:
-        ticket = Ticket(self._ref, self._position, -1, END, "")
+        ticket = Ticket(self._ref, END_WORDS)
         self._questions.append((ticket, Agreeing(value, self._group, self._device, label, self._streams)))
 
     def _look_at_answers(self) -> None:
@@ -305,15 +295,13 @@ class Agreement:
         """The pass under way has failed here, or one of the tree that has not come to this group. The others are told,
         and all ranks meet before anything else; see ``meet``."""
         self._questions.clear()
-        if self._board is None:
+        if not self._layout_agreed:
             return
         if self._gave_up is None:
             self._gave_up = (self._passes, self._position) if self._under_way is not None else (self._passes + 1, 0)
         self._under_way = None
-        if self._accused:
-            return  # the others are told why
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that served it
-            self._board.write(f"said/{self._rank}", self._own())
+        if not self._accused:  # else the others are told why
+            self._board.tell("said", self._own())
 
     @property
     def given_up(self) -> bool:
@@ -322,8 +310,8 @@ class Agreement:
 
     def come(self) -> None:
         """The first half of ``meet``: in all groups before the second in any."""
-        if self._gave_up is not None and self._board is not None:
-            self._board.write(f"come/{self._recoveries}/{self._rank}", [self._passes, ledger.told(self._group)])
+        if self._gave_up is not None:
+            self._board.tell(f"issued/{self._recoveries}", [self._passes, ledger.told(self._group)])
 
     def meet(self) -> None:
         """Wait until all ranks have given up, wherever they were, and go on together as if nothing had been agreed on
@@ -332,35 +320,32 @@ class Agreement:
         Raises:
             RuntimeError: some have not, and have told so; or they do not come; or they cannot come together.
         """
-        if self._gave_up is None or self._board is None:
+        if self._gave_up is None:
             return
-        came = [f"come/{self._recoveries}/{rank}" for rank in range(self._size)]
-        self._wait_on_board(came, "after a pass that failed")
+        self._meet(f"come/{self._recoveries}", "after a pass that failed")
         self._raise_if_broken()  # others may have come without this rank having looked around
-        said = [self._board.read(key) for key in came]
-        issued = {rank: told for rank, (_, told) in enumerate(said)}
-        ledger.catch_up(self._group, self._device, issued, self.here())
-        self._passes = max(passes for passes, _ in said)
+        said = self._board.told(f"issued/{self._recoveries}").items()
+        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in said}, self.here())
+        self._passes = max((passes for _, (passes, _) in said), default=self._passes)
         self._record.clear()
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
         self._gave_up, self._accused = None, False
         self._recoveries += 1
 
-    def _wait_on_board(self, keys: list[str], why: str) -> None:
-        """Wait until all ``keys`` are written there, and look around meanwhile."""
-        assert self._board is not None
+    def _meet(self, key: str, why: str, sign: str = "count") -> None:
+        """Wait until all ranks have come to ``key`` on the board, and look around meanwhile."""
         started = time.monotonic()
 
         def look() -> None:
             self.look_around()
             if time.monotonic() - started > group_timeout(self._group).total_seconds():
                 raise RuntimeError(
-                    f"rank {self._rank} is at {self._own_words()}, {why}, and waited in vain for the other ranks to do "
+                    f"rank {self._rank} is at {self._own().where}, {why}, and waited in vain for the other ranks to do "
                     f"the same. {self.last_words()}"
                 )
 
-        self._board.await_written(keys, waiting.PATIENCE, look)
+        self._board.meet(key, look, sign)
 
     def about_to(self, kind: str, member: Member) -> Ticket:
         """``member`` is about to gather or reduce. Returns once the ranks agree, as far as they have to be asked.
@@ -368,7 +353,7 @@ class Agreement:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        ticket = self._next(kind, words_of(member), event_of(kind, member))
+        ticket = self._next(f"{kind} {words_of(member)}", event_of(kind, member))
         if self._detailed and kind == GATHER:
             self._compare_handles(member)
         return ticket
@@ -384,15 +369,14 @@ class Agreement:
                 found = f"in the {self._pass[1]}, where rank {self._rank} gathers {member.name}, {found}"
                 raise self._out_of_step(self._in_words(found, {}))
 
-    def _next(self, kind: str, name: str, event: int) -> Ticket:
+    def _next(self, words: str, event: int) -> Ticket:
         self._look_at_answers()
-        ticket = Ticket(self._ref, self._position, event, kind, name)
+        ticket = self._note(words, event)
         recorded = self._record.get(self._before)
-        self._recent.append((self._passes, ticket))
         if recorded is None or self._detailed:
             self._ask_all(ticket, event)
         elif recorded != event:
-            self._announce(ticket, event)
+            self._announce(words, self._position, event)
         self._record[self._before] = event
         if len(self._record) > self._longest_record:  # what is forgotten is asked for again
             del self._record[next(iter(self._record))]
@@ -400,86 +384,69 @@ class Agreement:
         self._position += 1
         return ticket
 
+    def _note(self, words: str, event: int) -> Ticket:
+        """For the other ranks: what this one is about to do here."""
+        self._recent.append(Did(self._passes, self._position, event, words))
+        return Ticket(self._ref, words)
+
     def _ask_all(self, ticket: Ticket, event: int) -> None:
         votes = torch.tensor([event, -event, 0], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {ticket}", ticket)
+        agree(votes, self._group, self._device, f"agree to {ticket.words}", ticket)
         if votes[:2].tolist() != [event, -event]:
             raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
-    def _announce(self, ticket: Ticket, event: int) -> None:
+    def _announce(self, words: str, position: int, event: int) -> None:
         """Say on the board what comes, and wait until all ranks have said the same."""
-        assert self._board is not None
-        key, self._announces = f"{self._passes}/{ticket.position}", ticket.position
+        self._announces = position
         self._raise_if_broken()
-        self._board.write(f"said/{self._rank}", self._own())
-        if self._board.sign(f"{key}/{event}") == self._size:
-            self._board.write(f"{key}/all", "agreed")
-            self._board.erase(*self._spent)  # all ranks have seen it, as they are here
-        self._wait_on_board([f"{key}/all"], f"waiting to {ticket}, which is not what came before")
-        self._announces, self._spent = None, [f"{key}/{event}", f"{key}/all"]
-        self._announced.append((self._passes, ticket.position))
+        self._board.tell("said", self._own())
+        why = f"waiting to {words}, which is not what came before"
+        self._meet(f"{self._passes}/{position}", why, sign=str(event))
+        self._announces = None
+        self._announced.append((self._passes, position))
 
     def look_around(self) -> None:
         """Tell the others how far this rank is; raises if another one has said that it did something else, or is
         dead."""
         self._raise_if_broken()
-        said = self._talk(timedelta(0))
-        found = self._first_mismatch(said)
+        found = self._first_mismatch(self._talk(timedelta(0)))
         if found is not None:
             raise self._out_of_step(found)
-        dead = self._board.dead() if self._board is not None else []
-        if dead:
+        if dead := self._board.dead():
             self._accused = True
             ended = ", ".join(f"rank {rank}" for rank in dead)
             raise OutOfStep(
-                f"the process of {ended} has ended, and rank {self._rank} waits for it at {self._own_words()}. "
+                f"the process of {ended} has ended, and rank {self._rank} waits for it at {self._own().where}. "
                 f"{self.last_words()}"
             )
 
     def _raise_if_broken(self) -> None:
         """Raises what another rank has found out; once, if this one has given up."""
-        broken = self._board.read(f"broken/{self._recoveries}") if self._board is not None else None
+        broken = self._board.read(f"broken/{self._recoveries}")
         if broken is not None and not (self._accused and self._gave_up is not None):
             self._accused = True
-            raise OutOfStep(f"rank {self._rank} is at {self._own_words()}. {broken}")
+            raise OutOfStep(f"rank {self._rank} is at {self._own().where}. {broken}")
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
     def _own(self) -> Said:
         """What this rank has to tell the others."""
-        kind, words, is_call = self._pass
-        recent = [Did(number, ticket.position, ticket.event, str(ticket)) for number, ticket in self._recent]
-        return Said(
-            self._recoveries,
-            self._passes,
-            kind,
-            words,
-            is_call,
-            self._begun,
-            self._gave_up,
-            self._announces,
-            recent,
-        )
+        passes = self._recoveries, self._passes, *self._pass, self._begun
+        return Said(*passes, self._gave_up, self._announces, list(self._recent))
 
     def _talk(self, patience: timedelta) -> dict[int, Said]:
         """Tell the other ranks what this one did last in the pass, and hear what they have told within ``patience``.
 
         By rank, only of those that have met as often as this one.
         """
-        said = {self._rank: self._own()}
-        until = time.monotonic() + patience.total_seconds()
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that served it
-            if self._board is not None:
-                self._board.write(f"said/{self._rank}", said[self._rank])
-            while self._board is not None:
-                for rank in range(self._size):
-                    words = self._board.read(f"said/{rank}") if rank != self._rank else None
-                    if words is not None and words[0] == self._recoveries:
-                        said[rank] = Said.heard(words)
-                if self._first_mismatch(said) is not None or time.monotonic() >= until:
-                    break
-                time.sleep(0.02)
-        return said
+        own = self._own()
+        self._board.tell("said", own)
+
+        def latest(told: dict[int, Any]) -> dict[int, Said]:
+            several = {rank: Said.heard(words) for rank, words in told.items() if words[0] == self._recoveries}
+            return several | {self._rank: own}
+
+        return latest(self._board.hear("said", patience, lambda told: self._first_mismatch(latest(told)) is not None))
 
     def _first_mismatch(self, said: dict[int, Said]) -> str | None:
         """What the ranks do differently, in words; None as far as one can see, or where this rank has given up."""
@@ -492,14 +459,9 @@ class Agreement:
         for rank in said:
             if (said[rank].number, said[rank].announces) not in self._announced:
                 found.append(passed_by(rank, self._rank, said))
-            if own.announces is not None and not self._has_been_announced(own.announces):
+            if own.announces is not None and not self._board.has_met(f"{self._passes}/{own.announces}"):
                 found.append(passed_by(self._rank, rank, said))
         return next((self._in_words(words, said) for words in found if words is not None), None)
-
-    def _has_been_announced(self, position: int) -> bool:
-        """Whether all ranks have announced what this one announces; asked after they were heard."""
-        assert self._board is not None
-        return self._board.read(f"{self._passes}/{position}/all") is not None
 
     def _in_words(self, found: str, said: dict[int, Said]) -> str:
         if any(words.is_call and words.number >= self._passes for words in said.values()):
@@ -514,21 +476,13 @@ class Agreement:
     def _out_of_step(self, message: str) -> OutOfStep:
         """For this rank to raise; the others are told."""
         self._accused = True
-        with contextlib.suppress(RuntimeError):
-            if self._board is not None:
-                self._board.write(f"broken/{self._recoveries}", message)
+        self._board.write(f"broken/{self._recoveries}", message)
         return OutOfStep(message)
-
-    def _own_words(self) -> str:
-        return self._own().where
 
     def last_words(self) -> str:
         """What the ranks did last, as far as they have told."""
         words: list[str] = []
-        dead: list[int] = []
-        said = self._talk(HEARING)
-        with contextlib.suppress(RuntimeError):
-            dead = self._board.dead() if self._board is not None else []
+        said, dead = self._talk(HEARING), self._board.dead()
         for rank in range(self._size):
             if rank in dead:
                 words.append(f"rank {rank}: its process has ended")

@@ -11,7 +11,7 @@ from fsdp.comm.collectives import agree
 from fsdp.comm.streams import Streams
 from fsdp.runtime.agreement import (
     BACKWARD,
-    END,
+    END_WORDS,
     GATHER,
     KINDS,
     PER_MEMBER,
@@ -59,14 +59,14 @@ class Negotiation(Agreement):
         """Each proposal tells which pass it is for."""
 
     def about_to(self, kind: str, member: Member) -> Ticket:
-        return self._propose(kind, words_of(member), event_of(kind, member))
+        return self._propose(f"{kind} {words_of(member)}", event_of(kind, member))
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
         if self._pass[2]:  # all ranks do the same in a call
             self._under_way = None
             return
-        self._propose(END, "", self._end)
+        self._propose(END_WORDS, self._end)
         number, last = self._pass[0], {event: position for position, event in enumerate(self._done)}
         order = sorted(last, key=lambda event: last[event])
         turns = sorted(self._turn(event) for event in order)
@@ -81,13 +81,10 @@ class Negotiation(Agreement):
         first = len(self._members) - 1 - place if number == BACKWARD else place
         return self._turns.get(number, {}).get(event, first * PER_MEMBER + rest)
 
-    def _propose(self, kind: str, name: str, event: int) -> Ticket:
+    def _propose(self, words: str, event: int) -> Ticket:
         while True:
-            # What is proposed may differ between ranks, and so its ticket has no number to compare.
-            ticket = Ticket(self._ref, self._position, 0, kind, name)
-            self._recent.append((self._passes, ticket))
+            ticket = self._note(words, 0)  # what is proposed may differ between ranks: no number to compare
             chosen = self._choose(event, ticket)
-            self._position += 1
             if chosen == self._end:
                 return ticket
             self._done.append(chosen)
@@ -95,10 +92,11 @@ class Negotiation(Agreement):
             assert member is not None
             if self._detailed and what == GATHER:
                 self._compare_handles(member)
+            if chosen != event:
+                ticket = self._note(f"{what} {member.name}", 0)
+            self._position += 1
             if chosen == event:
                 return ticket
-            ticket = Ticket(self._ref, ticket.position, 0, what, member.name)
-            self._recent.append((self._passes, ticket))
             member.take_part(what, ticket, full_precision=bool(chosen % 2))
 
     def _choose(self, event: int, ticket: Ticket) -> int:
@@ -106,7 +104,7 @@ class Negotiation(Agreement):
         turn = self._end if event == self._end else self._turn(event)
         understood = hash_of(f"{self._passes} {self._pass[0]} {self._understood.partition(chr(10))[2]}")
         votes = torch.tensor([(self._end - turn) << 24 | event, understood, -understood], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {ticket}", ticket)
+        agree(votes, self._group, self._device, f"agree to {ticket.words}", ticket)
         if votes[1:].tolist() != [understood, -understood]:
             found = self._first_misunderstanding(self._all_texts(self._understood))
             raise self._out_of_step(self._in_words(found, {self._rank: self._own()}))
