@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -575,3 +576,104 @@ def _unmarked() -> None:
 def test_a_side_output_that_is_not_marked_is_an_error_by_name() -> None:
     """FD36: never a gradient from released memory."""
     run_ranks(2, _unmarked)
+
+
+class Again(nn.Module):
+    """Computes with its layer twice and returns the first, so the second is entered by what is stored of it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.kept = self.layer(torch.tanh(y))
+        return y
+
+
+def _first_read(debug: str) -> None:
+    named = r"parameter 'layer\.weight' of unit '1' .* fsdp\.mark_side_output"
+    for orig, linear, frozen in itertools.product((True, False), (True, False), (True, False)):
+        layer = nn.Linear(WIDTH, WIDTH) if linear else nn.LayerNorm(WIDTH)
+        root = nn.Sequential(nn.Linear(WIDTH, WIDTH), Again(layer.requires_grad_(not frozen)), Block())
+        with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
+            model = wrap(root, FULL, orig, wrap_policy=ModuleWrapPolicy({Again}))
+            model(torch.randn(3, WIDTH))
+            expected = named.replace("weight", r"\w+")
+            if debug == "0":
+                expected = "is at version 1073741824; expected version 0"
+            with pytest.raises(RuntimeError, match=expected):
+                root[1].module.kept.square().mean().backward()
+            model(torch.randn(3, WIDTH)).sum().backward()  # and goes on
+
+
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_no_gradient_comes_from_released_memory(debug: str) -> None:
+    """FD36: also where the unit is frozen, and where a view is the first that is read. What autograd itself notices it
+    cannot name; ``FSDP_DEBUG=1`` can."""
+    run_ranks(2, _first_read, debug)
+
+
+# -- other threads -----------------------------------------------------------------------------------------------------
+
+
+class Threaded(nn.Module):
+    """Computes a branch, or all of it, on another thread, whose graph nodes have numbers of their own."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.near, self.far, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.norm.requires_grad_(False)
+        if "frozen" in what:
+            self.far.requires_grad_(False)
+
+    def branch(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.far(self.norm(x))) @ self.near.weight.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            branch = pool.submit(self.branch, x).result()
+        return branch if "whole" in self.what else torch.tanh(self.near(x)) + self.near(branch)
+
+
+def _threaded() -> None:
+    for what, orig in itertools.product(("branch", "branch frozen", "whole", "whole frozen"), (True, False)):
+        build = seeded(lambda what=what: nn.Sequential(Block(), Threaded(what), Block(), Threaded(what)))
+        model = wrap(build(), FULL, orig, wrap_policy=ModuleWrapPolicy({Threaded}))
+        Reference(build, steps_of_vectors).check(model, f"{what}, orig={orig}")
+
+
+def steps_of_vectors(model: nn.Module, data: Data) -> Iterator[Any]:
+    for index in range(2):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(tokens(data, index).sum().item()))
+        model(x).square().mean().backward()
+        yield {}
+        yield CLEAR
+
+
+def test_what_a_forward_computes_on_another_thread() -> None:
+    run_ranks(2, _threaded)
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            return self.last(pool.submit(self.inner, x).result())
+
+
+def _pooled() -> None:
+    model = wrap(Pooled(), FULL, True, wrap_policy=ModuleWrapPolicy({Block}))
+    with pytest.raises(NotImplementedError, match="forward of unit 'inner' was called on another thread"):
+        model(torch.randn(2, WIDTH))
+    with ThreadPoolExecutor(1) as pool:  # but on any: a forward that begins there
+        pool.submit(model.module.inner, torch.randn(2, WIDTH)).result()
+
+
+def test_units_of_one_forward_run_on_one_thread() -> None:
+    run_ranks(2, _pooled)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fsdp import FlatParameter
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
-from tests.test_writes import FULL, Mode, batch, build, layer_of, loss_of, pair, part_of, summon
+from tests.test_writes import FULL, GRAD_OP, NONE, Mode, batch, build, layer_of, loss_of, pair, part_of, summon
 
 
 class Side:
@@ -295,15 +295,14 @@ REFUSED = [
     ("to", "summoned.*", "", "can be moved or cast only while it does not run"),
     # torch compares a gradient with the parameter that is there, which has another shape than the gradient has
     ("grad = new", "in no_sync|summoned", "", "attempting to assign a gradient of size"),
-    ("to", "between", "", "out of bounds for storage of size 0"),
+    ("to", "between", "", "was moved or cast between a forward and its backward"),
+    ("load_state_dict", "between", "", "was changed in place, or replaced, between a forward and its backward"),
 ]
 
 # Cells in which nothing can be noticed, and what is written is lost.
 LOST = [
-    ("data.copy_", "in forward", ""),  # `.data` leaves no trace; FSDP_DEBUG=1 notices it
-    (r"grad\W.*", "summoned", "False"),  # with flat parameters no gradients are shown
-    (".*", "in a state dict hook", ""),  # what hooks see are copies, which go into the result
-    ("load_state_dict", "between", ""),  # the backward computes with what was loaded, or with what was there before
+    ("data.copy_", "in forward|in a state dict hook", ""),  # `.data` leaves no trace; in forward FSDP_DEBUG=1 notices
+    (r"grad( = None|\.zero_|\.mul_| = new)", "summoned", "False"),  # with flat parameters no gradients are shown
 ]
 
 
@@ -335,21 +334,56 @@ def _judge(
     return f"other values of {wrong}" if wrong else ""
 
 
+def _column(moment: str, actions: list[str], modes: list[Mode]) -> list[str]:
+    wrong = []
+    for action, mode in itertools.product(actions, modes):
+        plain = outcome(Side(True, (FULL, True)), moment, action)
+        found = _judge(plain, outcome(Side(False, mode), moment, action), (action, moment, mode[1]))
+        if found:
+            wrong.append(f"{action}, {moment}, {mode}: {found}")
+    return wrong
+
+
+def test_what_is_moved_or_loaded_between_forward_and_backward() -> None:
+    for wrong in run_ranks(2, _column, "between", ["to", "load_state_dict"], [(FULL, True), (NONE, False)]):
+        assert not wrong
+
+
+def test_what_state_dict_hooks_write() -> None:
+    for wrong in run_ranks(2, _column, "in a state dict hook", ["copy_", "deepcopy"], [(FULL, False), (FULL, True)]):
+        assert not wrong
+
+
 def _table() -> list[str]:
     wrong = []
+    others = itertools.cycle(itertools.product((GRAD_OP, NONE), (False, True)))
     for moment, action in itertools.product(MOMENTS, ACTIONS):
         plain = outcome(Side(True, (FULL, True)), moment, action)
-        for use_orig_params in (False, True):
+        for strategy, use_orig_params in [(FULL, False), (FULL, True), next(others)]:
             if moment == "summoned with grads" and not use_orig_params:
                 continue
-            mode: Mode = (FULL, use_orig_params)
+            if (strategy, action, moment) == (GRAD_OP, "data.copy_", "in no_sync"):
+                continue  # a documented limit: what stays gathered there is trusted by version counters
+            mode: Mode = (strategy, use_orig_params)
             found = _judge(plain, outcome(Side(False, mode), moment, action), (action, moment, use_orig_params))
             if found:
-                wrong.append(f"{action}, {moment}, {use_orig_params=}: {found}")
+                wrong.append(f"{action}, {moment}, {strategy.name}, {use_orig_params=}: {found}")
     return wrong
 
 
 def test_what_is_done_when() -> None:
-    """FD04-FD08, FD14: 17 actions at 10 moments."""
+    """FD04-FD08, FD14: 17 actions at 10 moments, fully sharded in both modes, and by turns in those of the others."""
     for rank, wrong in enumerate(run_ranks(2, _table, timeout=240)):
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
+
+
+def _replaced_in_no_sync() -> None:
+    plain = outcome(Side(True, (FULL, True)), "in no_sync", "replaced")
+    for use_orig_params in (False, True):
+        side = Side(False, (GRAD_OP, use_orig_params))
+        assert not _judge(plain, outcome(side, "in no_sync", "replaced"), ("replaced", "in no_sync", use_orig_params))
+
+
+def test_a_parameter_replaced_in_no_sync_is_gathered_again() -> None:
+    """FD33: though the version counters of the old one and of the new one make the same sum."""
+    run_ranks(2, _replaced_in_no_sync)

@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import fsdp
-from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from fsdp.api import TrainingState
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
@@ -434,3 +440,53 @@ def _offloaded() -> None:
 def test_state_is_taken_while_parameters_are_shown_elsewhere() -> None:
     """FD26: inside `summon_full_params(offload_to_cpu=True)`, as on an accelerator."""
     run_ranks(2, _offloaded)
+
+
+def _flat_summoned() -> None:
+    for strategy in (FULL, GRAD_OP, NONE):
+        plain, model = pair((strategy, False))
+        for side in (plain, model):
+            loss_of(side).backward()
+        with summon(model):
+            for name, param in model.named_parameters():
+                param.grad = dict(plain.named_parameters())[name].grad.mul_(0.5) if "0" in name else None
+        full = full_gradients(model)
+        assert all(torch.equal(full[name], param.grad) for name, param in plain.named_parameters()), strategy
+        loss = loss_of(model)
+        with summon(model):
+            pass  # looking changes nothing
+        loss.backward()
+        loss = loss_of(model)
+        with summon(model), torch.no_grad():
+            layer_of(model, 1).linear.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match=r"unit 'layers\.1' was changed in place, or replaced, between"):
+            loss.backward()
+
+
+def test_what_is_written_to_summoned_flat_parameters_counts() -> None:
+    """Gradients that are set there, and, for graphs of before, values."""
+    run_ranks(2, _flat_summoned)
+
+
+def _rank0_only() -> None:
+    _, model = pair((FULL, True))
+    before = model.state_dict()
+
+    def double(module: Any, *_: Any) -> None:
+        for param in module.parameters():
+            if type(param) is nn.Parameter:
+                param.detach().mul_(2.0)
+
+    handle = layer_of(model, 0).register_state_dict_pre_hook(double)
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)
+    ):
+        made = model.state_dict()
+    handle.remove()
+    assert_bit_equal(model.state_dict(), before)
+    if made:
+        assert torch.equal(made["layers.0.linear.weight"], before["layers.0.linear.weight"] * 2)
+
+
+def test_what_a_hook_writes_to_the_copies_of_one_rank_stays_there() -> None:
+    run_ranks(2, _rank0_only)

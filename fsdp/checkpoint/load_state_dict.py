@@ -191,3 +191,5 @@ def _scatter(unit: Unit, present: list[list[int]], sources: list[dict[int, torch
         of_first = [Source(Placement.on_first(part.boxes, channel.size), part.parts) for part in parts]
         fill([(Held(part, None), source) for part, source in zip(parts, of_first)], channel, label)
         channel.flush()
+    for views, indices in zip(unit.views, present):
+        views.note_writes(indices)

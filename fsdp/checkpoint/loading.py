@@ -149,6 +149,8 @@ class UnitLoading:
         exchanged = any(source.placement is not None for _, source in arriving)
         fill(arriving, channel, f"gather {unit.name}", watch=unit.watch_call() if exchanged else None)
         channel.flush()
+        for views, sources in zip(unit.views, self.sources):
+            views.note_writes(range(len(views.handle.layout.params)) if sources else ())
 
 
 def _as_given(source: torch.Tensor) -> torch.Tensor:

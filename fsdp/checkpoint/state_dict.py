@@ -101,7 +101,7 @@ class Saving:
                 nn.Parameter(leaving[bucket, index].value(), requires_grad=leaf.requires_grad)
                 for index, leaf in enumerate(views.handle.leaves)
             ]
-            views.show_stand_ins(values)
+            views.show_stand_ins(values, keep_writes=not self._wanted.rank0_only)
             self._ours.update({_storage(value): False for value in values})
 
     def hide(self) -> None:

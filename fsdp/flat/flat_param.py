@@ -6,7 +6,7 @@ nothing is split, viewed or allocated per step, and what autograd saved in forwa
 been refilled in backward. The leaves, which the modules compute with, are parameters made empty and given their view
 of the buffer through ``.data``: they share no version counter with it, so a refill is not taken for an in-place
 change. The price is that autograd no longer notices a wrong fill; the handle's state machine and, with
-``FSDP_DEBUG=1``, poisoning take its place.
+``FSDP_DEBUG=1``, poisoning take its place. That there is no memory it does notice: then leaves have another version.
 
 This file alone resizes or exchanges storages (``released.py`` sets up what they hold meanwhile), and (with
 ``ownership.py``, while a unit is built) assigns ``.data``.
@@ -251,6 +251,7 @@ class FullCopy:
     __slots__ = (
         "_marks",
         "_state",
+        "_versions",
         "_views",
         "all_leaves",
         "keeps_writes",
@@ -280,6 +281,7 @@ class FullCopy:
         self.keeps_writes = resident
         self.lent = None if resident else LentTensor(tensor)
         self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
+        self._versions: list[tuple[nn.Parameter, int]] = []  # that the leaves have while there is memory
 
     def _look(self) -> list[tuple[int, int, bool]]:
         """Of each leaf what a write to it changes; our own writes go to ``tensor``, and change none of it."""
@@ -322,7 +324,23 @@ class FullCopy:
     def state(self, state: BufferState) -> None:
         if state not in _TRANSITIONS[self._state]:
             raise AssertionError(f"a full buffer went from {self._state.name} to {state.name}")
+        if state is BufferState.SHARDED:
+            leaves = [leaf for leaf in self.all_leaves if type(leaf) is nn.Parameter]
+            self._versions = [(leaf, leaf._version) for leaf in leaves]
+            _set_versions([(leaf, _RELEASED) for leaf in leaves])
+        elif self._state is BufferState.SHARDED:
+            _set_versions(self._versions)
         self._state = state
+
+
+_RELEASED = 1 << 30  # the version of a leaf while there is nothing behind it
+
+
+def _set_versions(versions: list[tuple[nn.Parameter, int]]) -> None:
+    """Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a leaf
+    which is not there, past all that would have gathered it."""
+    if versions:
+        torch._C._autograd._unsafe_set_version_counter(*zip(*versions))
 
 
 class FlatParamHandle:
@@ -687,6 +705,12 @@ class FlatParamHandle:
         point_at(originals, self.sharded_views(self.shard))
 
 
+_KEPT = (
+    "This reference was kept from inside a forward; where a backward came by it, through a tensor that the forward "
+    "stored, or that a hook took, and did not return: mark that one inside the forward by fsdp.mark_side_output(tensor)"
+)
+
+
 def _why_not(handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype, index: int) -> Callable[[bool], str | None]:
     """What a :class:`CheckedLeaf` of the handle's copy in ``dtype`` asks before it is read, or written."""
 
@@ -697,7 +721,7 @@ def _why_not(handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype, index
         there = handle.state_in(dtype) in (BufferState.UNSHARDED, BufferState.RESIDENT)
         if there and written and not handle.keeps_writes_in(dtype):
             return f"{handle.name_of(index)!r} of {handle.unit_name} is written, {LOST_WRITE}"
-        return None if there else f"{handle.describe_sharded(index)}. This reference was kept from inside a forward"
+        return None if there else f"{handle.describe_sharded(index)}. {_KEPT}"
 
     return explain
 

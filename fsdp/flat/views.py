@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -28,7 +28,8 @@ from fsdp.flat.flat_param import (
 )
 from fsdp.flat.ownership import OwnedParam, Place, own_modules
 
-Marks = list[tuple[int, int]]  # of each visible parameter which one it is, and how often it was changed in place
+# of a bucket: its full copy; and of each visible parameter which one it is, and how often it was changed in place
+Marks = tuple[FullCopy, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -162,30 +163,41 @@ class _BucketViews:
         self._in_unit: list[_InUnit] = []
         self._shown: list[nn.Parameter] | None = None
         self._drop: Callable[[], None] | None = None  # takes away what stands in for the parameters, if something does
+        # stand-ins whose values are all here, and what tells whether they were changed: version, memory, requires_grad
+        self._stand_ins: list[tuple[torch.Tensor, tuple[int, int, bool]]] = []
         self._shown_values: list[torch.Tensor] = []
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
     @property
-    def version(self) -> int:
-        """Grows when a visible parameter is written in place; past it, through its ``.data`` for instance, nobody sees
-        it."""
-        return sum(visible.param._version for visible in self.visible)
+    def versions(self) -> list[tuple[int, int]]:
+        """Others when a visible parameter is replaced or written in place; past it, through its ``.data`` for instance,
+        nobody sees it."""
+        return [(id(visible.param), visible.param._version) for visible in self.visible]
 
     def _note_sharded(self) -> None:
         """``use_sharded`` is to register what the slots have now."""
         self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in self._slots]
 
     def marks(self) -> Marks:
-        """What ``changed_since`` compares with."""
-        if not self.check_writeback:
-            return []
-        return [(id(visible.param), visible.param._version) for visible in self.visible]
+        """What ``changed_since`` and ``moved_since`` compare with."""
+        return self.handle.copy, self.versions if self.check_writeback else []
 
     def changed_since(self, before: Marks) -> list[int]:
         """The positions of the visible parameters that users have changed in place or replaced since these marks were
         made. What they wrote through ``.data`` leaves none, as with plain parameters."""
-        now = self.marks()
-        return [] if now == before else [i for i, (one, other) in enumerate(zip(now, before)) if one != other]
+        return [i for i, (one, other) in enumerate(zip(self.marks()[1], before[1])) if one != other]
+
+    def moved_since(self, before: Marks) -> bool:
+        """Whether the shard got another dtype or device since these marks were made: a graph of then is over memory
+        that is gone."""
+        return self.handle.copy is not before[0]
+
+    def note_writes(self, indices: Iterable[int]) -> None:
+        """The values of these parameters of the layout were changed: users have the versions of theirs grow, too."""
+        changed = set(indices)
+        params = [visible.param for visible in self.visible if not changed.isdisjoint(visible.members)]
+        if params:
+            torch.autograd.graph.increment_version(params)
 
     def grad(self, position: int) -> torch.Tensor | None:
         """The gradient that belongs to visible parameter ``position``."""
@@ -344,9 +356,11 @@ class _BucketViews:
         """While summoned: (name in the unit, full parameter)."""
         return [(record.name, param) for record, param in zip(self.handle.layout.params, self._shown or ())]
 
-    def show_stand_ins(self, stand_ins: Sequence[torch.Tensor]) -> None:
-        """Register these, one per parameter of the layout, in the parameters' places until ``drop_stand_ins``."""
+    def show_stand_ins(self, stand_ins: Sequence[torch.Tensor], *, keep_writes: bool = False) -> None:
+        """Register these, one per parameter of the layout, in the parameters' places until ``drop_stand_ins``. With
+        ``keep_writes``, which they are whole on all ranks for, what users do to them is done to the parameters."""
         self._drop = self.use_resting
+        self._stand_ins = [(each, _look_of(each)) for each in stand_ins] if keep_writes else []
         for slot in self._slots:
             slot.module._parameters[slot.attribute] = stand_ins[slot.index]  # type: ignore[assignment]
 
@@ -369,8 +383,48 @@ class _BucketViews:
     def drop_stand_ins(self) -> None:
         """Register what belongs there again; idempotent."""
         drop, self._drop = self._drop, None
-        if drop is not None:
-            drop()
+        if drop is None:
+            return
+        stand_ins, self._stand_ins = self._stand_ins, []
+        pairs = zip(self.registered(), stand_ins)
+        changed = [
+            (index, now)
+            for index, (now, (then, look)) in enumerate(pairs)
+            if now is not None
+            and now is not self._slots_of[index][0].sharded  # which something that raised has registered again
+            and (now is not then or now.grad is not None or _look_of(now) != look)
+        ]
+        flags = [now.requires_grad for now in self.registered() if now is not None] if changed else []
+        drop()
+        with torch.no_grad():
+            for index, now in changed:
+                self._take_whole(index, now)
+        if changed:
+            self._take_flags(flags)
+
+    def _take_whole(self, index: int, whole: torch.Tensor) -> None:
+        """Make the values of ``whole``, and its gradient if it has one, those of parameter ``index``."""
+        record = self.handle.layout.params[index]
+        if whole.shape != record.shape:
+            raise RuntimeError(
+                f"Cannot writeback {record.name!r} of {self.handle.unit_name}: its shape became {tuple(whole.shape)} "
+                f"while its state dict was made, and it has {tuple(record.shape)}"
+            )
+        if self._shown is not None:
+            self._shown_values[index].copy_(whole)
+        else:
+            self.handle.sharded_views(self.handle.shard)[index].copy_(self.handle.part_of(index, whole))
+        self.note_writes([index])
+        if whole.grad is not None:
+            self._take_grad(index, whole.grad)
+
+    def _take_flags(self, flags: Sequence[bool]) -> None:
+        """Freeze or unfreeze what users see of the parameters, one by one."""
+        for visible, flag in zip(self._shown or [visible.param for visible in self.visible], flags):
+            visible.requires_grad_(flag)
+
+    def _take_grad(self, index: int, whole: torch.Tensor | None) -> None:
+        raise AssertionError("each mode has its own")
 
     def registered(self) -> list[torch.Tensor | None]:
         """What is registered in the (first) place of each parameter of the layout now."""
@@ -400,6 +454,10 @@ class _BucketViews:
             owner[attribute] = sharded
         for slot in self._careful:
             slot.put(slot.sharded)
+
+
+def _look_of(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    return tensor._version, tensor.data_ptr(), tensor.requires_grad
 
 
 class OriginalViews(_BucketViews):
@@ -663,6 +721,7 @@ class FlatViews(_BucketViews):
         self.handle.copy.keeps_writes = True
         requires_grad = self.handle.flat_param.requires_grad
         self._shown = [nn.Parameter(value, requires_grad=requires_grad) for value in values]
+        self._shown_versions = [param._version for param in self._shown]
         self._register_shown(self._shown)
 
     def _take_shown(self, index: int, new: Any) -> None:
@@ -674,11 +733,23 @@ class FlatViews(_BucketViews):
 
     def _drop_grad(self, index: int) -> None:
         """Parameter ``index`` is another one from here on, which has no gradient."""
+        if self.handle.flat_param.grad is not None:
+            self._grad_of(index).zero_()
+
+    def _take_grad(self, index: int, whole: torch.Tensor | None) -> None:
+        """Make a gradient in full shape that of parameter ``index``."""
+        if whole is None:
+            return
+        if self.handle.flat_param.grad is None:
+            self.handle.flat_param.grad = torch.zeros_like(self.handle.shard)
+        target = self._grad_of(index)
+        target.copy_(whole if target.shape == whole.shape else self.handle.part_of(index, whole))
+
+    def _grad_of(self, index: int) -> torch.Tensor:
+        """The part of parameter ``index`` in the gradient of the flat parameter."""
         grad = self.handle.flat_param.grad
-        if grad is not None:
-            sharded = grad.shape == self.handle.shard.shape
-            views = self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad)
-            views[index].zero_()
+        sharded = grad.shape == self.handle.shard.shape
+        return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
 
     def hide_full(self, *, write_grads: bool) -> None:
         """The flat parameter is registered again.
@@ -686,12 +757,23 @@ class FlatViews(_BucketViews):
         Raises:
             RuntimeError: some of what was shown was frozen or unfrozen, and some not.
         """
-        flags = {param.requires_grad for param in self._shown or ()}
+        shown = self._shown or ()
+        flags = {param.requires_grad for param in shown}
+        if write_grads:
+            self.note_writes(i for i, param in enumerate(shown) if param._version != self._shown_versions[i])
+            for index, param in enumerate(shown):
+                self._take_grad(index, param.grad)
         self._shown, self._shown_values = None, []
         self.handle.copy.keeps_writes = self.handle.state is BufferState.RESIDENT
         self._unregister_originals()
         self.use_resting()
         self._follow_flags(flags)
+
+    def _take_flags(self, flags: Sequence[bool]) -> None:
+        if self._shown is None:
+            self._follow_flags(set(flags))
+        else:
+            super()._take_flags(flags)
 
     def _follow_flags(self, flags: set[bool]) -> None:
         """``flags``: those of what stands for the parameters. The flat parameter has one for all of them."""
@@ -708,7 +790,9 @@ class FlatViews(_BucketViews):
         for slot in self._slots:
             slot.module._parameters.pop(slot.attribute, None)
 
-    def show_stand_ins(self, stand_ins: Sequence[torch.Tensor]) -> None:
+    def show_stand_ins(self, stand_ins: Sequence[torch.Tensor], *, keep_writes: bool = False) -> None:
+        super().show_stand_ins(stand_ins, keep_writes=keep_writes)
+
         def drop() -> None:
             self._unregister_originals()
             self.use_resting()

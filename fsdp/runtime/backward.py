@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
         Task numbers grow, so a task of a larger number than the one that goes on now was nested in it and is over.
         """
-        if self.thread != entered.thread:
+        if self.thread != entered.thread or self.thread == _NO_THREAD:
             return False
         return self.task < entered.task or (self.task == entered.task and self.node < start)
 
@@ -92,11 +92,13 @@ class ForwardCall:
         self.entered: Place | None = None
         self._runs = False
 
-    def hook_output(self, tensor: torch.Tensor) -> None:
-        """Enter the call when ``tensor``'s gradient is there. What was made before the call (an argument that is passed
-        through, an entry of a cache) needs nothing of the unit, and a leaf has a hook of its own."""
-        node = tensor.grad_fn
-        if node is not None and hooks.number_of(node) >= self.start:
+    def hook_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Enter the call when one of their gradients is there. What was made before the call (an argument that is
+        passed through, an entry of a cache) needs nothing of the unit, and a leaf has a hook of its own. If all of it
+        seems so, it may be of another thread, whose numbers are others."""
+        numbers = [(tensor, hooks.number_of(tensor.grad_fn)) for tensor in tensors if tensor.grad_fn is not None]
+        made = [tensor for tensor, number in numbers if number >= self.start]
+        for tensor in made or [tensor for tensor, _ in numbers]:
             hooks.on_gradient(tensor, self._reached)
 
     def _reached(self) -> None:
@@ -111,6 +113,8 @@ class ForwardCall:
     def enter(self) -> None:
         """The backward has reached an output of the call; calls that it is behind are closed."""
         place = Place.now()
+        if place.node < self.start:  # the number of another thread, which computed it, tells nothing
+            place = place._replace(thread=_NO_THREAD)
         if self.entered is None:
             self.entered = place
         elif self.entered.thread != place.thread:  # nothing tells which of the two is behind it first
@@ -213,5 +217,5 @@ def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:
     none, nothing happens.
     """
     if _here.innermost is not None and tensor.requires_grad:
-        _here.innermost.hook_output(tensor)
+        _here.innermost.hook_outputs([tensor])
     return tensor

@@ -8,6 +8,7 @@ come. It stays while there is room (``RootContext.make_room``) and is resharded 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -156,6 +157,7 @@ class RootContext:
         self.in_backward = False
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._depth = 0  # forwards under way
+        self._thread = 0  # that of the outermost forward
         self.units: list[TreeUnit] = []
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, index, f"unit {name!r}" if name else "the root unit", ancestors)
@@ -223,6 +225,13 @@ class RootContext:
             self.enter_backward(unit)
         elif self._depth == 0:
             self._begin_forward(unit)
+            self._thread = threading.get_ident()
+        elif self._thread != threading.get_ident():
+            raise NotImplementedError(
+                f"the forward of {unit.name} was called on another thread than the forward that is under way around "
+                "it: the units of one tree run one after the other. Call wrapped modules on one thread, and only what "
+                "lies inside of one on others"
+            )
         self._depth += 1
 
     def _begin_forward(self, unit: TreeUnit) -> None:

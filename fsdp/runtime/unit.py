@@ -95,7 +95,9 @@ class Unit:
         self._in_output = False  # the last forward returned (a view of) a parameter, which must stay readable
         self._depth = 0  # forwards of this unit under way
         self._generation = -1  # of the context, when the full buffers were last filled
-        self._kept_version: int | None = None  # of the shards, where an unsynchronised backward left them gathered
+        self._kept_versions: list[Any] | None = (
+            None  # of the shards, where an unsynchronised backward left them gathered
+        )
         # graph task -> the leaves (bucket, index) it has still to deliver; see [Note: When a unit's backward is over].
         # A task that delivered all stays, with nothing, so that it is not asked again.
         self._expected: dict[int, set[tuple[int, int]]] = {}
@@ -208,7 +210,7 @@ class Unit:
                 tag = self._tag(bucket, "gather")
                 handle.gather(context.gather_pool, self._communicator, tag, ticket, keep_cast=again)
         self._generation = context.generation
-        self._kept_version = None
+        self._kept_versions = None
         context.gathered[self] = None
 
     @property
@@ -245,7 +247,7 @@ class Unit:
         """
         if self._gathers and not self._shown:
             earlier = refill and self._generation != context.generation
-            stale = earlier and self._kept_version != self._version
+            stale = earlier and self._kept_versions != self._versions
             if not self.is_gathered or earlier or context.idle.get(self) is Idle.AHEAD:
                 context.order.record(self)
             if not self.is_gathered:
@@ -263,9 +265,9 @@ class Unit:
         context.idle.pop(self, None)
 
     @property
-    def _version(self) -> int:
-        """Grows when a shard is written: through what users hold, or by the engine."""
-        return sum(handle.shard._version for handle in self.handles) + sum(view.version for view in self.views)
+    def _versions(self) -> list[Any]:
+        """Others when a shard was written: through what users hold, or by the engine."""
+        return [(handle.shard._version, view.versions) for handle, view in zip(self.handles, self.views)]
 
     def _reshard_after_backward(self, context: RootContext) -> None:
         """Reshard; but where the strategy keeps a unit after forward and its gradients accumulate unsharded, it stays
@@ -275,7 +277,7 @@ class Unit:
             return
         for view in self.views:
             view.use_resting()
-        self._kept_version = self._version
+        self._kept_versions = self._versions
 
     def reshard(self, context: RootContext) -> None:
         """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
@@ -514,9 +516,8 @@ class Unit:
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
         if self._gathers and any(self._holds(tensor) for tensor in outputs):
             self._in_output = True
-        for tensor in differentiable:
-            assert call is not None
-            call.hook_output(tensor)
+        if call is not None:
+            call.hook_outputs(differentiable)
         with hooks.own_operations():
             self._leave_forward(context)
             if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
@@ -600,6 +601,11 @@ class Unit:
         """Raises RuntimeError if a parameter that this backward computes the gradient of is not what it was in
         ``call``, as autograd does for plain ones."""
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):
+            if views.moved_since(before):
+                raise RuntimeError(
+                    f"{self.name} was moved or cast between a forward and its backward, whose values are gone: call "
+                    ".to(), .half() and the like after the backward; or run the forward again"
+                )
             for position in views.changed_since(before):
                 visible = views.visible[position]
                 if any((bucket, member) in expected for member in visible.members):
