@@ -22,6 +22,7 @@ class Mutation:
 LAYOUT = ("tests/test_layout.py",)
 AGREEMENT = ("tests/test_agreement.py",)
 CLIP = ("tests/test_clip.py",)
+COMPILE = ("tests/test_compile.py::test_fd23_compiled_models_train_as_eager_ones",)
 COMM_HOOKS = ("tests/test_comm_hooks.py",)
 NAMES = ("tests/test_names.py",)
 GRAD_SCALER = ("tests/test_grad_scaler.py",)
@@ -36,6 +37,27 @@ def _tests(file: str, *names: str) -> tuple[str, ...]:
 
 
 MUTATIONS = [
+    Mutation(
+        "fsdp/runtime/hooks.py",
+        "        before = set_frame_callback(None)\n",
+        "        before = set_frame_callback(None)\n        set_frame_callback(before)\n",
+        "torch.compile compiles the engine",
+        COMPILE,
+    ),
+    Mutation(
+        "fsdp/runtime/hooks.py",
+        "    marked._torchdynamo_disable = True  # where it is called from what is\n",
+        "",
+        "torch.compile traces into a unit",
+        COMPILE,
+    ),
+    Mutation(
+        "fsdp/fully_sharded_data_parallel.py",
+        "            if submodule not in ignored.modules:\n                submodule._is",
+        "            if True:\n                submodule._is",
+        "torch.compile takes ignored modules for sharded ones",
+        _tests("compile", "fd23_ignored_modules_are_not_marked_for_the_compiler"),
+    ),
     Mutation(
         "fsdp/flat/flat_param.py",
         "            _set_versions([(leaf, _RELEASED) for leaf in leaves])\n",

@@ -360,6 +360,7 @@ class _BucketViews:
         """Register these, one per parameter of the layout, in the parameters' places until ``drop_stand_ins``. With
         ``keep_writes``, which they are whole on all ranks for, what users do to them is done to the parameters."""
         self._drop = self.use_resting
+        keep_writes = keep_writes and not torch.is_inference_mode_enabled()  # there nothing counts writes
         self._stand_ins = [(each, _look_of(each)) for each in stand_ins] if keep_writes else []
         for slot in self._slots:
             slot.module._parameters[slot.attribute] = stand_ins[slot.index]  # type: ignore[assignment]
