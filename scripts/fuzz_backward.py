@@ -47,7 +47,7 @@ def main() -> int:
     end = options.seed + options.count
     if options.describe:
         for seed in range(options.seed, end):
-            print(f"seed {seed}:\n{random_programs.plan_of(seed)}\n")
+            print(f"seed {seed}:\n{random_programs.plan_of(seed, options.world_size)}\n")
         return 0
     failed: list[int] = []
     seed, begin = options.seed, time.monotonic()
@@ -58,7 +58,10 @@ def main() -> int:
             seed = seeds.stop
         else:
             failed.append(found[0])
-            print(f"\nseed {found[0]} FAILED:\n{random_programs.plan_of(found[0])}\n{found[1]}\n", flush=True)
+            print(
+                f"\nseed {found[0]} FAILED:\n{random_programs.plan_of(found[0], options.world_size)}\n{found[1]}\n",
+                flush=True,
+            )
             seed = found[0] + 1
         print(f"seeds {options.seed} to {seed - 1}: {len(failed)} failed, {time.monotonic() - begin:.0f} s", flush=True)
     print(f"{options.count} programs on {options.world_size} ranks, seeds {options.seed} to {end - 1}: ", end="")
