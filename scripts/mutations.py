@@ -1297,7 +1297,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "        self._kept_version = None\n        context = self.context\n",
+        "        self._kept_versions = None\n        context = self.context\n",
         "        context = self.context\n",
         "a rank that got nothing of a state dict keeps what the others gather again",
         _tests("checkpoints", "r42_state_in_the_middle_of_anything"),

@@ -298,7 +298,7 @@ class Unit:
 
     def shards_were_written(self) -> None:
         """On some rank, if not on this one: what has been gathered for a forward to come is out of date on all."""
-        self._kept_version = None
+        self._kept_versions = None
         context = self.context
         if context is not None and context.idle.get(self) is Idle.AHEAD:
             self.reshard(context)
