@@ -379,14 +379,14 @@ MUTATIONS = [
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),
     Mutation(
-        "fsdp/flat/flat_param.py",
+        "fsdp/flat/memory.py",
         "            block, last_use = self._free.pop(min(fitting)[1])\n            self._streams.wait(last_use)\n",
         "            block, last_use = self._free.pop(min(fitting)[1])\n",
         "a block is lent while another stream still uses it",
         _tests("streams", "no_race_whatever_lends_the_memory"),
     ),
     Mutation(
-        "fsdp/flat/flat_param.py",
+        "fsdp/flat/memory.py",
         "            self._streams.wait(last_use)  # the allocator may hand it out on this stream at once\n"
         "            total -=",
         "            total -=",
@@ -881,7 +881,7 @@ MUTATIONS = [
         _tests("full_params", "casting[double]"),
     ),
     Mutation(
-        "fsdp/runtime/reduction.py",
+        "fsdp/runtime/accumulator.py",
         "            elif touched and parked is not None:  # zeroed",
         "            elif False:  # zeroed",
         "zeroing an accumulator leaves what it hides",

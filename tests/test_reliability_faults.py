@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from fsdp.flat.flat_param import LentTensor, MemoryPool
+from fsdp.flat.memory import LentTensor, MemoryPool
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal

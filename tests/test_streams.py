@@ -24,11 +24,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import fsdp.flat.flat_param as flat_param_module
+import fsdp.flat.memory as memory_module
 from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, full_params
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.collectives import Communicator
-from fsdp.flat.flat_param import FlatParamHandle, MemoryPool
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.memory import LentTensor, MemoryPool
 from fsdp.runtime import hooks
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
 from fsdp.runtime.unit import units_in
@@ -104,7 +105,7 @@ def test_reads_do_not_conflict_with_reads_nor_views_with_anything() -> None:
 def test_memory_is_followed_from_storage_to_storage() -> None:
     with trace_streams(check=False) as tracer:
         streams = tracer.streams
-        buffers = [flat_param_module.LentTensor(torch.empty(4)) for _ in range(2)]
+        buffers = [LentTensor(torch.empty(4)) for _ in range(2)]
         block = torch.UntypedStorage(16)
         buffers[0].attach(block)
         buffers[0].tensor.fill_(1)
@@ -533,14 +534,14 @@ def offloaded_gradients() -> Any:
 def memory(kind: str) -> Iterator[None]:
     """How full buffers get their memory: "lent", "resized" (where storages cannot exchange it), or "poisoned"; or
     "offloaded": as if gradients went to the host's."""
-    swap = flat_param_module.STORAGES_SWAP
-    flat_param_module.STORAGES_SWAP = swap and kind != "resized"
+    swap = memory_module.STORAGES_SWAP
+    memory_module.STORAGES_SWAP = swap and kind != "resized"
     os.environ["FSDP_DEBUG"] = "1" if kind == "poisoned" else "0"
     try:
         with offloaded_gradients() if kind == "offloaded" else nullcontext():
             yield
     finally:
-        flat_param_module.STORAGES_SWAP = swap
+        memory_module.STORAGES_SWAP = swap
 
 
 PROGRAMS: dict[str, tuple[str, type[nn.Module], tuple[Part, ...]]] = {

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from fsdp.comm.streams import Stream, Streams, streams_for
-from fsdp.flat.flat_param import FlatParamHandle, pool_for
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.memory import pool_for
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import Pass, Ticket
 from fsdp.runtime.agreements import Agreements

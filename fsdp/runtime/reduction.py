@@ -4,9 +4,7 @@ A leaf's gradient is copied into its slot as soon as autograd has it (the cast t
 copy) and dropped. When the unit's last leaf has delivered, the slots nobody wrote are zeroed and the whole vector is
 reduced. What comes out is attached as ``.grad`` at the end of the backward.
 
-Without synchronisation (``no_sync``) the slots belong to an *accumulator* instead, which is what users see as ``.grad``
-until the next synchronised backward adds to it and reduces it. They own it: what they set to None is dropped, what they
-zero or change in place is changed. A sharded gradient from an earlier synchronised backward is parked meanwhile.
+Without synchronisation (``no_sync``) the slots belong to the ``accumulator`` instead.
 """
 
 from __future__ import annotations
@@ -19,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
 from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import Streams
-from fsdp.flat.flat_param import FlatParamHandle, MemoryPool, SlotBuffer, parameter_views
+from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer, parameter_views
+from fsdp.flat.memory import MemoryPool
 from fsdp.flat.views import BucketViews
+from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.comm_hook import CommHook
 
 
@@ -110,12 +109,8 @@ class BucketGradients:
         self._target: SlotBuffer | None = None  # where this backward writes
         self._continues = False  # whether that is the accumulator of earlier backwards
         self._written = [False] * count
-        # The views of the accumulator that are .grad now, one per visible parameter. Users alone own them.
-        self._exposed: list[TensorWeakRef] = []
-        self._exposed_shapes: list[torch.Size] = []
-        self._exposed_version = 0
         self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
-        self._parked: list[torch.Tensor | None] = []  # sharded gradients that the accumulator hides
+        self._accumulator = Accumulator(handle, views)
 
     @property
     def trainable(self) -> bool:
@@ -141,7 +136,7 @@ class BucketGradients:
     @property
     def accumulates(self) -> bool:
         """Whether unsharded gradients of earlier backwards wait to be reduced."""
-        return self.reduces and bool(self._visible_accumulator())
+        return self.reduces and self._accumulator.is_visible
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduce by ``hook`` from now on."""
@@ -155,7 +150,7 @@ class BucketGradients:
         if self._hook is not None:
             self.use_hook(self._hook)  # the layout is a new one
         self._scratch = None
-        self._exposed, self._parked = [], []
+        self._accumulator.forget()
 
     # -- during a backward ---------------------------------------------------------------------------------------------
 
@@ -163,7 +158,9 @@ class BucketGradients:
         """Take a buffer for this backward; what users left of the accumulator is continued."""
         layout, device = self.handle.layout, self.handle.device
         self._written = [False] * len(self._written)
-        accumulator = self._adopt()
+        accumulator, self._adopted = self._accumulator.reuse()
+        for member in (member for position in self._adopted for member in self.views.visible[position].members):
+            self._written[member] = True
         self._continues = accumulator is not None
         if accumulator is not None:
             self._target = SlotBuffer(layout, accumulator)
@@ -196,7 +193,7 @@ class BucketGradients:
         """Start the reduction of what the slots hold; the result is attached when the queue is drained."""
         source = self._seal()
         if self._continues:
-            self._conceal()
+            self._accumulator.conceal()
         sharded, adopted = self.handle.groups.sharded, self._adopted
         shard = source.flat
         if sharded:
@@ -257,24 +254,7 @@ class BucketGradients:
 
         It is ``complete`` where nothing has to be reduced.
         """
-        accumulator = self._seal()
-        grads = self.views.full_grads(accumulator)
-        before = self._exposed_grads() if self._continues else [None] * len(grads)
-        if not self._continues:
-            self._parked = [None] * len(grads)
-        for position, visible in enumerate(self.views.visible):
-            current = self.views.grad(position)
-            if current is not None and current is before[position]:
-                grads[position] = current
-            elif visible.param.requires_grad:
-                if current is not None and self.reduces:
-                    self._parked[position] = current
-                elif current is not None:  # one rank: sharded and unsharded gradients are the same thing
-                    grads[position].add_(current)
-                self.views.set_grad(position, grads[position])
-        self._exposed = [TensorWeakRef(grad) for grad in grads]
-        self._exposed_shapes = [grad.shape for grad in grads]
-        self._exposed_version = accumulator.flat._version
+        self._accumulator.expose(self._seal(), continues=self._continues, hides_sharded=self.reduces)
         if complete:
             self._announce()
 
@@ -299,66 +279,6 @@ class BucketGradients:
             torch._foreach_zero_(stale)
         self._written = [True] * len(self._written)  # zeros count as written if the buffer lives on
         return target
-
-    def _exposed_grads(self) -> list[torch.Tensor | None]:
-        return [reference() for reference in self._exposed]
-
-    def _visible_accumulator(self) -> list[tuple[int, torch.Tensor]]:
-        """(position, ``.grad``) of each visible parameter that shows an unsharded gradient: the one exposed, or what
-        the user put in its place. A sharded one of the same shape cannot be there: only a backward that ends the
-        accumulation makes one."""
-        found = []
-        for position, shape in enumerate(self._exposed_shapes if self._exposed else ()):
-            grad = self.views.grad(position)
-            if grad is not None and grad.shape == shape:
-                found.append((position, grad))
-        return found
-
-    def _adopt(self) -> torch.Tensor | None:
-        """What became of the accumulator while it was visible: the flat vector, or None if nothing is left of it.
-
-        Notes in ``_written`` and ``_adopted`` what is still in it.
-        """
-        kept = self._visible_accumulator()
-        self._adopted = {position for position, _ in kept}
-        if not kept:
-            self._exposed, self._parked = [], []
-            return None
-        exposed = self._exposed_grads()
-        accumulator = None
-        for position, grad in kept:
-            if grad is exposed[position]:
-                accumulator = grad if grad._base is None else grad._base
-        touched = accumulator is not None and accumulator._version != self._exposed_version
-        for position, grad in kept:
-            parked = self._parked[position]
-            if grad is not exposed[position]:  # the user's own, in place of all that was accumulated
-                self._parked[position] = None
-            elif touched and parked is not None:  # zeroed in place: then the hidden part goes as well
-                parked.masked_fill_(grad.any().logical_not(), 0)
-            for member in self.views.visible[position].members:
-                self._written[member] = True
-        for position in range(len(exposed)):
-            if position not in self._adopted:
-                self._parked[position] = None
-        held = any(grad is not None and self.views.grad(p) is not grad for p, grad in enumerate(exposed))
-        if accumulator is None or held or len(kept) > sum(grad is exposed[position] for position, grad in kept):
-            # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
-            layout = self.handle.layout
-            accumulator = torch.empty(layout.padded_numel, dtype=self.handle.reduce_dtype, device=self.handle.device)
-            grads = self.views.full_grads(SlotBuffer(layout, accumulator))
-            for position, grad in kept:
-                grads[position].copy_(grad)
-                self.views.set_grad(position, grads[position])
-                self._exposed[position] = TensorWeakRef(grads[position])
-        return accumulator
-
-    def _conceal(self) -> None:
-        """Take the accumulator out of sight, and bring back what it hid."""
-        for position, (exposed, parked) in enumerate(zip(self._exposed_grads(), self._parked)):
-            if exposed is not None and self.views.grad(position) is exposed:
-                self.views.set_grad(position, parked)
-        self._exposed, self._parked = [], []
 
     def _attach(self, shard: torch.Tensor, adopted: set[int]) -> None:
         """Make the reduced gradient visible, or add it, in the parameter's dtype, to what is there.

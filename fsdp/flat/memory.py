@@ -1,0 +1,132 @@
+"""The memory of full and reduce buffers: tensors that outlive it, and the pools that lend it.
+
+See [Note: Permanent tensors, lent memory] in ``flat_param.py``. This file alone resizes or exchanges storages;
+``released.py`` sets up what they hold meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from fsdp.comm.streams import Event, Streams
+from fsdp.comm.versions import STORAGES_SWAP
+from fsdp.flat.released import guard_released
+
+
+class LentTensor:
+    """A 1-D tensor whose identity and views are permanent while its memory is lent by a :class:`MemoryPool`."""
+
+    __slots__ = ("_block", "nbytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Takes ``tensor`` over and releases its memory; its contents are lost."""
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.element_size()
+        self._block: torch.UntypedStorage | None = None
+        tensor.untyped_storage().resize_(0)
+        if STORAGES_SWAP and self.nbytes:
+            guard_released(tensor, self.nbytes)
+
+    def attach(self, block: torch.UntypedStorage) -> None:
+        self._swap(block)
+        self._block = block
+
+    def detach(self) -> torch.UntypedStorage:
+        block, self._block = self._block, None
+        assert block is not None
+        self._swap(block)
+        return block
+
+    def _swap(self, block: torch.UntypedStorage) -> None:
+        storage: Any = self.tensor.untyped_storage()
+        storage._swap_data_ptr_(block)
+
+
+class MemoryPool:
+    """Lends memory to :class:`LentTensor` s and keeps a bounded amount of what came back for the next one.
+
+    All calls happen on the stream that owns the pool, which waits for a returned block's last use before lending it
+    again (see [Note: Memory across streams]). Fresh memory costs page faults on CPU, several times the price of a
+    reused block.
+
+    Attributes:
+        kept_nbytes: how much returned memory to keep.
+        kept_block_nbytes: the largest block to keep; larger ones serve hardly any buffer.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self.kept_nbytes = self.kept_block_nbytes = 0
+        self._device = device
+        self._streams = streams
+        self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
+
+    def lend(self, buffer: LentTensor) -> None:
+        """Give ``buffer`` memory, with undefined contents."""
+        if buffer.nbytes == 0:
+            return
+        if not STORAGES_SWAP:
+            buffer.tensor.untyped_storage().resize_(buffer.nbytes)
+            return
+        # A small buffer in a large block would make the next large one ask for more.
+        fitting = [
+            (block.nbytes(), position)
+            for position, (block, _) in enumerate(self._free)
+            if buffer.nbytes <= block.nbytes() <= 2 * buffer.nbytes
+        ]
+        if fitting:
+            block, last_use = self._free.pop(min(fitting)[1])
+            self._streams.wait(last_use)
+        else:
+            self._shrink_to(self.kept_nbytes - buffer.nbytes)
+            block = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        buffer.attach(block)
+
+    def take_back(self, buffer: LentTensor, last_use: Event) -> None:
+        """Take ``buffer``'s memory; other streams have used it until ``last_use``."""
+        if buffer.nbytes == 0:
+            return
+        if not STORAGES_SWAP:
+            self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
+            buffer.tensor.untyped_storage().resize_(0)
+            return
+        self._free.append((buffer.detach(), last_use))
+        self._shrink_to(self.kept_nbytes)
+
+    def trim(self) -> None:
+        """Give the kept blocks back to the allocator."""
+        self._shrink_to(0)
+
+    def _shrink_to(self, nbytes: int) -> None:
+        total = sum(block.nbytes() for block, _ in self._free)
+        too_large = [i for i, (block, _) in enumerate(self._free) if block.nbytes() > self.kept_block_nbytes]
+        while too_large or (self._free and total > nbytes):
+            # what is too large to keep at all would only push out the others; else the oldest goes
+            block, last_use = self._free.pop(too_large.pop() if too_large else 0)
+            self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
+            total -= block.nbytes()
+
+
+class PoisoningPool(MemoryPool):
+    """For debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN, so that a use after
+    release shows as NaN at the place that did it instead of a crash or another unit's weights."""
+
+    def lend(self, buffer: LentTensor) -> None:
+        if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:
+            super().lend(buffer)
+
+    def take_back(self, buffer: LentTensor, last_use: Event) -> None:
+        self._streams.wait(last_use)
+        tensor = buffer.tensor
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.fill_(-1 if tensor.dtype.is_signed else 1)
+
+
+def pool_for(device: torch.device, streams: Streams) -> MemoryPool:
+    """A pool for ``device``; a poisoning one under ``FSDP_DEBUG=1``."""
+    kind = PoisoningPool if os.environ.get("FSDP_DEBUG", "0") == "1" else MemoryPool
+    return kind(device, streams)

@@ -1,0 +1,115 @@
+"""The unsharded gradient of backwards that are not synchronised (``no_sync``), as users see it.
+
+Until the next synchronised backward adds to it and reduces it, it is what ``.grad`` shows, and users own it: what they
+set to None is dropped, what they zero or change in place is changed. The sharded gradient of an earlier synchronised
+backward is parked meanwhile.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer
+from fsdp.flat.views import BucketViews
+
+
+class Accumulator:
+    """One bucket's. A *position* is a place in ``views.visible``, the parameters that have a ``.grad``."""
+
+    def __init__(self, handle: FlatParamHandle, views: BucketViews) -> None:
+        self._handle, self._views = handle, views
+        # The views of the accumulator that are .grad now, by position. Users alone own them.
+        self._exposed: list[TensorWeakRef] = []
+        self._shapes: list[torch.Size] = []
+        self._version = 0  # of the accumulator, when it was exposed
+        self._parked: list[torch.Tensor | None] = []  # the sharded gradients that it hides, by position
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether some ``.grad`` is an unsharded gradient."""
+        return bool(self._shown())
+
+    def forget(self) -> None:
+        """The bucket has changed its dtype or device."""
+        self._exposed, self._parked = [], []
+
+    def expose(self, buffer: SlotBuffer, *, continues: bool, hides_sharded: bool) -> None:
+        """Make what ``buffer`` holds the ``.grad`` of the parameters.
+
+        ``continues``: it is the memory that :meth:`reuse` gave. ``hides_sharded``: a gradient that is there already is
+        a sharded one, and is parked; else it is of the same kind, and added.
+        """
+        views, grads = self._views, self._views.full_grads(buffer)
+        before = self._grads() if continues else [None] * len(grads)
+        if not continues:
+            self._parked = [None] * len(grads)
+        for position, visible in enumerate(views.visible):
+            current = views.grad(position)
+            if current is not None and current is before[position]:
+                grads[position] = current
+            elif visible.param.requires_grad:
+                if current is not None and hides_sharded:
+                    self._parked[position] = current
+                elif current is not None:
+                    grads[position].add_(current)
+                views.set_grad(position, grads[position])
+        self._exposed = [TensorWeakRef(grad) for grad in grads]
+        self._shapes = [grad.shape for grad in grads]
+        self._version = buffer.flat._version
+
+    def reuse(self) -> tuple[torch.Tensor | None, set[int]]:
+        """The flat vector as far as the user left ``.grad`` intact, and the positions that it has gradients of; None if
+        nothing is left of it."""
+        shown = self._shown()
+        if not shown:
+            self.forget()
+            return None, set()
+        exposed, positions = self._grads(), {position for position, _ in shown}
+        flat = None
+        for position, grad in shown:
+            if grad is exposed[position]:
+                flat = grad if grad._base is None else grad._base
+        touched = flat is not None and flat._version != self._version
+        for position, grad in shown:
+            parked = self._parked[position]
+            if grad is not exposed[position]:  # the user's own, in place of all that was accumulated
+                self._parked[position] = None
+            elif touched and parked is not None:  # zeroed in place: then the hidden part goes as well
+                parked.masked_fill_(grad.any().logical_not(), 0)
+        for position in range(len(exposed)):
+            if position not in positions:
+                self._parked[position] = None
+        held = any(grad is not None and self._views.grad(p) is not grad for p, grad in enumerate(exposed))
+        if flat is None or held or any(grad is not exposed[position] for position, grad in shown):
+            # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
+            handle = self._handle
+            flat = torch.empty(handle.layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device)
+            grads = self._views.full_grads(SlotBuffer(handle.layout, flat))
+            for position, grad in shown:
+                grads[position].copy_(grad)
+                self._views.set_grad(position, grads[position])
+                self._exposed[position] = TensorWeakRef(grads[position])
+        return flat, positions
+
+    def conceal(self) -> None:
+        """Restore the sharded ``.grad`` that this replaced."""
+        for position, (exposed, parked) in enumerate(zip(self._grads(), self._parked)):
+            if exposed is not None and self._views.grad(position) is exposed:
+                self._views.set_grad(position, parked)
+        self.forget()
+
+    def _grads(self) -> list[torch.Tensor | None]:
+        """What was exposed, by position; None where nobody has it any more."""
+        return [reference() for reference in self._exposed]
+
+    def _shown(self) -> list[tuple[int, torch.Tensor]]:
+        """(position, ``.grad``) of each visible parameter that shows an unsharded gradient: the one exposed, or what
+        the user put in its place. A sharded one of the same shape cannot be there: only a backward that ends the
+        accumulation makes one."""
+        found = []
+        for position, shape in enumerate(self._shapes if self._exposed else ()):
+            grad = self._views.grad(position)
+            if grad is not None and grad.shape == shape:
+                found.append((position, grad))
+        return found
