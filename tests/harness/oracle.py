@@ -51,6 +51,16 @@ def adamw(params: Iterable[nn.Parameter]) -> Optimizer:
     return AdamW(params, lr=0.01, weight_decay=0.1)
 
 
+def sgd_of_halves(params: Iterable[nn.Parameter]) -> Optimizer:
+    """SGD whose factors are powers of two: products are exact, so that every operation of a step rounds once.
+
+    A kernel may fuse a multiplication and an addition in its vectorised body and not in its tail, and in low precision
+    round the product or not. An element of a shard lies elsewhere in a vector than that of a whole parameter; with
+    these factors it is rounded alike in both.
+    """
+    return SGD(params, lr=0.125, momentum=0.5, weight_decay=0.0078125)
+
+
 OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": adamw}
 
 

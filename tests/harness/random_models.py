@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 import fsdp
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import CustomPolicy
+from tests.harness.lockstep import REASSOCIATED
 
 WIDTH, VOCABULARY = 5, 7
 LOSSES = ("all", "all", "output", "sides")
@@ -43,7 +44,6 @@ PASSES = (
 )
 HOW_GIVEN = ("closure", "attribute")
 KINDS = ("reentrant", "non-reentrant", "selective")
-REASSOCIATED = 2.0**20  # ulps, 2**-32 of the largest element; see `Plan.ulps`
 
 
 # -- what lies in a block ----------------------------------------------------------------------------------------------
@@ -327,10 +327,7 @@ class Plan:
         """How far gradients may be off at first. 0 where the order of additions is that of plain replicas.
 
         A reentrant checkpoint delivers gradients task by task, and a unit that is used in two of them is reduced
-        twice: (a + b) / N + (c + d) / N. The all-reduce of more than 2 ranks has an order of its own. Then the two
-        sums differ by at most (terms - 1) * 2**-53 of the largest partial sum, which the following steps multiply by
-        the conditions of a few layers of width 5, whatever cancels: less than 2**20. A contribution that is missing,
-        stale or counted twice is a change of more than 2**-20 of the whole, 2**12 times as much.
+        twice: (a + b) / N + (c + d) / N. The all-reduce of more than 2 ranks has an order of its own.
         """
         kinds = {self.segment[2], *self.around, *(kind for block in self.blocks for kind in block.kinds)}
         ring = self.strategy is ShardingStrategy.NO_SHARD and dist.get_world_size() > 2
