@@ -1,21 +1,35 @@
-"""The example and the scripts as a user starts them: as commands, in processes of their own."""
+"""The example and the scripts: some as a user starts them, as commands in processes of their own.
+
+Interpreters that import torch are most of what a command costs. So the others run in ranks that the test's process has
+forked: `main` of the script, which finds a process group where it would have made one.
+"""
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
+import queue
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp.checkpoint import load_plain
 from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_fresh, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = ["--steps", "25", "--width", "32", "--depth", "2", "--context", "32", "--batch", "4"]
@@ -28,9 +42,86 @@ def run(*command: str, timeout: float = 120) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-def train(ranks: int, *options: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return run(*launcher, "examples/train_gpt.py", *SMALL, *options)
+def train(ranks: int, *options: str) -> str:
+    """What `examples/train_gpt.py` prints."""
+    return run_ranks(ranks, train_here, [*SMALL, *options])[0]
+
+
+def train_here(options: list[str]) -> str:
+    sys.path.insert(0, str(ROOT / "examples"))
+    train_gpt = importlib.import_module("train_gpt")
+    sys.path.pop(0)
+    if not hasattr(train_gpt.read_standard_library, "cache_info"):
+        train_gpt.read_standard_library = cache(train_gpt.read_standard_library)
+    printed = io.StringIO()
+    with (
+        redirect_stdout(printed),
+        mock.patch.object(sys, "argv", ["train_gpt.py", *options]),
+        mock.patch.object(train_gpt, "join_ranks", lambda: torch.device("cpu")),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        train_gpt.main()
+    return printed.getvalue()
+
+
+class Spawned:
+    """`torch.multiprocessing` for a script that starts its ranks by itself: forked ones, whose output is shown.
+
+    `constants` are those of the script that are others in the ranks.
+    """
+
+    SimpleQueue = queue.SimpleQueue
+
+    def __init__(self, constants: dict[str, int]) -> None:
+        self.constants = constants
+
+    def get_context(self, method: str) -> Spawned:
+        return self
+
+    def spawn(self, function: Callable[..., Any], arguments: Sequence[Any], nprocs: int) -> None:
+        told = next((value for value in arguments if isinstance(value, queue.SimpleQueue)), None)
+        plain = [None if value is told else value for value in arguments]
+        call = function.__module__, function.__name__, plain, self.constants
+        printed, values = run_fresh(nprocs, run_spawned, *call, timeout=120)[0]
+        print(printed, end="")
+        for value in values:
+            told.put(value)  # type: ignore[union-attr]
+
+
+def run_spawned(module: str, function: str, arguments: list[Any], constants: dict[str, int]) -> tuple[str, list[Any]]:
+    """What it printed, and what it put into the queue that stood among its arguments."""
+    values: list[Any] = []
+    told, printed = SimpleNamespace(put=values.append), io.StringIO()
+    given = [told if value is None else value for value in arguments]
+    script = importlib.import_module(module)
+    with (
+        redirect_stdout(printed),
+        mock.patch.dict(vars(script), constants),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        getattr(script, function)(dist.get_rank(), *given)
+    return printed.getvalue(), values
+
+
+@pytest.fixture
+def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs `main` of a script: its exit status, and what it printed."""
+
+    def run_main(name: str, *options: str, **constants: int) -> tuple[int, str]:
+        monkeypatch.setenv("FSDP_FORCE_SHARDED", "")
+        monkeypatch.delenv("FSDP_FORCE_SHARDED")  # the script may set it
+        monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
+        monkeypatch.setattr(torch, "multiprocessing", Spawned(constants))
+        status = 0
+        try:
+            importlib.import_module(name).main()
+        except SystemExit as exit_:
+            status = int(exit_.code or 0)
+        return status, capsys.readouterr().out
+
+    return run_main
 
 
 def numbers(report: str, row: str) -> list[float]:
@@ -54,10 +145,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sharded(saved: Path) -> str:
     """The report of a run on two ranks with everything sharded."""
-    result = train(2, "--save", str(saved), "--save-every", "15")
-    assert result.returncode == 0, result.stderr
-    assert not re.search(r"[Ww]arn|\[W", result.stderr), result.stderr
-    return result.stdout
+    return train(2, "--save", str(saved), "--save-every", "15")
 
 
 def test_training_reports_what_happened(sharded: str) -> None:
@@ -82,16 +170,15 @@ def test_training_reports_what_happened(sharded: str) -> None:
 
 
 def test_training_without_sharding_holds_everything_and_learns_the_same(sharded: str) -> None:
-    result = train(2, "--strategy", "no_shard")
-    assert result.returncode == 0, result.stderr
+    printed = train(2, "--strategy", "no_shard")
     for row in ("parameters", "gradients"):
-        mine, whole, percent = numbers(result.stdout, row)
+        mine, whole, percent = numbers(printed, row)
         assert mine == whole and percent == 100
     for row in LOSSES:
-        assert numbers(result.stdout, row) == pytest.approx(numbers(sharded, row), abs=5e-3)
-    calls, received = numbers(result.stdout, "all_reduce")
-    assert 3 <= calls <= 3 + 2 and 0 <= received - numbers(result.stdout, "gradients")[0] <= 64
-    assert numbers(result.stdout, "total") == [calls, received]
+        assert numbers(printed, row) == pytest.approx(numbers(sharded, row), abs=5e-3)
+    calls, received = numbers(printed, "all_reduce")
+    assert 3 <= calls <= 3 + 2 and 0 <= received - numbers(printed, "gradients")[0] <= 64
+    assert numbers(printed, "total") == [calls, received]
 
 
 def values(directory: Path) -> dict[str, Any]:
@@ -108,15 +195,14 @@ def values(directory: Path) -> dict[str, Any]:
 def test_a_resumed_run_is_that_which_never_stopped(sharded: str, saved: Path, tmp_path: Path) -> None:
     """R40: from the checkpoint of step 15 to step 25 at the same number of ranks, bit for bit."""
     assert "saved" in sharded
-    result = train(2, "--resume", str(saved / "checkpoint_00000001"), "--save", str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    assert "step 15 from" in result.stdout and "10 steps in" in result.stdout
-    was, is_ = held_losses(result.stdout)
+    printed = train(2, "--resume", str(saved / "checkpoint_00000001"), "--save", str(tmp_path))
+    assert "step 15 from" in printed and "10 steps in" in printed
+    was, is_ = held_losses(printed)
     assert was == is_
     ours = values(tmp_path)
     assert ours["(1, 'step')"] == 25 and ours["(1, 'loss')"] == ours["(0, 'loss')"]
     assert_bit_equal(ours, values(saved))
-    assert numbers(result.stdout, LOSSES[1])[1] == numbers(sharded, LOSSES[1])[1]
+    assert numbers(printed, LOSSES[1])[1] == numbers(sharded, LOSSES[1])[1]
 
 
 def test_the_check_of_the_held_batch_fails(
@@ -153,11 +239,14 @@ def test_the_check_of_the_held_batch_fails(
         checkpoints.load(tmp_path)
 
 
-def test_training_does_not_mix_its_checkpoints_with_those_of_another_run(sharded: str, saved: Path) -> None:
+def test_training_does_not_mix_its_checkpoints_with_those_of_another_run(
+    sharded: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert sharded
-    result = run(sys.executable, "examples/train_gpt.py", "--save", str(saved))
-    assert result.returncode == 1
-    assert result.stderr == f"train_gpt.py: {saved} has checkpoints of another run: --resume it, or save elsewhere\n"
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--save", str(saved)])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(ROOT / "examples/train_gpt.py"), run_name="__main__")
+    assert exit_.value.code == f"train_gpt.py: {saved} has checkpoints of another run: --resume it, or save elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -183,10 +272,11 @@ def test_bad_options_are_named(
     assert message in capsys.readouterr().err
 
 
-def test_training_must_be_started_by_torchrun() -> None:
-    result = run(sys.executable, "examples/train_gpt.py")
-    assert result.returncode == 1
-    assert result.stderr.strip().startswith("train_gpt.py: start it with torchrun")
+def test_training_must_be_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit, match=r"^train_gpt.py: start it with torchrun"):
+        runpy.run_path(str(ROOT / "examples/train_gpt.py"), run_name="__main__")
 
 
 def test_demo_help_and_bad_options_need_no_environment() -> None:
@@ -246,26 +336,28 @@ def test_the_elastic_example_fails_where_losses_differ(monkeypatch: pytest.Monke
         resume_elastic.compare([2.0, 1.0], [2.0, 1.0 + 1e-11])
 
 
-def test_gpu_check_says_that_there_is_no_accelerator() -> None:
-    result = run(sys.executable, "scripts/gpu_check.py")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "gpu_check.py: there is no accelerator here, nothing is checked\n"
+RunScript = Callable[..., tuple[int, str]]
 
 
-def test_gpu_check_compares_with_a_plain_model() -> None:
+def test_gpu_check_says_that_there_is_no_accelerator(run_script: RunScript) -> None:
+    printed = "gpu_check.py: there is no accelerator here, nothing is checked\n"
+    assert run_script("gpu_check") == (0, printed)
+
+
+def test_gpu_check_compares_with_a_plain_model(run_script: RunScript) -> None:
     """What of it can run without an accelerator: parity, in a group of one and of two, and situations (FD71)."""
-    result = run(sys.executable, "scripts/gpu_check.py", "--device", "cpu", "--steps", "2", "--brief")
-    assert result.returncode == 0, result.stdout + result.stderr
-    lines = result.stdout.splitlines()
+    status, printed = run_script("gpu_check", "--device", "cpu", "--steps", "2", "--brief", WIDTH=33, HIDDEN=67)
+    assert status == 0, printed
+    lines = printed.splitlines()
     assert len(lines) == 50 and all(line.startswith("ok ") for line in lines[:-1])
     assert lines[-1] == "gpu_check.py: all checks passed"
 
 
-def test_checkpoint_benchmark_measures_everything() -> None:
+def test_checkpoint_benchmark_measures_everything(run_script: RunScript) -> None:
     small = ("--width", "16", "--depth", "1", "--vocabulary", "101", "--rounds", "1", "--device", "cpu")
-    result = run(sys.executable, "scripts/bench_checkpoint.py", *small)
-    assert result.returncode == 0, result.stderr
-    title, *rows = result.stdout.strip().split("\n\n")
+    status, printed = run_script("bench_checkpoint", *small)
+    assert status == 0, printed
+    title, *rows = printed.strip().split("\n\n")
     assert title.endswith("million parameters, 2 ranks, gloo, cpu")
     contenders = {row.splitlines()[0]: len(row.splitlines()) - 1 for row in rows}
     assert contenders.pop("sharded save in the background, blocked") == 5
