@@ -163,6 +163,8 @@ def carried_on(root: str) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     kinds = [*KINDS, "directory"]
     for number, (strategy, mode) in enumerate(WAYS):
+        if world_size == 4 and number not in (0, 3, 4):  # each strategy; nobody goes on from these
+            continue
         run = build(1, strategy, mode)
         train(*run, range(2))
         half, goes_on = whole(*run), build(2, strategy, mode)
@@ -191,8 +193,8 @@ def carried_over(root: str) -> None:
 
 
 def test_r40_any_run_goes_on_from_any_kind_of_state_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """R40: every kind of state (by turns but on 2 ranks) x strategies x modes, bit for bit, and five steps later; and
-    from 1, 2 and 3 ranks to 1, 2 and 4."""
+    """R40: every kind of state (by turns but on 2 ranks) x strategies x modes (by turns on 4 ranks), bit for bit, and
+    five steps later; and from 1, 2 and 3 ranks to 1, 2 and 4."""
     for world_size in (1, 2, 3, 4):
         run_ranks(world_size, carried_on, str(tmp_path), timeout=180)
     for world_size in (1, 2, 4):

@@ -85,16 +85,13 @@ class _Rank:
     ) -> None:
         self.rank = rank
         environment = {**os.environ, "PYTHONPATH": _path(), **_rank_env(rank, world_size), **env}
-        # What an interpreter reads when it starts needs one of its own.
-        self._own = Template(environment) if any(name.startswith("PYTHON") for name in env) else None
         self.log_path, self.stack_path = folder / f"rank{rank}.log", folder / f"rank{rank}.stack"
         ours, theirs = socket.socketpair()
         alive, self._lifeline = os.pipe()  # the process exits when the parent's end closes, whatever it is doing
         arguments = tuple(str(x) for x in (rank, world_size, port, group_timeout, self.stack_path))
         request = Request(arguments, environment, list(sys.path), os.getcwd())
         with open(self.log_path, "wb") as log:
-            template = self._own or _template(rank % TEMPLATES)
-            self.process = template.fork(request, theirs.fileno(), alive, log.fileno())
+            self.process = _template(rank % TEMPLATES).fork(request, theirs.fileno(), alive, log.fileno())
         theirs.close()
         os.close(alive)
         self.connection = Connection(ours.detach())
@@ -113,8 +110,6 @@ class _Rank:
             self.process.kill()
         self.process.wait()
         self.process.close()
-        if self._own is not None:
-            self._own.close()
 
 
 def _path() -> str:
@@ -127,7 +122,9 @@ _templates: dict[int, Template] = {}
 def _template(number: int) -> Template:
     template = _templates.get(number)
     if template is None or not template.alive:
-        template = _templates[number] = Template({**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"})
+        template = _templates[number] = Template(
+            {**os.environ, "PYTHONPATH": _path(), "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}
+        )
     return template
 
 
@@ -313,7 +310,7 @@ def run_fresh(
     env: Mapping[str, str] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
-    """Like `run_ranks` in processes of its own, with `env` set before they start and a group timeout in seconds.
+    """Like `run_ranks` in processes of its own, with `env` set before they join and a group timeout in seconds.
 
     A rank may die: its result is then a `Died`. An exception on any rank is still a failure of the whole job.
     """
