@@ -130,8 +130,8 @@ def die_between_jobs() -> int:
 
 
 def test_pool_with_a_rank_killed_between_jobs_is_replaced() -> None:
-    os.kill(run_ranks(2, die_between_jobs)[0], signal.SIGKILL)
-    time.sleep(0.1)
+    os.kill(pid := run_ranks(2, die_between_jobs)[0], signal.SIGKILL)
+    _wait_for_end([pid])
     assert len(run_ranks(2, die_between_jobs)) == 2
 
 
@@ -224,10 +224,15 @@ def test_ranks_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert ended.returncode == -signal.SIGABRT, ended.stderr
     pids = [pid for pid, _, _ in ast.literal_eval(ended.stdout)]
+    assert len(pids) == 2
+    _wait_for_end(pids)
+
+
+def _wait_for_end(pids: list[int]) -> None:
     deadline = time.monotonic() + 5
     while not all(_has_ended(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(pids) == 2 and all(_has_ended(pid) for pid in pids)
+        time.sleep(0.01)
+    assert all(_has_ended(pid) for pid in pids)
 
 
 def _has_ended(pid: int) -> bool:

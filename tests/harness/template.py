@@ -47,12 +47,22 @@ class Forked:
 
     def __init__(self, pid: int, status: int) -> None:
         self.pid = pid
-        self.sentinel = status  # readable when it has ended
+        self.sentinel = status  # readable when the template has told that it has ended
         self._code: int | None = None
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
-        return self._code if self._code is not None else self._wait(0)
+        if self._code is None:
+            self._wait(None if self._is_over() else 0)
+        return self._code
+
+    def _is_over(self) -> bool:
+        """Also before the template, for want of a processor, has told. Without /proc, its word alone counts."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as stat:
+                return stat.read().rpartition(")")[2].split()[0] in "ZX"
+        except (FileNotFoundError, ProcessLookupError):
+            return os.path.isdir("/proc/self")
 
     def wait(self, timeout: float | None = None) -> int:
         code = self._code if self._code is not None else self._wait(timeout)
