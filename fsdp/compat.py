@@ -23,7 +23,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint import dcp
-from fsdp.checkpoint.state_dict import clean_path, wrappers_in
+from fsdp.checkpoint.state_dict import wrappers_in
+from fsdp.flat.names import clean, plain_modules
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 with warnings.catch_warnings():
@@ -83,8 +84,8 @@ def disable_dcp() -> None:
 
 
 def _get_model_state_dict(model: nn.Module, info: Any) -> Any:
-    prefixes = {clean_path(prefix.removesuffix(".")) for prefix in info.submodule_prefixes}
-    submodules = {module for path, module in dcp.plain_modules(model) if path in prefixes}
+    prefixes = {clean(prefix.removesuffix(".")) for prefix in info.submodule_prefixes}
+    submodules = {module for path, module in plain_modules(model) if path in prefixes}
     return dcp.get_model_state_dict(model, submodules=submodules, options=info)
 
 
@@ -93,7 +94,7 @@ def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: A
     if info.broadcast_from_rank0 and not dcp.told_by_rank0(info.handle_model, model, "tell whether there is any"):
         return _IncompatibleKeys([], [])
     # a dict of dicts by submodule has come to the submodules' names, with our wrappers in them
-    return dcp.set_model_state_dict(model, {clean_path(key): v for key, v in state_dict.items()}, options=info)
+    return dcp.set_model_state_dict(model, {clean(key): v for key, v in state_dict.items()}, options=info)
 
 
 def _get_optim_state_dict(model: nn.Module, optimizers: Any, info: Any) -> Any:

@@ -28,7 +28,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
-from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from fsdp.checkpoint import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from fsdp.comm import waiting
 from fsdp.comm.versions import ALL_GATHER
 from fsdp.wrap import ModuleWrapPolicy
@@ -701,6 +706,12 @@ def set_optimizer(model: Any) -> None:
     set_optimizer_state_dict(model, optimizer, state, options=options)
 
 
+def set_model(model: Any) -> None:
+    """Into what is not wrapped itself."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(nn.ModuleList([model]), nn.ModuleList([Chain(UNEQUAL)]).state_dict(), options=options)
+
+
 # What all ranks have to call, how errors name it, and whether the ranks have done it before.
 CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "state_dict": (state_dict_by(False), "state_dict() (FULL_STATE_DICT) of the root unit"),
@@ -708,6 +719,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "optim_state_dict": (optim_state_dict, "optim_state_dict() of the root unit"),
     "get_optimizer": (get_optimizer, "get_optimizer_state_dict() of the root unit"),
     "set_optimizer": (set_optimizer, "set_optimizer_state_dict() of the root unit"),
+    "set_model": (set_model, "set_model_state_dict() of the root unit"),
     "summon": (summon, "summon_full_params() of the root unit"),
     "load": (lambda model: model.load_state_dict(Chain(UNEQUAL).state_dict()), "load_state_dict() of the root unit"),
     "clip": (lambda model: model.clip_grad_norm_(1.0), "clip_grad_norm_(norm_type=2.0) of the root unit"),

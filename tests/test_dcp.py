@@ -19,6 +19,8 @@ from fsdp.checkpoint import (
     get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
+    load,
+    save,
     set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
@@ -197,6 +199,59 @@ def test_what_only_rank_0_has_is_handed_out_to_all_kinds_of_models() -> None:
 def test_plain_and_wrapped_models_exchange_state() -> None:
     """R44, user-pain 14: plain, DDP, compiled."""
     run_ranks(2, check_plain)
+
+
+class Around(nn.Module):
+    """Around a module under any name; one parameter has no elements."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        self.add_module(name, inner)
+        self.head, self.none = nn.Linear(3, 2), nn.Parameter(torch.zeros(0, 4))
+
+
+def check_names(root: str) -> None:
+    def compiled(module: nn.Module) -> Any:
+        return quiet(torch.compile, module)
+
+    def wrapped(module: nn.Module) -> nn.Module:
+        return ours(True, blocks=False, module=module)
+
+    kinds: list[tuple[str, Any]] = [("inner", DistributedDataParallel), ("inner", compiled), ("_orig_mod", nn.Identity)]
+    for name, around in [*kinds, ("_orig_mod", wrapped), ("module", wrapped)]:
+        plain = Around(name, nn.Linear(2, 3))
+        model = copy.deepcopy(plain)
+        if around is not nn.Identity:
+            model.add_module(name, around(model.get_submodule(name)))
+        optimizer, of_plain = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
+        expected = torch_state_dict.get_optimizer_state_dict(plain, of_plain)["state"]
+        for options in (FULL, StateDictOptions()):
+            what = f"{name}, {around}, {options}"
+            state = get_state_dict(model, optimizer, options=options)
+            assert state[0].keys() == plain.state_dict().keys(), what
+            assert state[1]["state"].keys() == expected.keys(), what
+            assert_same(settle_all(state[1]["state"]["none"]), expected["none"], what)
+            state = quiet(copy.deepcopy, state)
+            train(optimizer)
+            set_state_dict(model, optimizer, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+            assert_same(dict(get_model_state_dict(model, options=FULL)), dict(plain.state_dict()), what)
+            again = get_optimizer_state_dict(model, optimizer, options=FULL)
+            assert again["state"].keys() == expected.keys(), what
+            for param, states in expected.items():
+                assert_same(settle_all(again["state"][param]), settle_all(states), f"{what}, {param}")
+            optimizer = torch.optim.AdamW(model.parameters())
+        loose = StateDictOptions(strict=False)
+        found = set_model_state_dict(model, {"head.bias": torch.ones(2)}, options=loose)
+        assert set(found.missing_keys) == plain.state_dict().keys() - {"head.bias"}, name
+        save(root, model)
+        load(root, plain)
+        assert_same(dict(plain.state_dict()), dict(get_model_state_dict(model, options=FULL)), f"{name}, {around}")
+
+
+def test_fd47_names_go_by_what_wraps_and_not_by_how_it_is_called(tmp_path: Path) -> None:
+    """FD47: a DDP or a compiled module inside a plain one, modules called as those have their inner ones, and
+    parameters without elements, whose state an optimizer that has not stepped has as well."""
+    run_ranks(2, check_names, str(tmp_path))
 
 
 class Told(nn.Module):

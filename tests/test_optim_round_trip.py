@@ -23,6 +23,7 @@ from fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
@@ -104,6 +105,47 @@ def makers() -> Iterable[tuple[str, Make]]:
             for settings in SETTINGS.get(name, [{}]) if name not in NOT_ELEMENTWISE else ():
                 yield f"{name} {settings}", lambda groups, kind=kind, settings=settings: kind(groups, **settings)
     yield "Odd", Odd
+
+
+def check_other_dtypes(root: str) -> None:
+    for uop in (False, True):
+        trained, plain = build(uop, Model().float()), Model()
+        optimizer = step(torch.optim.AdamW(trained.parameters(), foreach=uop))
+        with FSDP.state_dict_type(trained, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+            saved = FSDP.optim_state_dict(trained, optimizer)
+        of_plain = torch.optim.AdamW(plain.parameters(), foreach=uop)
+        ids = FSDP.rekey_optim_state_dict(saved, OptimStateKeyType.PARAM_ID, plain, optim=of_plain)
+        of_plain.load_state_dict(ids)
+        for form in ("full", "save"):
+            model = build(uop)
+            fresh = torch.optim.AdamW(model.parameters(), foreach=uop)
+            if form == "full":
+                fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
+            else:
+                load(save(root, trained, optimizer, keep=1), model, fresh)
+            again = FSDP.optim_state_dict(model, fresh)
+            for number, (name, _) in enumerate(plain.named_parameters()):
+                assert bits(dict(sorted(again["state"][name].items()))) == bits(
+                    dict(sorted(of_plain.state[list(plain.parameters())[number]].items()))
+                ), f"{name}, {form}, use_orig_params={uop}"
+            step(fresh)
+
+
+def test_fd12_states_of_parameters_that_had_another_dtype_are_what_torch_makes_of_them(tmp_path: Path) -> None:
+    """FD12: float32 moments, loaded for bfloat16 parameters, are bfloat16, so that the optimizer can step."""
+    run_ranks(2, check_other_dtypes, str(tmp_path))
+
+
+def test_fd12_scalars_and_elements_of_parameters_without_dimensions() -> None:
+    """FD12: what one element has and what all have in common look alike there."""
+    module = nn.ParameterDict({"matrix": torch.ones(2, 3), "scalar": torch.tensor(1.0)})
+    state = get_optimizer_state_dict(module, step(torch.optim.NAdam(module.parameters())))
+    module = module.bfloat16()
+    optimizer = torch.optim.NAdam(module.parameters())
+    set_optimizer_state_dict(module, optimizer, state)
+    for states in optimizer.state.values():
+        assert (states["exp_avg"].dtype, states["mu_product"].dtype) == (torch.bfloat16, torch.float32)
+    step(optimizer)
 
 
 def groups_of(model: nn.Module, backwards: bool = False) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,15 @@ def test_copies_work_on_the_interval() -> None:
     assert "elements 2 to 9" in repr(ragged)
 
 
+def test_copies_without_values_have_the_interval() -> None:
+    """FD47: what ``torch.distributed.checkpoint.async_save`` copies into."""
+    ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
+    made = ragged.new_empty(ragged.shape)
+    assert isinstance(made, RaggedTensor) and made.same_interval(ragged) and made.local.shape == (7,)
+    with pytest.raises(RuntimeError, match="this rank holds only its elements 2 to 9"):
+        ragged.new_empty((4, 3))
+
+
 def test_what_needs_the_whole_raises() -> None:
     ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
     for use in (
@@ -194,17 +204,30 @@ def _load(folder: str) -> None:
         assert torch.equal(plain[name], whole), name
 
 
+def _save_in_the_background(folder: str) -> None:
+    parts = cut(wholes(), dist.get_rank(), dist.get_world_size())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own
+        saved = dcp.async_save({"model": parts}, checkpoint_id=folder)
+    for ragged in parts.values():
+        ragged.local.zero_()  # what is saved is a copy
+    saved.result(timeout=60)  # type: ignore[union-attr]
+
+
 def _save_plain(folder: str) -> None:
     dcp.save({"model": wholes()}, checkpoint_id=folder)
 
 
 def test_r40_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
-    """R40: rectangles at N ranks, read at M ranks and into plain tensors, and plain tensors read as rectangles."""
+    """R40, FD47: rectangles at N ranks, read at M ranks and into plain tensors, and plain tensors read as rectangles;
+    also where they are saved in the background."""
     for saved_at in (1, 2, 3):
         run_ranks(saved_at, _save, str(tmp_path / f"{saved_at}"))
     run_ranks(2, _save_plain, str(tmp_path / "plain"))
     for loaded_at, saved in ((1, "3"), (2, "3"), (3, "2"), (3, "1"), (3, "plain"), (1, "1")):
         run_ranks(loaded_at, _load, str(tmp_path / saved))
+    run_ranks(2, _save_in_the_background, str(tmp_path / "background"))
+    run_ranks(3, _load, str(tmp_path / "background"))
     payload = sum(whole.nbytes for whole in wholes().values())
     for saved_at in (1, 2, 3):
         files = list((tmp_path / f"{saved_at}").glob("*.distcp"))

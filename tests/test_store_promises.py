@@ -17,7 +17,17 @@ from torch import nn
 
 from fsdp import FullStateDictConfig, StateDictType
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp.checkpoint import files, load, load_plain, save, store
+from fsdp.checkpoint import (
+    StateDictOptions,
+    files,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    load,
+    load_plain,
+    save,
+    set_state_dict,
+    store,
+)
 from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
 from tests.harness.pool import run_fresh, run_ranks
@@ -331,6 +341,21 @@ def loads_nothing_or_all(root: str) -> None:
             with of_rank0, pytest.raises(RuntimeError, match=r"extra state cannot be loaded from one rank alone"):
                 model.load_state_dict(state if rank == 0 else {})
             assert everything(model, *optimizers) == before, "from rank 0"
+        options = StateDictOptions(full_state_dict=True)
+        good, bad = (get_model_state_dict(built(1.0, extra, wrapping), options=options) for extra in ("good", "bad"))
+        state = get_optimizer_state_dict(model, optimizers, options=options)
+        state["param_groups"][0]["lr"] = 0.25
+        for one, hindered in ((0, "module"), (1, "module"), (1, "optimizer")):  # on rank 1 alone, or on both
+            if wrapping == "none" and one == 1:
+                continue  # plain models load by themselves
+            given = bad if hindered == "module" and rank >= one else good
+            refusing = hindered == "optimizer" and rank >= one
+            handle = optimizers[1].register_load_state_dict_post_hook(refuses) if refusing else None
+            with pytest.raises((ValueError, RuntimeError), match=r"takes no such state"):
+                set_state_dict(model, optimizers, model_state_dict=given, optim_state_dict=state, options=options)
+            assert everything(model, *optimizers) == before, f"{wrapping}, {hindered} of rank {one}"
+            if handle is not None:
+                handle.remove()
         load(f"{root}/{wrapping}/good", model, optimizers)
         assert everything(model, *optimizers) != before
         assert repr(model.state_dict()["table"]) == repr(expected["table"])

@@ -8,9 +8,10 @@ into, by ``torch.distributed.checkpoint``, and goes back by ``set_state_dict``.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,19 +32,18 @@ from fsdp.api import (
 )
 from fsdp.checkpoint.forms import is_sharded
 from fsdp.checkpoint.load_state_dict import prepare
-from fsdp.checkpoint.loading import Loading
+from fsdp.checkpoint.loading import Loading, alike_on_all_ranks
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_groups import lay_out
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_params import ModelParams, param_to_name, params_by_id, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict, wanted
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.state_dict import calling, clean_path, held_params, wrappers_in
+from fsdp.checkpoint.state_dict import calling, held_params, wrappers_in
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group
+from fsdp.flat.names import PlainNames, clean, inside, plain_modules
 from fsdp.flat.ownership import torchs_own
-
-_COMPILED = "_orig_mod"
 
 
 @dataclass
@@ -86,7 +86,7 @@ class StateDictOptions:
             return StateDictOptions()
         if all(base.__name__ != StateDictOptions.__name__ for base in type(value).__mro__):
             raise TypeError(f"options must be StateDictOptions or None, but got {type(value).__name__}")
-        names = [field.name for field in fields(StateDictOptions)]
+        names = [field.name for field in dataclasses.fields(StateDictOptions)]
         options = StateDictOptions(**{name: getattr(value, name) for name in names if hasattr(value, name)})
         if options.broadcast_from_rank0 and not options.full_state_dict:
             raise ValueError("full_state_dict must be True when broadcast_from_rank0 is True.")
@@ -133,8 +133,9 @@ def get_model_state_dict(
     """
     options = StateDictOptions.of(options)
     model = _entered(model, options)
+    names = PlainNames(model)
     with _kind(model, options.settings(loading=False)):
-        state = {_plain_name(key): value for key, value in _method(model, "state_dict")().items()}
+        state = {names.plain(key): value for key, value in _method(model, "state_dict")().items()}
     if submodules:
         prefixes = [f"{path}." if path else "" for path, module in plain_modules(model) if module in submodules]
         found = [(key, prefix) for key in state for prefix in prefixes if key.startswith(prefix)]
@@ -142,7 +143,7 @@ def get_model_state_dict(
         state = {key if keep else key.removeprefix(prefix): state[key] for key, prefix in found}
     if options.ignore_frozen_params:
         for name in _frozen(model):
-            state.pop(name, None)
+            state.pop(names.plain(name), None)
     if not options.cpu_offload:
         return state
     if options.full_state_dict and _rank() != 0:
@@ -173,8 +174,9 @@ def get_optimizer_state_dict(
     options = StateDictOptions.of(options)
     several = _several(optimizers)
     with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:
+        elsewhere = _held_elsewhere(model)
         for optimizer in several:
-            stack.enter_context(_initialised(optimizer))
+            stack.enter_context(_initialised(optimizer, elsewhere))
         return optimizer_state_as_it_is(model, several, options)
 
 
@@ -184,15 +186,16 @@ def optimizer_state_as_it_is(
     """As :func:`get_optimizer_state_dict`, but with no state for an optimizer that has none: one that goes on from what
     a first step would make, would not do what a new one does."""
     model = _entered(model, options)
+    plain = PlainNames(model).plain
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
     several = _several(optimizers)
     for optimizer in several:
         raw = _method(optimizer, "state_dict")()
         _check_joinable(raw, len(several), options)
         saved = _saved(model, optimizer, raw, options)
-        joined["state"].update((_plain_name(name), state) for name, state in saved.get("state", {}).items())
+        joined["state"].update((plain(name), state) for name, state in saved.get("state", {}).items())
         for group in saved.get("param_groups", ()):
-            joined["param_groups"].append({**group, "params": [_plain_name(name) for name in group["params"]]})
+            joined["param_groups"].append({**group, "params": [plain(name) for name in group["params"]]})
     if options.full_state_dict and options.cpu_offload and _rank() != 0:
         return {}
     return _flattened(joined) if options.flatten_optimizer_state_dict else joined
@@ -206,16 +209,19 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: Any = None,
 ) -> Any:
-    """:func:`set_model_state_dict` and :func:`set_optimizer_state_dict`; returns what the former does. If one of them
-    raises, the optimizers are as they were."""
+    """:func:`set_optimizer_state_dict` and :func:`set_model_state_dict`; returns what the latter does. If one of them
+    raises, the model and the optimizers are as they were, on all ranks."""
     optimizers = _several(optimizers)
-    with kept_if_it_fails(optimizers):
+    with calling("set_state_dict()", model), kept_if_it_fails(optimizers):
         set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return set_model_state_dict(model, model_state_dict, options=options)
 
 
 def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
     """Load what :func:`get_model_state_dict` gives, or a plain model's. All ranks have to call.
+
+    Nothing is loaded unless everything fits, on every rank that shares a wrapped module. Only what a module's own
+    ``set_extra_state`` or ``_load_from_state_dict`` has done cannot always be taken back; a warning says so.
 
     Returns:
         the missing and unexpected keys.
@@ -224,23 +230,39 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
     """
     options = StateDictOptions.of(options)
     model = _entered(model, options)
-    with _kind(model, options.settings(loading=True)):
-        if options.broadcast_from_rank0 and "_fsdp_unit" not in model.__dict__ and torch.distributed.is_initialized():
-            return _hand_out(model, model_state_dict, options.strict)
-        rename = _names_now(model)
-        state = {rename(key): value for key, value in model_state_dict.items()}
-        return _method(model, "load_state_dict")(state, strict=options.strict)
+    with calling("set_model_state_dict()", model), _kind(model, options.settings(loading=True)):
+        if "_fsdp_unit" in model.__dict__:
+            now = PlainNames(model).now
+            state = {now(key): value for key, value in model_state_dict.items()}
+            return _method(model, "load_state_dict")(state, strict=options.strict)
+        if options.broadcast_from_rank0 and torch.distributed.is_initialized():
+            return _hand_out(model, model_state_dict, options)
+        loading = _prepared_alike(model, model_state_dict, options)
+        loading.write()
+        plain, (missing, unexpected) = PlainNames(model).plain, loading.incompatible
+        return type(loading.incompatible)([plain(key) for key in missing], [plain(key) for key in unexpected])
 
 
-def prepare_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Loading:
+def _prepared_alike(model: nn.Module, model_state_dict: Mapping[str, Any], options: StateDictOptions) -> Loading:
+    """:func:`prepare_model_state_dict` on all ranks that share a wrapped module, or an error on all of them."""
+    with contextlib.ExitStack() as undo:
+        with alike_on_all_ranks([wrapper._fsdp_unit for wrapper in wrappers_in(model)]) as given:
+            loading = prepare_model_state_dict(model, model_state_dict, options=options)
+            undo.callback(loading.undo)
+            given.update({unit.unit: list(unit.given()) for unit in loading.units})
+        undo.pop_all()
+    return loading
+
+
+def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> Loading:
     """All of :func:`set_model_state_dict` that can fail, on this rank alone; see
     :func:`fsdp.checkpoint.load_state_dict.prepare`."""
     options = StateDictOptions.of(options)
     model = _entered(model, options)
     own = functools.partial(nn.Module.load_state_dict, model)
     with _kind(model, options.settings(loading=True)):
-        rename = _names_now(model)
-        state = {rename(key): value for key, value in model_state_dict.items()}
+        now = PlainNames(model).now
+        state = {now(key): value for key, value in model_state_dict.items()}
         into_module = own if "_fsdp_unit" in model.__dict__ else _method(model, "load_state_dict")
         return prepare(model, into_module, state, strict=options.strict)
 
@@ -285,17 +307,18 @@ def set_optimizer_state_dict(
     """Load what :func:`get_optimizer_state_dict` gives. All ranks have to call.
 
     Each optimizer keeps its own groups, with the hyperparameters that the dict has for their parameters. States come
-    back bit for bit, in the dtypes that the dict has. With ``strict=False`` what the dict does not know stays as it is.
+    back bit for bit, in the dtypes that the dict has; what torch's own optimizers have of each element gets the
+    parameter's dtype, without which they could not step. With ``strict=False`` what the dict does not know stays as it
+    is. If this raises, the optimizers are as they were.
 
     Raises:
         ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
         RuntimeError: the dict does not know a parameter that an optimizer trains (``strict``).
     """
     optimizers = _several(optimizers)
-    with calling("set_optimizer_state_dict()", model):
-        planned = optimizers_to_load(model, optimizers, optim_state_dict, options=options)
-    with kept_if_it_fails(optimizers):
-        for optimizer, loadable in planned:
+    units = [wrapper._fsdp_unit for wrapper in wrappers_in(model)]
+    with calling("set_optimizer_state_dict()", model), kept_if_it_fails(optimizers), alike_on_all_ranks(units):
+        for optimizer, loadable in optimizers_to_load(model, optimizers, optim_state_dict, options=options):
             _method(optimizer, "load_state_dict")(loadable)
 
 
@@ -340,17 +363,17 @@ def optimizers_to_load(
 # -- from rank 0 alone, into a module that is not wrapped itself -------------------------------------------------------
 
 
-def _hand_out(model: nn.Module, given: Any, strict: bool) -> Any:
+def _hand_out(model: nn.Module, given: Any, options: StateDictOptions) -> Any:
     """Load what rank 0 has: the wrapped modules in ``model`` hand out what is theirs, and the rest goes to all ranks.
 
     Raises, on every rank, before anything is loaded:
         RuntimeError: something does not fit, in the words of ``nn.Module``.
     """
-    group, rename = default_group(), _names_now(model)
+    group, names = default_group(), PlainNames(model)
     outermost: dict[str, Any] = {}
     for path, module in model.named_modules():
-        if "_fsdp_unit" in module.__dict__ and not any(f"{clean_path(path)}.".startswith(outer) for outer in outermost):
-            outermost[f"{clean_path(path)}."] = module
+        if "_fsdp_unit" in module.__dict__ and not any(f"{clean(path)}.".startswith(outer) for outer in outermost):
+            outermost[f"{clean(path)}."] = module
     own: dict[str, dict[str, Any]] = {prefix: {} for prefix in ("", *outermost)}
     problems: list[str] = []
     missing: list[str] = []
@@ -361,27 +384,31 @@ def _hand_out(model: nn.Module, given: Any, strict: bool) -> Any:
     elif group.rank() == 0:
         missing = [key for key in expected if key not in given]
         unexpected = [key for key in given if key not in expected]
-        if strict and unexpected:
+        if options.strict and unexpected:
             problems.append(f"Unexpected key(s) in state_dict: {', '.join(map(_quoted, unexpected))}. ")
-        if strict and missing:
+        if options.strict and missing:
             problems.append(f"Missing key(s) in state_dict: {', '.join(map(_quoted, missing))}. ")
         for key in (key for key in expected if key in given):
-            name = rename(key)
+            name = names.now(key)
             prefix = next((prefix for prefix in outermost if name.startswith(prefix)), "")
             own[prefix][name.removeprefix(prefix)] = given[key]
             problems += _cannot_be_handed_out(key, given[key], expected[key], bool(prefix))
         if any(wrapper._fsdp_unit.groups.data_parallel_size != group.size() for wrapper in outermost.values()):
             problems.append("a wrapped module is not sharded over all ranks; pass the dict on every rank.")
-    device = next((wrapper._fsdp_unit.device for wrapper in outermost.values()), torch.device("cpu"))
-    told = broadcast_object((problems, missing, unexpected, own[""]), group, "tell what state rank 0 has", device)
+    told = told_by_rank0((problems, missing, unexpected, own[""]), model, "tell what state rank 0 has")
     problems, missing, unexpected, rest = told
     if problems:
         listed = "".join(f"\n\t{problem}" for problem in problems)
         raise RuntimeError(f"Error(s) in loading state_dict for {type(model).__name__}:{listed}")
-    for prefix, wrapper in outermost.items():
-        wrapper.load_state_dict(own[prefix], strict=False)
-    found = _method(model, "load_state_dict")(rest, strict=False)
-    return type(found)(missing, unexpected)
+    loading = _prepared_alike(model, rest, dataclasses.replace(options, strict=False))
+    try:
+        for prefix, wrapper in outermost.items():
+            wrapper.load_state_dict(own[prefix], strict=False)
+    except BaseException:
+        loading.undo()
+        raise
+    loading.write()
+    return type(loading.incompatible)(missing, unexpected)
 
 
 def _cannot_be_handed_out(key: str, value: Any, like: Any, by_wrapper: bool) -> Iterator[str]:
@@ -421,8 +448,9 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
 
 
 @contextlib.contextmanager
-def _initialised(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, a fresh optimizer has the state that a step without gradients and with a rate of zero makes."""
+def _initialised(optimizer: Optimizer, elsewhere: Container[nn.Parameter]) -> Iterator[None]:
+    """Inside, a fresh optimizer has the state that a step without gradients and with a rate of zero makes, for all but
+    the parameters that are ``elsewhere``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if optimizer.state or any(param.grad is not None for param in params):
         yield
@@ -436,7 +464,7 @@ def _initialised(optimizer: Optimizer) -> Iterator[None]:
                 if rate is not None:
                     group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
             for param in params:
-                if param.requires_grad and param.numel() > 0:
+                if param.requires_grad and param not in elsewhere:
                     param.grad = torch.zeros_like(param)
             optimizer.step()
         finally:
@@ -452,6 +480,12 @@ def _initialised(optimizer: Optimizer) -> Iterator[None]:
         optimizer.state.clear()
 
 
+def _held_elsewhere(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters of which this rank's shards hold nothing, and others' do."""
+    holders = ModelParams(model).holders.values() if wrappers_in(model) else ()
+    return {holder.param for holder in holders if holder.rank not in holder.owners}
+
+
 def _part_of(
     optimizer: Optimizer,
     model: nn.Module,
@@ -465,9 +499,9 @@ def _part_of(
     it is ``alone``."""
     names_of = _names_of(model, params)
     own = [name for group in optimizer.param_groups for param in group["params"] for name in names_of(param)]
-    rename = _names_now(model)
-    dict_of = dict(given) if "state" in given or not given else _unflattened(given, own)
-    groups = [{**group, "params": [rename(name) for name in group["params"]]} for group in dict_of["param_groups"]]
+    names = PlainNames(model)
+    dict_of = dict(given) if "state" in given or not given else _unflattened(given, map(names.plain, own))
+    groups = [{**group, "params": [names.now(name) for name in group["params"]]} for group in dict_of["param_groups"]]
     known = {name for group in groups for name in group["params"]}
     unknown = [name for name in own if name not in known]
     if unknown and options.strict:
@@ -475,7 +509,7 @@ def _part_of(
             f"the optimizer trains {', '.join(map(repr, unknown))}, which no parameter group of the state dict has; "
             "pass StateDictOptions(strict=False) to load the others"
         )
-    states = {rename(name): state for name, state in dict_of.get("state", {}).items()}
+    states = {names.now(name): state for name, state in dict_of.get("state", {}).items()}
     others = [name for name in states if name not in known]
     if others and not alone and options.strict:
         raise RuntimeError(
@@ -513,22 +547,23 @@ def _plain_to_load(optimizer: Optimizer, model: nn.Module, given: Mapping[str, A
 def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] | None) -> dict[str, torch.Tensor]:
     """By the plain model's names, what this rank has of each parameter that the optimizers hold: of a sharded one as
     ``RaggedTensor``."""
-    model = _inside(model)
+    model = inside(model)
+    plain = PlainNames(model).plain
     several = _several(optimizers) if optimizers is not None else []
     held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
     if not wrappers_in(model):
         names_of = _names_of(model, None)
-        return {_plain_name(name): param for param in held for name in names_of(param)}
+        return {plain(name): param for param in held for name in names_of(param)}
     params = ModelParams(model)
     parts: dict[str, torch.Tensor] = {}
     held_of = {handle: held_params(handle) for unit in params.units for handle in unit.handles}
     for param in held:
         holder = params.holders.get(param)
         if holder is None:
-            parts.update((_plain_name(name), param) for name in params.names(param))
+            parts.update((plain(name), param) for name in params.names(param))
         else:
             of_bucket = held_of[holder.handle]
-            parts.update((_plain_name(member.name), of_bucket[member.index].part) for member in holder.members)
+            parts.update((plain(member.name), of_bucket[member.index].part) for member in holder.members)
     return parts
 
 
@@ -576,7 +611,7 @@ def _flattened(joined: dict[str, Any]) -> dict[str, Any]:
 def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """With a group for each of ``names`` that is there."""
     result: dict[str, Any] = {"state": {}, "param_groups": []}
-    for name in map(_plain_name, names):
+    for name in names:
         for section, target in (("state", result["state"]), ("param_groups", None)):
             prefix = f"{section}.{name}."
             found = {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
@@ -641,45 +676,7 @@ def _entered(model: nn.Module, options: StateDictOptions) -> nn.Module:
             f"{foreign}: state of such models is what torch.distributed.checkpoint.state_dict is for. A model in which "
             "this package has wrapped modules as well has no state in common"
         )
-    return _inside(model)
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """Past ``DistributedDataParallel`` and ``torch.compile``'s outermost module."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif _COMPILED in model._modules:
-            model = model._modules[_COMPILED]  # type: ignore[assignment]
-        else:
-            return model
-
-
-def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules()``, by the plain model's names; a wrapper has that of what it wraps."""
-    for path, module in _inside(model).named_modules():
-        yield _plain_name(clean_path(path)), module
-
-
-def _plain_name(name: Any) -> Any:
-    if not isinstance(name, str):
-        return name
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
-
-
-def _names_now(model: nn.Module) -> Any:
-    """What makes a plain name one of a model in which some modules are compiled."""
-    paths = {_plain_name(clean_path(path)): clean_path(path) for path, _ in model.named_modules()}
-    if all(plain == now for plain, now in paths.items()):
-        return lambda name: name
-
-    def now(name: Any) -> Any:
-        if not isinstance(name, str):
-            return name
-        path, dot, leaf = name.rpartition(".")
-        return f"{paths.get(path, path)}{dot}{leaf}"
-
-    return now
+    return inside(model)
 
 
 def _frozen(model: nn.Module) -> list[str]:
@@ -688,7 +685,7 @@ def _frozen(model: nn.Module) -> list[str]:
     if wrappers_in(model):
         holders = ModelParams(model).holders.values()
         names += [n for holder in holders if not holder.param.requires_grad for m in holder.members for n in m.names]
-    return [_plain_name(clean_path(name)) for name in names]
+    return [clean(name) for name in names]
 
 
 def told_by_rank0(value: Any, model: nn.Module, what: str) -> Any:

@@ -79,7 +79,7 @@ def prepare(
         loading.begin(wrappers_in(model))
         if not loading.hears_of(model):
             loading.error_messages = []
-        found = into_module(state_dict, strict=strict)
+        found = loading.incompatible = into_module(state_dict, strict=strict)
         if not loading.hears_of(model):
             loading.finish(found.missing_keys, found.unexpected_keys)
             if loading.error_messages:

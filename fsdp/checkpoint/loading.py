@@ -10,11 +10,12 @@ that takes no communication and no unit's memory; rows of torch's sharded tensor
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -324,7 +325,10 @@ class Loading:
     Attributes:
         strict: whether missing and unexpected keys are errors; None if that is for the caller alone to know.
         alone: the other ranks wait for what this one has to load: nothing is agreed on, and nothing is written.
+        incompatible: what ``load_state_dict`` returns, once it is through.
     """
+
+    incompatible: Any = None
 
     def __init__(self, opener: nn.Module, strict: bool | None = None, *, assign: bool = False, alone: bool = False):
         self.opener, self.strict, self.assign, self.alone = opener, strict, assign, alone
@@ -462,6 +466,24 @@ def problem_elsewhere(
     return next((failure.text for failure in failures.values()), None)
 
 
+@contextlib.contextmanager
+def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[dict[Unit, list[str]]]:
+    """What raises inside on one rank of the units' groups raises on all. So does what differs between them in the dict
+    that is yielded: what each was given for each unit, in words."""
+    given: dict[Unit, list[str]] = {}
+    for unit in units:  # one that no other rank comes to raises here, and asks nobody
+        unit.watch_call()
+    try:
+        yield given
+    except BaseException as error:
+        if units:
+            problem_elsewhere(units, error, given)
+        raise
+    problem = problem_elsewhere(units, None, given) if units else None
+    if problem is not None:
+        raise RuntimeError(f"nothing was loaded, because on another rank: {problem}")
+
+
 # -- the hooks ---------------------------------------------------------------------------------------------------------
 
 
@@ -504,9 +526,9 @@ class LoadingHooks:
         assert self.active is not None
         if self.active.error_messages is None:
             self.active.error_messages, self.active.prefix = error_messages, prefix
-            for key, value in state_dict.items():
-                if isinstance(value, ShardedTensor):
-                    state_dict[key] = Opaque(value)
+        for key, value in state_dict.items():
+            if isinstance(value, ShardedTensor):
+                state_dict[key] = Opaque(value)
         if module is wrapper:  # the names that nn.Module goes by have the wrapper's part
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)

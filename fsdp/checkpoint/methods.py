@@ -95,7 +95,7 @@ class StateDictMethods(nn.Module):
 
         Nothing is loaded unless everything fits on every rank, and all were given the same parameters of a unit: keys,
         shapes and kinds of tensor. (A module that is not wrapped but contains this one loads its own parameters as it
-        goes, and cannot take back what this one refuses.)
+        goes, and cannot take back what this one refuses: ``fsdp.checkpoint.set_model_state_dict`` can.)
 
         Args:
             strict: whether missing and unexpected keys are errors.
@@ -244,8 +244,8 @@ class StateDictMethods(nn.Module):
         If ``state_dict_type`` says ``rank0_only``, only rank 0 of ``group`` (None: the default group) need have it.
 
         States and settings are matched by the names of parameters, whatever the order of the groups and of the
-        parameters in them. When ``optim`` loads the result, states keep the dtypes that they have in it: where
-        ``Optimizer.load_state_dict`` by itself would cast them to those of the parameters, cast them in the dict.
+        parameters in them. When ``optim`` loads the result, states keep the dtypes that they have in it; but what
+        torch's own optimizers have of each element gets its parameter's, without which they could not step.
 
         Args:
             is_named_optimizer: ``optim`` goes by names.

@@ -1,9 +1,12 @@
-"""``Optimizer.load_state_dict`` without its casts: states keep the dtypes that they were saved with.
+"""``Optimizer.load_state_dict`` without its wrong casts: states keep the dtypes that they were saved with.
 
 torch casts each state to its parameter's dtype, on the assumption that it has that anyway. It is not so for scalars
-(NAdam's ``mu_product``, ASGD's ``eta`` and ``mu`` are float32 whatever the parameter is), nor for optimizers that keep
-float32 states for parameters of 16 bits, or the other way round. The bits are gone then, without an error. A string is
-gone as well: torch takes it for a sequence of states, and gives back the text of a generator.
+(NAdam's ``mu_product``, ASGD's ``eta`` and ``mu`` are float32 whatever the parameter is), nor for other people's
+optimizers, which may keep float32 states for parameters of 16 bits. The bits are gone then, without an error. A string
+is gone as well: torch takes it for a sequence of states, and gives back the text of a generator.
+
+The assumption holds for what torch's own optimizers have of each element. That is cast: where the parameters had
+another dtype when it was saved, they could not step with it otherwise.
 """
 
 from __future__ import annotations
@@ -37,16 +40,24 @@ def _with_dtypes_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     states = dict(state_dict["state"])
-    for key, param in zip(keys, params):
-        if key in states:
-            states[key] = {name: _sealed(name, value, param.dtype) for name, value in states[key].items()}
+    pairs = [(key, param) for key, param in zip(keys, params) if key in states]
+    scalars = {
+        name
+        for key, param in pairs
+        for name, value in states[key].items()
+        if param.dim() > 0 and isinstance(value, torch.Tensor) and value.dim() == 0
+    }
+    torchs = type(optimizer).step.__module__.startswith("torch.optim.")
+
+    def sealed(name: Any, value: Any, param: torch.Tensor) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return _Sealed(value) if isinstance(value, Iterable) else value
+        of_elements = torchs and name not in scalars and (value.dim() > 0 or param.dim() == 0)
+        return value if name == _CAST_RIGHTLY or of_elements or value.dtype == param.dtype else _Sealed(value)
+
+    for key, param in pairs:
+        states[key] = {name: sealed(name, value, param) for name, value in states[key].items()}
     return {**state_dict, "state": states}
-
-
-def _sealed(name: Any, value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if name == _CAST_RIGHTLY or value.dtype == dtype else _Sealed(value)
-    return _Sealed(value) if isinstance(value, Iterable) else value
 
 
 class _Sealed(torch.Tensor):

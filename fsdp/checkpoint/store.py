@@ -91,7 +91,8 @@ def save(
         model: a wrapped module, a module with wrapped ones in it, or a plain one, whose parameters may be ``DTensor``
             (``fully_shard`` makes such models). Each rank writes its shards; what is not sharded (buffers, ignored
             parameters, extra state) is written as rank 0 has it.
-        optimizer: one of the model's parameters, or several of different ones.
+        optimizer: one of the model's parameters, or several of different ones. Its states come back bit for bit.
+            Entries of its state that belong to no parameter are written as rank 0 has them.
         extra: what this rank wants to have back, like the step, the state of random generators, the position in the
             data: anything that ``torch.load(weights_only=True)`` takes, as there are tensors, numbers, strings, bytes,
             None, and lists, tuples, sets and dicts of them, but no NumPy arrays or objects of other classes. May
@@ -194,8 +195,9 @@ def load(
 
     First the ranks compare every file of the checkpoint with the manifest, each some of them; then each reads the parts
     of tensors that it needs, into memory of its own, on CPU and of the size of its shards; and then the model is given
-    all of it. Values get the dtypes that the model has. Where another job saves into the directory meanwhile and
-    removes what is being read, the newest is read instead.
+    all of it. The model's values get the dtypes that the model has; where the parameters have the dtypes that they had,
+    the optimizer's states are bit for bit those that were saved. Where another job saves into the directory meanwhile
+    and removes what is being read, the newest is read instead.
 
     Args:
         path: a directory of checkpoints, of which the latest is loaded, or one checkpoint.

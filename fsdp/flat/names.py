@@ -1,0 +1,80 @@
+"""The names of modules, parameters and buffers: those of the plain model, without the parts that wrappers add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WRAPPED_MODULE = "_fsdp_wrapped_module"
+CHECKPOINTED_MODULE = "_checkpoint_wrapped_module"
+_COMPILED_MODULE = "_orig_mod"
+
+
+def clean(name: str) -> str:
+    """``name`` without the parts that this package's and torch's checkpoint wrappers add: as in state dicts."""
+    return ".".join(part for part in name.split(".") if part not in (WRAPPED_MODULE, CHECKPOINTED_MODULE))
+
+
+def _is_hidden(module: nn.Module, child: str) -> bool:
+    """Whether ``module`` is a wrapper of any kind, and ``child`` what it calls that which it wraps."""
+    if child == _COMPILED_MODULE:  # by type, without importing the compiler: a user's module may have this name
+        kinds = {(kind.__module__, kind.__name__) for kind in type(module).__mro__}
+        return ("torch._dynamo.eval_frame", "OptimizedModule") in kinds
+    return child in (WRAPPED_MODULE, CHECKPOINTED_MODULE) or (
+        child == "module" and isinstance(module, DistributedDataParallel)
+    )
+
+
+def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``named_modules()``, every path to each, by the plain model's names; a wrapper has that of what it wraps."""
+    for plain, _, module in _walk(model, "", ""):
+        yield plain, module
+
+
+def _walk(module: nn.Module, plain: str, now: str) -> Iterator[tuple[str, str, nn.Module]]:
+    yield plain, now, module
+    for name, child in module._modules.items():
+        if child is not None:
+            here = name if not now else f"{now}.{name}"
+            kept = plain if _is_hidden(module, name) else f"{plain}.{name}" if plain else name
+            yield from _walk(child, kept, clean(here))
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Past ``DistributedDataParallel`` and ``torch.compile``'s outermost module."""
+    for name, child in model._modules.items():
+        if child is not None and name not in (WRAPPED_MODULE, CHECKPOINTED_MODULE) and _is_hidden(model, name):
+            return inside(child)
+    return model
+
+
+class PlainNames:
+    """Turns the names in a model's state dict into those of the plain model, which ``DistributedDataParallel`` and
+    ``torch.compile`` have added to, and back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        walked = list(_walk(model, "", ""))
+        self._plain = {now: plain for plain, now, _ in walked}
+        self._now = {plain: now for plain, now, _ in walked}  # the innermost's, where the parameters are
+
+    def plain(self, name: Any) -> Any:
+        """The plain model's name; what is no string stays."""
+        return _renamed(name, self._plain)
+
+    def now(self, name: Any) -> Any:
+        """The inverse of ``plain``."""
+        return _renamed(name, self._now)
+
+
+def _renamed(name: Any, paths: dict[str, str]) -> Any:
+    """``name`` with its longest part that is a module's path in ``paths`` replaced."""
+    if not isinstance(name, str):
+        return name
+    path = name
+    while path not in paths:
+        path = path.rpartition(".")[0]
+    rest = name.removeprefix(path).removeprefix(".")
+    return ".".join(part for part in (paths[path], rest) if part)
