@@ -23,8 +23,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint import dcp
-from fsdp.checkpoint.state_dict import wrappers_in
-from fsdp.flat.names import clean, plain_modules
+from fsdp.flat.names import clean, plain_modules, wrappers_in
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 
 with warnings.catch_warnings():

@@ -52,34 +52,23 @@ from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.comm.board import processes
 from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
-from fsdp.comm.groups import Groups, default_group
+from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES, Groups, check_hybrid, default_group
 from fsdp.comm.versions import skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
-from fsdp.flat.metadata import BucketInfo, UnitInfo
-from fsdp.flat.ownership import (
-    WRAPPED_MODULE,
-    Ignored,
-    build_handles,
-    check_initialisers,
-    check_not_torch,
-    materialize,
-    move_to,
-    owned_params,
-    synchronize,
-)
-from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
+from fsdp.flat.names import WRAPPED_MODULE
+from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
+from fsdp.private_names import PrivateNames, UnshardHandle
 from fsdp.runtime.backward import ForwardCall, Running
+from fsdp.runtime.build import Membership, UnitOptions, build_unit, inside_checkpoint, shard_info
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, warn_of_local_norm
 from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.copies import copy_unit
-from fsdp.runtime.full_params import SummonOptions, summon
+from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
-from fsdp.runtime.order import PrefetchLimits
-from fsdp.runtime.precision import UnitPrecision
-from fsdp.runtime.unit import WRAPPER_PARTS, Phase, Unit, units_in
+from fsdp.runtime.unit import Phase, units_in
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
 __all__ = [
@@ -120,12 +109,10 @@ __all__ = [
 FLAT_PARAM = "_flat_param"
 FSDP_WRAPPED_MODULE = WRAPPED_MODULE
 FSDP_PREFIX = f"{WRAPPED_MODULE}."
-HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 ProcessGroupType = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
-_CHECKPOINTED_MODULE = "_checkpoint_wrapped_module"
 
 
-class FullyShardedDataParallel(StateDictMethods, _State):
+class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Afterwards ``module`` keeps its class and identity, but this rank holds only its shard of the parameters that the
@@ -217,8 +204,6 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         backward_prefetch_distance: int = 1,
     ) -> None:
         super().__init__()
-        self._parent_is_built = False  # while that happens, what it does to modules below it is not meant for this one
-        self._has_parent = False  # one of this class
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
         check_not_torch(module)
@@ -234,22 +219,25 @@ class FullyShardedDataParallel(StateDictMethods, _State):
             raise ValueError(f"Expected param_init_fn to be callable but got {type(param_init_fn)}")
         self.forward_prefetch = as_flag(forward_prefetch, "forward_prefetch")
         self.limit_all_gathers = as_flag(limit_all_gathers, "limit_all_gathers")
-        policy = _unit_policy(
-            strategy,
-            self.backward_prefetch,
-            as_distance(forward_prefetch_distance, "forward_prefetch_distance"),
-            as_distance(backward_prefetch_distance, "backward_prefetch_distance"),
-            self.limit_all_gathers,
+        policy = UnitPolicy(
+            reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
+            forward_prefetch=as_distance(forward_prefetch_distance, "forward_prefetch_distance"),
+            backward_prefetch=as_distance(backward_prefetch_distance, "backward_prefetch_distance"),
+            prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+            limit_gathers=self.limit_all_gathers,
+            reduce_unused=reduce_unused,
+            use_orig_params=use_orig_params,
         )
+        if self.backward_prefetch is None:
+            if backward_prefetch_distance > 1:
+                raise ValueError(
+                    "backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is "
+                    f"{backward_prefetch_distance}"
+                )
+            policy = dataclasses.replace(policy, backward_prefetch=0)
         if self.forward_prefetch and forward_prefetch_distance == 0:
             raise ValueError("forward_prefetch=True asks for a gather ahead, and forward_prefetch_distance is 0")
-        _check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
-        for present, feature in (
-            (strategy in HYBRID_SHARDING_STRATEGIES, f"sharding_strategy={strategy}"),
-            (device_mesh is not None, "device_mesh"),
-        ):
-            if present:
-                raise NotImplementedError(f"FullyShardedDataParallel: {feature} is not supported yet")
+        check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 f"FullyShardedDataParallel wraps a {type(module).__name__}, which has no forward: its parameters would "
@@ -260,8 +248,6 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         processes()  # from now on the others can tell whether this one has ended
-        self._use_orig_params = use_orig_params
-        self._reduce_unused = reduce_unused
         self._device_mesh = device_mesh
         self._set_state_dict_settings(as_state_dict_settings(StateDictType.FULL_STATE_DICT))
 
@@ -305,54 +291,14 @@ class FullyShardedDataParallel(StateDictMethods, _State):
                 stacklevel=2,
             )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
-
+        sync_over = self.process_group if sync_module_states else None
+        options = UnitOptions(
+            groups, policy, self.mixed_precision, self.cpu_offload, param_init_fn, device_id, sync_over
+        )
         with torch.inference_mode(False):
-            inner = self.fsdp_modules(module)
-            for wrapper in inner:
-                wrapper._parent_is_built = wrapper._has_parent = True
-            try:
-                materialize(module, ignored, param_init_fn, device_id, unit_name)
-            finally:
-                for wrapper in inner:
-                    wrapper._parent_is_built = False
-            owned = owned_params(module, ignored, unit_name)
-            devices = [wrapper.compute_device for wrapper in inner]
-            self.compute_device: torch.device = move_to(module, owned, ignored, device_id, devices)
-            if sync_module_states:
-                synchronize(module, owned, self.process_group)
-            buckets: list[tuple[Any, BucketViews]] = []
-            orders = registration_orders(module)
-            handles = build_handles(
-                owned,
-                groups,
-                self.compute_device,
-                self.mixed_precision,
-                self.cpu_offload,
-                use_orig_params=use_orig_params,
-            )
-            for handle, members in handles:
-                views = (
-                    OriginalViews(handle, members)
-                    if use_orig_params
-                    else FlatViews(handle, members, _inside_checkpoint(module), orders)
-                )
-                buckets.append((handle, views))
-            for item in owned:
-                item.param._fsdp_flattened = True  # type: ignore[attr-defined]
-                item.param._fsdp_owner = f"{item.name!r} of {unit_name}"  # type: ignore[attr-defined]
-                if not use_orig_params:
-                    item.param._fsdp_replaced = True  # type: ignore[attr-defined]
-                    item.param = None  # type: ignore[assignment]
-            policy = dataclasses.replace(policy, reduce_unused=reduce_unused)
-            precision = UnitPrecision(module, self.mixed_precision, ignored.modules)
-            self._fsdp_unit = Unit(module, unit_name, buckets, groups, self.compute_device, policy, precision)
-        self._root_context: RootContext | None = None
-        self._is_root: bool | None = None
+            self._fsdp_unit = build_unit(module, unit_name, ignored, options)
+        self._membership = Membership(self._fsdp_unit)
         self._fsdp_wrapped_module = module
-        for submodule in module.modules():  # torch.compile and tools look for these two
-            if submodule not in ignored.modules:
-                submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
-                submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
         self._fsdp_saving, self._fsdp_loading = SavingHooks(self), LoadingHooks(self)
         watch_state_of(self._fsdp_unit)
 
@@ -361,7 +307,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
     @property
     def module(self) -> nn.Module:
         """The wrapped module; a checkpoint wrapper around it is looked through."""
-        return _inside_checkpoint(self._fsdp_wrapped_module)
+        return inside_checkpoint(self._fsdp_wrapped_module)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -418,7 +364,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
 
         The parameters that an optimizer holds stay the same objects.
         """
-        if self._parent_is_built:
+        if self._fsdp_unit.parent_is_built:
             return self  # a param_init_fn of the parent empties modules below it; these have their values already
         for _, inner, _ in units_in(self):
             inner.check_can_change()
@@ -433,48 +379,25 @@ class FullyShardedDataParallel(StateDictMethods, _State):
             for views in unit.views:
                 views.use_resting()
         with torch.no_grad():
-            device = unit.apply_to_shards(fn) if unit.handles else _device_after(fn, self.compute_device)
+            device = unit.apply_to_shards(fn) if unit.handles else fn(torch.empty(0, device=unit.device)).device
         if unit.context is not None:
             unit.precision.place_buffers(device, full_precision=unit.precision.wants_full)
-        if device != self.compute_device:
-            self.compute_device = unit.device = device
+        if device != unit.device:
+            unit.device = device
             for wrapper in self.fsdp_modules(self):
-                wrapper._root_context = wrapper._is_root = None
+                wrapper._membership.leave()
         return self
 
     # -- the tree ------------------------------------------------------------------------------------------------------
 
     def _join_context(self) -> RootContext:
         """The context of the tree that this unit is in; without one, it becomes the root of everything below it."""
-        context = self._fsdp_unit.context
-        if context is None or (self._root_context is None and self._is_root is None):
-            context = self._become_root()
-        return context
-
-    def _become_root(self) -> RootContext:
-        if "_is_fsdp_managed_module" in self.__dict__ and not self._has_parent:  # so torch's own FSDP marks modules
+        if "_is_fsdp_managed_module" in self.__dict__ and not self._fsdp_unit.has_parent:  # so torch's own marks it
             raise RuntimeError(
                 f"{self._fsdp_unit.name} lies in a module that torch's own FSDP has wrapped, and the two cannot be "
                 "nested: wrap the whole model with one of them"
             )
-        units = list(units_in(self))
-        wrappers = self.fsdp_modules(self)
-        for unit in (unit for _, unit, _ in units):
-            _check_optimizer_in_backward(unit, self._use_orig_params)
-        for attribute in ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval", "_reduce_unused"):
-            values = {getattr(wrapper, attribute) for wrapper in wrappers}
-            if len(values) > 1:
-                raise ValueError(
-                    f"{attribute.lstrip('_')} must be the same for all FullyShardedDataParallel instances under one "
-                    f"root, got {sorted(values)}"
-                )
-        if self._reduce_unused:
-            _check_one_group([(name, unit.groups) for name, unit, _ in units])
-        context = RootContext(self._fsdp_unit, units)  # takes the units over while their former contexts are alive
-        for wrapper in wrappers:
-            wrapper._root_context, wrapper._is_root = None, False
-        self._root_context, self._is_root = context, True
-        return context
+        return self._membership.join()
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost instance of its tree; undecided, it becomes that."""
@@ -496,66 +419,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         if context is not None:
             context.reset()
 
-    def _reset_lazy_init(self) -> None:
-        """Make this instance undecided about its root again."""
-        self._root_context = self._is_root = None
-
-    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Start gathering this unit's parameters for its next forward.
-
-        Returns:
-            with ``async_op`` a handle whose ``wait()`` makes the current stream wait for them, else None.
-
-        Raises:
-            AssertionError: a forward or backward of the unit is under way.
-        """
-        handle = UnshardHandle(self._fsdp_unit.unshard_by_hand(self._join_context()))
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def _wait_unshard_streams_on_current_stream(self) -> None:
-        """Gathers from now on see what the current stream has written: needed between an optimizer step and
-        ``_unshard``."""
-        self._join_context().gathers_follow_compute()
-
-    @property
-    def training_state(self) -> TrainingState:
-        """``FORWARD_BACKWARD`` while this unit's forward or backward is under way, ``SUMMON_FULL_PARAMS`` inside that
-        context, else ``IDLE``."""
-        phase = self._fsdp_unit.phase
-        if phase is Phase.SUMMONED:
-            return TrainingState.SUMMON_FULL_PARAMS
-        return TrainingState.IDLE if phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
-
-    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        names = [s.name for s in (state if isinstance(state, list) else [state])]
-        if self.training_state.name not in names:
-            raise ValueError(f"{self._fsdp_unit.name} is in {self.training_state}, expected to be in states {names}")
-
     # -- parameters ----------------------------------------------------------------------------------------------------
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The flat parameters, one per bucket."""
-        return [handle.flat_param for handle in self._fsdp_unit.handles]
-
-    @property
-    def _flat_param(self) -> nn.Parameter | None:
-        return self.params[0] if self._fsdp_unit.handles else None
-
-    @property
-    def _has_params(self) -> bool:
-        return bool(self._fsdp_unit.handles)
-
-    @property
-    def _handle(self) -> Any:
-        return self._fsdp_unit.handles[0] if self._fsdp_unit.handles else None
-
-    @property
-    def _all_handles(self) -> list[Any]:
-        return [handle for _, unit, _ in units_in(self) for handle in unit.handles]
 
     @staticmethod
     @contextlib.contextmanager
@@ -590,7 +454,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         else:
             wrappers = [module] if isinstance(module, FullyShardedDataParallel) else []
         for wrapper in wrappers:
-            options.check(wrapper._fsdp_unit, wrapper._use_orig_params)
+            options.check(wrapper._fsdp_unit)
         if offload_to_cpu and not rank0_only:
             warnings.warn(
                 "summon_full_params(offload_to_cpu=True) without rank0_only=True makes a CPU copy of the full "
@@ -615,52 +479,6 @@ class FullyShardedDataParallel(StateDictMethods, _State):
 
     def _clean(self, name: str) -> str:
         return name.replace(FSDP_PREFIX, "") if self._fsdp_unit.phase is Phase.SUMMONED else name
-
-    @property
-    def _use_full_prec_in_eval(self) -> bool:
-        """Whether this unit computes in full precision while its module is in eval mode; from the environment."""
-        return self._fsdp_unit.precision.full_in_eval
-
-    @property
-    def _sync_gradients(self) -> bool:
-        """Whether a backward reduces this unit's gradients; ``no_sync`` turns it off for the whole tree."""
-        return self._fsdp_unit.synchronize
-
-    @_sync_gradients.setter
-    def _sync_gradients(self, value: bool) -> None:
-        self._fsdp_unit.synchronize = value
-
-    # -- what tools read -----------------------------------------------------------------------------------------------
-
-    @property
-    def _device_handle(self) -> Any:
-        """torch's module for the kind of device the unit computes on, ``torch.cuda`` for instance."""
-        return torch.get_device_module(self.compute_device)
-
-    @property
-    def _exec_order_data(self) -> PrefetchLimits:
-        """How many units this instance, and those below it, gather ahead: readable and writable."""
-        wrappers = self.fsdp_modules(self)
-        ahead = [wrapper._fsdp_unit for wrapper in wrappers if wrapper.backward_prefetch is not None]
-        return PrefetchLimits([wrapper._fsdp_unit for wrapper in wrappers], ahead)
-
-    def _mixed_precision_enabled_for_buffers(self) -> bool:
-        return self.mixed_precision.buffer_dtype is not None
-
-    def _low_precision_hook_enabled(self) -> bool:
-        """Whether the communication hook is one of torch's two that compress gradients."""
-        hook = self._fsdp_unit.comm_hook
-        return hook is not None and hook.compresses
-
-    @property
-    def _comm_hook(self) -> Callable[..., Any] | None:
-        hook = self._fsdp_unit.comm_hook
-        return hook.function if hook is not None else None
-
-    @property
-    def _comm_hook_state(self) -> Any:
-        hook = self._fsdp_unit.comm_hook
-        return hook.state if hook is not None else None
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 
@@ -775,7 +593,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
         copied = memo[id(self)] = type(self).__new__(type(self))
         for shared in (self.process_group, self._device_mesh):
             memo[id(shared)] = shared
-        own = {"_fsdp_unit": None, "_root_context": None, "_is_root": None}
+        own = {"_fsdp_unit": None, "_membership": None}
 
         def copy_module() -> nn.Module:
             state = {name: value for name, value in self.__dict__.items() if name not in own}
@@ -784,6 +602,7 @@ class FullyShardedDataParallel(StateDictMethods, _State):
 
         copied.__dict__.update(own)
         copied._fsdp_unit = copy_unit(self._fsdp_unit, copy_module, memo)
+        copied._membership = Membership(copied._fsdp_unit)
         watch_state_of(copied._fsdp_unit)
         return copied
 
@@ -794,40 +613,6 @@ class FullyShardedDataParallel(StateDictMethods, _State):
 
 
 skip_code(FullyShardedDataParallel.forward.__code__)  # which is no more than where the graph breaks
-
-
-def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter of the units in ``module``, whole, as (clean name, parameter), one unit gathered at a time.
-
-    A parameter is good until the next one is asked for; with ``writeback``, so are changes made to it. All ranks have
-    to run the loop alike and to its end.
-    """
-    for path, wrapper in [(n, m) for n, m in module.named_modules() if isinstance(m, FullyShardedDataParallel)]:
-        prefix = _clean_path(path)
-        with FullyShardedDataParallel.summon_full_params(wrapper, recurse=False, writeback=writeback):
-            for views in wrapper._fsdp_unit.views:
-                for name, param in views.shown():
-                    yield f"{prefix}.{name}" if prefix else name, param
-
-
-def _clean_path(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part and part not in WRAPPER_PARTS)
-
-
-def shard_info(module: nn.Module) -> list[UnitInfo]:
-    """Every unit in ``module`` (depth first) with its buckets: names, shapes, offsets, and this rank's ranges."""
-    return [
-        UnitInfo(
-            name,
-            tuple(
-                BucketInfo(
-                    handle.layout, unit.groups.shard_rank, handle.flat_param, tuple(v.param for v in views.visible)
-                )
-                for handle, views in zip(unit.handles, unit.views)
-            ),
-        )
-        for name, unit, _ in units_in(module)
-    ]
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
@@ -861,83 +646,3 @@ class _GatheredMethod:
         copied: Any = _GatheredMethod(memo[id(self._wrapper())], self._name)
         functools.update_wrapper(copied, self.__wrapped__)  # type: ignore[attr-defined]
         return copied
-
-
-class UnshardHandle:
-    """What ``_unshard(async_op=True)`` returns."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        """Let the current stream (on CPU the host) wait until the parameters are gathered; idempotent."""
-        self._wait()
-
-
-def _device_after(fn: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.device:
-    """Where ``fn`` puts what is on ``device``."""
-    return fn(torch.empty(0, device=device)).device
-
-
-def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> FullyShardedDataParallel | None:
-    """``module`` itself if it is a wrapper, else None; generic tools ask this way."""
-    return module if isinstance(module, FullyShardedDataParallel) else None
-
-
-def _inside_checkpoint(module: nn.Module) -> nn.Module:
-    return getattr(module, _CHECKPOINTED_MODULE, module)
-
-
-def _check_one_group(groups_of: list[tuple[str, Groups]]) -> None:
-    """Raises where units communicate over several groups: a rank that waits in one cannot take part in another."""
-    names: dict[int, str] = {}
-    for name, groups in groups_of:
-        for group, size in ((groups.shard, groups.shard_size), (groups.replica, groups.replica_size)):
-            if size > 1:
-                names.setdefault(id(group), f"unit {name!r}" if name else "the root unit")
-    if len(names) > 1:
-        raise NotImplementedError(
-            "reduce_unused=True needs a tree whose units communicate over one process group, and these are the first "
-            f"of each group: {', '.join(names.values())}. Pass the same process_group to all of them"
-        )
-
-
-def _check_optimizer_in_backward(unit: Unit, use_orig_params: bool) -> None:
-    """Raises where an optimizer of torch's ``_apply_optimizer_in_backward`` would never step."""
-    for visible in (visible for views in unit.views for visible in views.visible):
-        if hasattr(visible.param, "_in_backward_optimizers") and not use_orig_params:
-            raise RuntimeError(
-                f"{visible.name!r} has an optimizer in backward, which is only supported with use_orig_params=True"
-            )
-
-
-def _unit_policy(
-    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, forward: int, backward: int, limited: bool
-) -> UnitPolicy:
-    if prefetch is None and backward > 1:
-        raise ValueError(f"backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is {backward}")
-    return UnitPolicy(
-        reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
-        forward_prefetch=forward,
-        backward_prefetch=0 if prefetch is None else backward,
-        prefetch_after_gradients=prefetch is BackwardPrefetch.BACKWARD_POST,
-        limit_gathers=limited,
-    )
-
-
-def _check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
-    if strategy not in HYBRID_SHARDING_STRATEGIES:
-        if isinstance(group, tuple):
-            raise ValueError(f"a pair of process groups is for hybrid strategies, and sharding_strategy is {strategy}")
-        return
-    if group is None and mesh is None and policy is None:
-        raise ValueError(
-            f"{strategy} without an auto_wrap_policy requires explicit specification of process group or device_mesh"
-        )
-    if mesh is not None and mesh.ndim != 2:
-        raise ValueError(f"{strategy} needs a device_mesh with ndim=2 (replicate, shard), got ndim={mesh.ndim}")
-    if group is not None and not (isinstance(group, tuple) and len(group) == 2):
-        raise ValueError(
-            f"{strategy}: Expected process_group to be passed in as a pair (shard group, replica group), "
-            f"got {type(group)}"
-        )

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp.runtime.hooks import around_forward
+
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
@@ -330,8 +332,7 @@ class _CastAround:
 
     def __init__(self, module: nn.Module) -> None:
         self._dtype: torch.dtype | None = None  # of the inputs of the forward under way
-        module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        module.register_forward_hook(self._leave)
+        around_forward(module, self._enter, self._leave)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._dtype = None

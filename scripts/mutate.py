@@ -38,7 +38,7 @@ class Outcome:
 
 
 def find_fault(mutation: Mutation, root: Path) -> str | None:
-    """Why the mutation cannot be applied, if so."""
+    """Why the mutation cannot be tried, if so."""
     path = root / mutation.file
     if not path.exists():
         return "no such file"
@@ -46,6 +46,10 @@ def find_fault(mutation: Mutation, root: Path) -> str | None:
     count = text.count(mutation.old)
     if count != 1:
         return f"its old text stands {count} times in the file"
+    for test in mutation.tests:
+        tests, _, name = test.partition("::")
+        if name and f"def {name.partition('[')[0]}(" not in (root / tests).read_text():
+            return f"there is no {test}"
     try:
         compile(text.replace(mutation.old, mutation.new), mutation.file, "exec")
     except SyntaxError as error:

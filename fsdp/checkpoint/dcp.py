@@ -39,10 +39,10 @@ from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_params import ModelParams, param_to_name, params_by_id, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict, wanted
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.state_dict import calling, held_params, wrappers_in
+from fsdp.checkpoint.state_dict import calling, held_params
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group
-from fsdp.flat.names import PlainNames, clean, inside, plain_modules
+from fsdp.flat.names import PlainNames, clean, inside, plain_modules, wrappers_in
 from fsdp.flat.ownership import torchs_own
 
 

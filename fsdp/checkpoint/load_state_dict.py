@@ -21,9 +21,10 @@ from fsdp.checkpoint.loading import Loading, persistent_buffers
 from fsdp.checkpoint.placement import Placement
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
-from fsdp.checkpoint.state_dict import clean_path, held_params, wrappers_in
+from fsdp.checkpoint.state_dict import held_params
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
+from fsdp.flat.names import clean, joined, wrappers_in
 from fsdp.flat.views import registered_params
 from fsdp.runtime.unit import Phase, Unit
 
@@ -167,7 +168,7 @@ def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     found: list[tuple[str, torch.Tensor]] = []
     for path, owner in module.named_modules():
         tensors = [*registered_params(owner), *persistent_buffers(owner)]
-        named = [(clean_path(f"{path}.{name}" if path else name), tensor) for name, tensor in tensors]
+        named = [(clean(joined(path, name)), tensor) for name, tensor in tensors]
         found += [(name, tensor.detach()) for name, tensor in named if id(tensor) not in owned]
     return found
 

@@ -29,20 +29,10 @@ from fsdp.checkpoint.forms import Held, fill, is_sharded, kind_of, read
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.recorders import Opaque, Recorder
 from fsdp.checkpoint.redistribute import Channel
-from fsdp.checkpoint.state_dict import (
-    CHECKPOINTED,
-    Wrapper,
-    check_at_rest,
-    copied_ref,
-    flat_home,
-    flat_name,
-    held_flat,
-    held_params,
-    wrappers_in,
-)
+from fsdp.checkpoint.state_dict import Wrapper, check_at_rest, copied_ref, flat_home, flat_name, held_flat, held_params
 from fsdp.comm.consensus import failures_in
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.ownership import WRAPPED_MODULE, own_modules
+from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, own_modules, wrappers_in
 from fsdp.flat.views import BucketViews, register_instead, registered_params
 from fsdp.runtime.unit import Phase, Unit
 
@@ -393,7 +383,7 @@ class Loading:
         self._rest.take_sources()
         self._shown = False
         messages += [problem for unit in self.units for problem in unit.problems(assign=self.assign)]
-        messages[:] = [m.replace(f"{WRAPPED_MODULE}.", "").replace(f"{CHECKPOINTED}.", "") for m in messages]
+        messages[:] = [m.replace(f"{WRAPPED_MODULE}.", "").replace(f"{CHECKPOINTED_MODULE}.", "") for m in messages]
         words = list(messages)
         if self.strict:
             words += [f'Missing key(s) in state_dict: "{key}"' for key in missing]
@@ -441,7 +431,7 @@ class Loading:
         kept = []
         for part in key.removeprefix(self.prefix).split("."):
             child = module._modules.get(part) if module is not None else None
-            if child is None or part not in (WRAPPED_MODULE, CHECKPOINTED):
+            if child is None or part not in (WRAPPED_MODULE, CHECKPOINTED_MODULE):
                 kept.append(part)
             module = child
         return self.prefix + ".".join(kept)

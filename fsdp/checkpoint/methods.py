@@ -24,7 +24,8 @@ from fsdp.api import (
 from fsdp.checkpoint import optim_load, optim_params, optim_state
 from fsdp.checkpoint.forms import Full, Rows, Wanted
 from fsdp.checkpoint.load_state_dict import load
-from fsdp.checkpoint.state_dict import calling, clean_path, collecting, strip_wrapper, wrappers_in
+from fsdp.checkpoint.state_dict import calling, collecting, strip_wrapper
+from fsdp.flat.names import clean, wrappers_in
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
 _STOPPED = {  # all but get_model_state_dict, which asks us for state_dict()
@@ -147,7 +148,7 @@ class StateDictMethods(nn.Module):
                     wrapper._optim_state_dict_config._use_dtensor = True
                 if settings is not None and wrapper._state_dict_settings != settings:
                     raise AssertionError(
-                        f"All FSDP instances must have the same state dict settings, but {clean_path(name)!r} has "
+                        f"All FSDP instances must have the same state dict settings, but {clean(name)!r} has "
                         f"{wrapper._state_dict_settings} and others have {settings}: set them once, on the root"
                     )
                 settings = wrapper._state_dict_settings

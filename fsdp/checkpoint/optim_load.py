@@ -30,7 +30,6 @@ from fsdp.checkpoint.optim_params import (
     Member,
     ModelParams,
     OptimInput,
-    bare,
     groups_of,
     params_by_id,
     same_value,
@@ -41,6 +40,7 @@ from fsdp.checkpoint.redistribute import Channels
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group, group_ranks
+from fsdp.flat.names import bare
 from fsdp.runtime.unit import Unit
 
 

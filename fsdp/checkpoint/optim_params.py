@@ -19,11 +19,11 @@ from torch.optim import Optimizer
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.state_dict import clean_path
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord, Piece
+from fsdp.flat.names import clean, joined
 from fsdp.flat.views import FlatViews
-from fsdp.runtime.unit import WRAPPER_PARTS, Unit
+from fsdp.runtime.unit import Unit
 
 Key = int | str
 Group = Mapping[str, Any]  # a parameter group
@@ -137,7 +137,7 @@ class ModelParams:
             unit = module.__dict__.get("_fsdp_unit")
             if unit is None or unit in self.units:
                 continue
-            prefix = clean_path(path)
+            prefix = clean(path)
             self.units[unit] = f"unit {prefix!r}" if prefix else "the outermost unit"
             for handle, views in zip(unit.handles, unit.views):
                 is_flat = isinstance(views, FlatViews)
@@ -145,7 +145,7 @@ class ModelParams:
                 stands_for.update(dict.fromkeys(handle.wholes, handle.flat_param))
                 for visible in views.visible:
                     members = tuple(
-                        Member(tuple(_joined(prefix, n) for n in (record.name, *record.aliases)), index, record)
+                        Member(tuple(clean(joined(prefix, n)) for n in (record.name, *record.aliases)), index, record)
                         for index, record in enumerate(handle.layout.params)
                         if index in visible.members
                     )
@@ -163,9 +163,9 @@ class ModelParams:
             self._current_names.setdefault(stands_for.get(param, param), []).append(name)
         # a unit that is gathered shows other objects under the names of its own
         self.others = {
-            param: clean_path(names[0])
+            param: clean(names[0])
             for param, names in self._current_names.items()
-            if param not in self.holders and clean_path(names[0]) not in self.by_name
+            if param not in self.holders and clean(names[0]) not in self.by_name
         }
 
     @cached_property
@@ -202,17 +202,8 @@ class ModelParams:
             found.update(dict.fromkeys(names, param))
         for param, names in self._current_names.items():
             for name in names:
-                found.setdefault(clean_path(name), param)
+                found.setdefault(clean(name), param)
         return found
-
-
-def bare(name: str) -> str:
-    """``name`` without anything that wrappers of any kind add: what renamed keys have in common."""
-    return ".".join(part for part in name.removeprefix("module.").split(".") if part not in WRAPPER_PARTS)
-
-
-def _joined(prefix: str, name: str) -> str:
-    return clean_path(f"{prefix}.{name}" if prefix else name)
 
 
 # -- the keys of an optimizer's state dict -----------------------------------------------------------------------------
@@ -283,9 +274,9 @@ def param_to_name(model: nn.Module) -> dict[nn.Parameter, str]:
     for name, param in model.named_parameters(remove_duplicate=True):
         members = getattr(param, "_fqns", None)
         if members is None:
-            names[param] = clean_path(name)
+            names[param] = clean(name)
         elif len(members) == 1:
-            names[param] = _joined(clean_path(name).rpartition(".")[0], members[0])
+            names[param] = clean(joined(name.rpartition(".")[0], members[0]))
         else:
             raise RuntimeError(
                 f"expected a model whose parameters have one name each, but {name!r} stands for {members}. Rekey with "

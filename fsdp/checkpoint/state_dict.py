@@ -28,12 +28,10 @@ from fsdp.checkpoint.forms import Full, Held, Leaving, Local, Ragged, Rows, Want
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.ownership import WRAPPED_MODULE, own_modules
+from fsdp.flat.names import WRAPPED_MODULE, clean, joined, own_modules, wrappers_in
 from fsdp.runtime.agreement import GATHER
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Phase, Unit
-
-CHECKPOINTED = "_checkpoint_wrapped_module"
 
 
 class Wrapper(Protocol):
@@ -49,11 +47,6 @@ class Wrapper(Protocol):
     def _state_dict_settings(self) -> StateDictSettings: ...
 
     def _join_context(self) -> RootContext: ...
-
-
-def wrappers_in(module: nn.Module) -> list[Any]:
-    """Every wrapped module in ``module``, itself included, depth first."""
-    return [m for m in module.modules() if "_fsdp_unit" in m.__dict__]
 
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
@@ -130,7 +123,7 @@ class Saving:
         """In their original dtype, and on CPU or not at all if the options say so; else they are the live tensors."""
         for path, owner in own_modules(self.opener):
             for name, buffer in owner._buffers.items():
-                key = prefix + clean_path(f"{path}.{name}" if path else name)
+                key = prefix + clean(joined(path, name))
                 if buffer is None or key not in destination:
                     continue
                 if self._receives:
@@ -240,11 +233,6 @@ def check_at_rest(unit: Unit, what: str) -> None:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def clean_path(path: str) -> str:
-    """A name without the parts that this package's and torch's checkpoint wrappers hide."""
-    return ".".join(part for part in path.split(".") if part not in (WRAPPED_MODULE, CHECKPOINTED))
 
 
 @contextlib.contextmanager

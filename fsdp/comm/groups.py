@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.api import ShardingStrategy
+
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,32 @@ class Groups:
             return Groups(None, 0, 1, process_group if size > 1 else None, rank, size)
         forced = os.environ.get("FSDP_FORCE_SHARDED", "0") == "1"
         return Groups(process_group, rank, size, None, 0, 1, forced)
+
+
+def check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
+    """
+    Raises:
+        ValueError: the arguments of a wrapper do not go together.
+        NotImplementedError: they do, and are not supported yet.
+    """
+    if strategy not in HYBRID_SHARDING_STRATEGIES:
+        if isinstance(group, tuple):
+            raise ValueError(f"a pair of process groups is for hybrid strategies, and sharding_strategy is {strategy}")
+        if mesh is not None:
+            raise NotImplementedError("FullyShardedDataParallel: device_mesh is not supported yet")
+        return
+    if group is None and mesh is None and policy is None:
+        raise ValueError(
+            f"{strategy} without an auto_wrap_policy requires explicit specification of process group or device_mesh"
+        )
+    if mesh is not None and mesh.ndim != 2:
+        raise ValueError(f"{strategy} needs a device_mesh with ndim=2 (replicate, shard), got ndim={mesh.ndim}")
+    if group is not None and not (isinstance(group, tuple) and len(group) == 2):
+        raise ValueError(
+            f"{strategy}: Expected process_group to be passed in as a pair (shard group, replica group), "
+            f"got {type(group)}"
+        )
+    raise NotImplementedError(f"FullyShardedDataParallel: sharding_strategy={strategy} is not supported yet")
 
 
 def default_group() -> Any:

@@ -1,4 +1,5 @@
-"""The names of modules, parameters and buffers: those of the plain model, without the parts that wrappers add."""
+"""The names of modules, parameters and buffers, and the walks that find them: what wrappers of all kinds add to them is
+known here alone."""
 
 from __future__ import annotations
 
@@ -18,6 +19,43 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in (WRAPPED_MODULE, CHECKPOINTED_MODULE))
 
 
+def joined(path: str, name: str) -> str:
+    """The name of what is called ``name`` in the module at ``path``."""
+    return f"{path}.{name}" if path else name
+
+
+def bare(name: str) -> str:
+    """``name`` without anything that wrappers of any kind may have added: what renamed keys have in common."""
+    parts = clean(name.removeprefix("module.")).split(".")
+    return ".".join(part for part in parts if part != _COMPILED_MODULE)
+
+
+# -- walks through the modules -----------------------------------------------------------------------------------------
+
+
+def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) for ``module`` and its descendants, every path to each, without entering nested units."""
+    if WRAPPED_MODULE in module._modules:
+        return
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from own_modules(child, joined(path, name))
+
+
+def wrappers_in(module: nn.Module) -> list[Any]:
+    """Every wrapped module in ``module``, itself included, depth first."""
+    return [m for m in module.modules() if "_fsdp_unit" in m.__dict__]
+
+
+def plain_children(module: nn.Module, path: str) -> Iterator[tuple[str, str, nn.Module]]:
+    """(name, path in the plain model, module) for the children of a module at ``path`` there: what a wrapper wraps has
+    the path of the wrapper."""
+    for name, child in module._modules.items():
+        if child is not None:
+            yield name, path if _is_hidden(module, name) else joined(path, name), child
+
+
 def _is_hidden(module: nn.Module, child: str) -> bool:
     """Whether ``module`` is a wrapper of any kind, and ``child`` what it calls that which it wraps."""
     if child == _COMPILED_MODULE:  # by type, without importing the compiler: a user's module may have this name
@@ -29,18 +67,16 @@ def _is_hidden(module: nn.Module, child: str) -> bool:
 
 
 def plain_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As ``named_modules()``, every path to each, by the plain model's names; a wrapper has that of what it wraps."""
+    """As ``named_modules()``, every path to each, by the plain model's names."""
     for plain, _, module in _walk(model, "", ""):
         yield plain, module
 
 
 def _walk(module: nn.Module, plain: str, now: str) -> Iterator[tuple[str, str, nn.Module]]:
+    """(path in the plain model, path now, module)."""
     yield plain, now, module
-    for name, child in module._modules.items():
-        if child is not None:
-            here = name if not now else f"{now}.{name}"
-            kept = plain if _is_hidden(module, name) else f"{plain}.{name}" if plain else name
-            yield from _walk(child, kept, clean(here))
+    for name, path, child in plain_children(module, plain):
+        yield from _walk(child, path, clean(joined(now, name)))
 
 
 def inside(model: nn.Module) -> nn.Module:
@@ -77,4 +113,4 @@ def _renamed(name: Any, paths: dict[str, str]) -> Any:
     while path not in paths:
         path = path.rpartition(".")[0]
     rest = name.removeprefix(path).removeprefix(".")
-    return ".".join(part for part in (paths[path], rest) if part)
+    return joined(paths[path], rest) if rest else paths[path]

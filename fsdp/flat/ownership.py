@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ from fsdp.comm.groups import Groups
 from fsdp.comm.streams import default_device, resolve_device
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.layout import FlatLayout, ParamSpec
+from fsdp.flat.names import WRAPPED_MODULE, joined, own_modules
 
-WRAPPED_MODULE = "_fsdp_wrapped_module"
 _TORCH = "torch.distributed.fsdp"  # never imported
 ALIGNMENT = 16  # bytes; collectives and kernels fall back to slow paths on what is not aligned so
 
@@ -48,16 +48,6 @@ class OwnedParam:
     @property
     def name(self) -> str:
         return self.places[0].name
-
-
-def own_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """(name, module) for ``module`` and its descendants, every path to each, without entering nested units."""
-    if WRAPPED_MODULE in module._modules:
-        return
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from own_modules(child, f"{prefix}.{name}" if prefix else name)
 
 
 def owned_params(module: nn.Module, ignored: Ignored, unit_name: str) -> list[OwnedParam]:
@@ -110,7 +100,7 @@ def _places(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, list[Plac
             if param is not None and param not in ignored.params:
                 places = found.setdefault(param, [])
                 if all((place.module, place.attribute) != (owner, attribute) for place in places):
-                    places.append(Place(owner, attribute, f"{prefix}.{attribute}" if prefix else attribute))
+                    places.append(Place(owner, attribute, joined(prefix, attribute)))
     return found
 
 
@@ -361,12 +351,12 @@ def move_to(
                 f"the parameters lie on CPU, and there is an accelerator: they are moved to its current device, "
                 f"{target}, and the unit computes there. Pass device_id= to say where it is to compute, "
                 "device_id='cpu' for the CPU",
-                stacklevel=3,
+                stacklevel=4,
             )
     else:
         target = resolve_device(device_id)
         if target.index is not None and torch.device(device_id).index is None:
-            warnings.warn(f"device_id={device_id!r} has no index; the current device, {target}, is used", stacklevel=3)
+            warnings.warn(f"device_id={device_id!r} has no index; the current device, {target}, is used", stacklevel=4)
     if away and away[0] != target:
         raise ValueError(
             f"device_id is {target}, but parameters lie on {away[0]}: move them there first or drop device_id"

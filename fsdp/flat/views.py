@@ -26,7 +26,8 @@ from fsdp.flat.flat_param import (
     parameter_views,
     point_at,
 )
-from fsdp.flat.ownership import OwnedParam, Place, own_modules
+from fsdp.flat.names import own_modules
+from fsdp.flat.ownership import OwnedParam, Place
 
 # of a bucket: its full copy; and of each visible parameter which one it is, and how often it was changed in place
 Marks = tuple[FullCopy, list[tuple[int, int]]]

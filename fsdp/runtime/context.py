@@ -43,6 +43,7 @@ class UnitPolicy:
             held back, and nothing idle resharded, for want of room.
         reduce_unused: whether a rank may skip the unit where others do not. Nothing is gathered ahead then, as what
             comes next may not be what came last time.
+        use_orig_params: whether users see their own parameters, or flat ones.
     """
 
     reshard_after_forward: bool = True
@@ -51,6 +52,7 @@ class UnitPolicy:
     prefetch_after_gradients: bool = False
     limit_gathers: bool = True
     reduce_unused: bool = False
+    use_orig_params: bool = False
 
     def order_in_words(self) -> str:
         """What the order of collectives depends on."""

@@ -44,6 +44,7 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     buckets = [(handle, views.copied(handle, memo)) for handle, views in zip(handles, unit.views)]
     precision = unit.precision.copied(module, memo)
     copied = Unit(module, unit.name, buckets, unit.groups, unit.device, unit.policy, precision)
+    copied.has_parent = unit.has_parent
     if unit.comm_hook is not None:
         copied.use_hook(unit.comm_hook)
     return copied

@@ -11,11 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fsdp.flat.flat_param import BufferState, FlatParamHandle, parameter_views
+from fsdp.flat.names import joined
 from fsdp.flat.views import BucketViews
+from fsdp.runtime.build import join
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.unit import Phase, Unit
+from fsdp.runtime.unit import Phase, Unit, units_in
 
 
 @dataclass(frozen=True)
@@ -27,11 +30,11 @@ class SummonOptions:
     offload_to_cpu: bool = False
     with_grads: bool = False
 
-    def check(self, unit: Unit, use_orig_params: bool) -> None:
+    def check(self, unit: Unit) -> None:
         """Raises NotImplementedError for what does not go together."""
         sharded = unit.groups.sharded
         for conflict, words in (
-            (self.with_grads and not use_orig_params, "with_grads=True with use_orig_params=False"),
+            (self.with_grads and not unit.policy.use_orig_params, "with_grads=True with use_orig_params=False"),
             (self.with_grads and self.offload_to_cpu, "with_grads=True with offload_to_cpu=True"),
             (self.offload_to_cpu and not sharded, "offload_to_cpu=True with NO_SHARD"),
             (self.writeback and self.rank0_only, "writeback=True with rank0_only=True"),
@@ -130,3 +133,18 @@ def _gather_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
         views = parameter_views(handle.layout, full)
         result.append([view if there else None for view, there in zip(views, present.tolist())])
     return result
+
+
+def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Every parameter of the units in ``module``, whole, as (clean name, parameter), one unit gathered at a time.
+
+    A parameter is good until the next one is asked for; with ``writeback``, so are changes made to it. All ranks have
+    to run the loop alike and to its end.
+    """
+    for path, unit, _ in list(units_in(module)):
+        with torch.inference_mode(False):
+            context = join(unit)
+        with summon([(unit, context)], SummonOptions(writeback)):
+            for views in unit.views:
+                for name, param in views.shown():
+                    yield joined(path, name), param

@@ -138,6 +138,15 @@ def on_accumulated(leaf: torch.Tensor, door: Callable[[torch.Tensor], None]) -> 
     return leaf.register_post_accumulate_grad_hook(untraced(door))
 
 
+def around_forward(
+    module: torch.nn.Module, enter: Callable[[Any, Any, Any], Any], leave: Callable[[Any, Any, Any], Any]
+) -> None:
+    """Call ``enter(module, args, kwargs)``, whose result takes their place, first of all in each forward of ``module``,
+    and ``leave(module, args, output)`` after it."""
+    module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
 class Stepped(Protocol):
     """What optimizers step the parameters of: a unit."""
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp.api import MixedPrecision
 from fsdp.flat.flat_param import point_at
-from fsdp.flat.ownership import own_modules
+from fsdp.flat.names import own_modules
 from fsdp.runtime.nested import map_tensors
 
 

@@ -18,6 +18,7 @@ from fsdp.comm.collectives import Communicator, Tag
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
 from fsdp.flat.flat_param import BufferState, FlatParameter, FlatParamHandle
+from fsdp.flat.names import plain_children
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
@@ -27,8 +28,6 @@ from fsdp.runtime.context import Idle, RootContext, UnitPolicy
 from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients
-
-WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 class Phase(Enum):
@@ -61,6 +60,9 @@ class Unit:
         comm_hook: the user's reduction, in the place of the communicator's; see ``use_hook``.
         index: its number in the tree.
         place: its number among the tree's units that communicate over the same group, equal on every rank.
+        membership: its place in its tree, which its wrapper holds; see :class:`fsdp.runtime.build.Membership`.
+        parent_is_built: what is done to modules around it is not meant for it now.
+        has_parent: one of this package's.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class Unit:
         keep_low = precision.asked.keep_low_precision_grads
         self.gradients = [BucketGradients(handle, views, keep_low_precision=keep_low) for handle, views in buckets]
         self.index = self.place = 0
+        self.membership: Callable[[], Any] = lambda: None
+        self.parent_is_built = self.has_parent = False
         self.ancestors: frozenset[int] = frozenset()  # the indices of the units around it
         self.ref = weakref.ref(self)
         self._context: Callable[[], RootContext | None] = lambda: None
@@ -810,22 +814,26 @@ def _leaf_door(unit_ref: weakref.ref[Unit], key: tuple[int, int]) -> Callable[[t
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     """Every unit in ``module``, depth first, children in registration order, each once.
 
-    As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` without the parts
-    that wrappers add, as in the names of its state dict.
+    As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` in the plain model.
     """
-    return _walk(module, (), frozenset(), {})
+    return _walk(module, "", frozenset(), {})
+
+
+def units_below(root: Unit) -> Iterator[tuple[str, Unit, frozenset[int]]]:
+    """As ``units_in``, of ``root`` and of the module that it is of."""
+    yield "", root, frozenset()
+    yield from _walk(root.module, "", frozenset({0}), {root: 0})
 
 
 def _walk(
-    module: nn.Module, path: tuple[str, ...], around: frozenset[int], seen: dict[Unit, int]
+    module: nn.Module, path: str, around: frozenset[int], seen: dict[Unit, int]
 ) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     unit = module.__dict__.get("_fsdp_unit")
     if unit is not None:
         if unit in seen:
             return
         seen[unit] = len(seen)
-        yield ".".join(part for part in path if part not in WRAPPER_PARTS), unit, around
+        yield path, unit, around
         around = around | {seen[unit]}
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, (*path, name), around, seen)
+    for _, inside, child in plain_children(module, path):
+        yield from _walk(child, inside, around, seen)

@@ -1,0 +1,158 @@
+"""What other libraries read of the wrapper under FSDP1's own names, beside what is documented."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.api import BackwardPrefetch, MixedPrecision, TrainingState
+from fsdp.runtime.build import Membership
+from fsdp.runtime.order import PrefetchLimits
+from fsdp.runtime.unit import Phase, Unit, units_in
+
+
+class UnshardHandle:
+    """What ``_unshard(async_op=True)`` returns."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Let the current stream (on CPU the host) wait until the parameters are gathered; idempotent."""
+        self._wait()
+
+
+class PrivateNames(nn.Module):
+    """What ``FullyShardedDataParallel`` has from here."""
+
+    backward_prefetch: BackwardPrefetch | None
+    mixed_precision: MixedPrecision
+    _fsdp_unit: Unit
+    _membership: Membership
+    _device_mesh: DeviceMesh | None
+
+    @property
+    def compute_device(self) -> torch.device:
+        """Where the unit computes."""
+        return self._fsdp_unit.device
+
+    @property
+    def _device_handle(self) -> Any:
+        """torch's module for the kind of device the unit computes on, ``torch.cuda`` for instance."""
+        return torch.get_device_module(self.compute_device)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def training_state(self) -> TrainingState:
+        """``FORWARD_BACKWARD`` while this unit's forward or backward is under way, ``SUMMON_FULL_PARAMS`` inside that
+        context, else ``IDLE``."""
+        phase = self._fsdp_unit.phase
+        if phase is Phase.SUMMONED:
+            return TrainingState.SUMMON_FULL_PARAMS
+        return TrainingState.IDLE if phase is Phase.IDLE else TrainingState.FORWARD_BACKWARD
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        names = [s.name for s in (state if isinstance(state, list) else [state])]
+        if self.training_state.name not in names:
+            raise ValueError(f"{self._fsdp_unit.name} is in {self.training_state}, expected to be in states {names}")
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self._membership.is_root
+
+    def _reset_lazy_init(self) -> None:
+        """Make this instance undecided about its root again."""
+        self._membership.leave()
+
+    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start gathering this unit's parameters for its next forward.
+
+        Returns:
+            with ``async_op`` a handle whose ``wait()`` makes the current stream wait for them, else None.
+
+        Raises:
+            AssertionError: a forward or backward of the unit is under way.
+        """
+        handle = UnshardHandle(self._fsdp_unit.unshard_by_hand(self._membership.join()))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Gathers from now on see what the current stream has written: needed between an optimizer step and
+        ``_unshard``."""
+        self._membership.join().gathers_follow_compute()
+
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The flat parameters, one per bucket."""
+        return [handle.flat_param for handle in self._fsdp_unit.handles]
+
+    @property
+    def _flat_param(self) -> nn.Parameter | None:
+        return self.params[0] if self._has_params else None
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._fsdp_unit.handles)
+
+    @property
+    def _handle(self) -> Any:
+        return self._fsdp_unit.handles[0] if self._has_params else None
+
+    @property
+    def _all_handles(self) -> list[Any]:
+        return [handle for _, unit, _ in units_in(self) for handle in unit.handles]
+
+    # -- choices -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _use_orig_params(self) -> bool:
+        return self._fsdp_unit.policy.use_orig_params
+
+    @property
+    def _use_full_prec_in_eval(self) -> bool:
+        """Whether this unit computes in full precision while its module is in eval mode; from the environment."""
+        return self._fsdp_unit.precision.full_in_eval
+
+    @property
+    def _sync_gradients(self) -> bool:
+        """Whether a backward reduces this unit's gradients; ``no_sync`` turns it off for the whole tree."""
+        return self._fsdp_unit.synchronize
+
+    @_sync_gradients.setter
+    def _sync_gradients(self, value: bool) -> None:
+        self._fsdp_unit.synchronize = value
+
+    @property
+    def _exec_order_data(self) -> PrefetchLimits:
+        """How many units this instance, and those below it, gather ahead: readable and writable."""
+        wrappers = [module for module in self.modules() if isinstance(module, PrivateNames)]
+        ahead = [wrapper._fsdp_unit for wrapper in wrappers if wrapper.backward_prefetch is not None]
+        return PrefetchLimits([wrapper._fsdp_unit for wrapper in wrappers], ahead)
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    def _low_precision_hook_enabled(self) -> bool:
+        """Whether the communication hook is one of torch's two that compress gradients."""
+        hook = self._fsdp_unit.comm_hook
+        return hook is not None and hook.compresses
+
+    @property
+    def _comm_hook(self) -> Callable[..., Any] | None:
+        hook = self._fsdp_unit.comm_hook
+        return hook.function if hook is not None else None
+
+    @property
+    def _comm_hook_state(self) -> Any:
+        hook = self._fsdp_unit.comm_hook
+        return hook.state if hook is not None else None

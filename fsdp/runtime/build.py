@@ -1,0 +1,184 @@
+"""From a module to a unit, and from units to the tree that they are in."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fsdp.api import CPUOffload, MixedPrecision
+from fsdp.comm.groups import Groups
+from fsdp.flat.metadata import BucketInfo, UnitInfo
+from fsdp.flat.names import CHECKPOINTED_MODULE
+from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, owned_params, synchronize
+from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
+from fsdp.runtime.context import RootContext, UnitPolicy
+from fsdp.runtime.precision import UnitPrecision
+from fsdp.runtime.unit import Unit, units_below, units_in
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """What a unit is to be like; see the arguments of ``FullyShardedDataParallel``.
+
+    Attributes:
+        sync_over: the ranks whose first one has the values that all start with; None: each has its own.
+    """
+
+    groups: Groups
+    policy: UnitPolicy
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
+    param_init_fn: Callable[[nn.Module], None] | None
+    device_id: int | str | torch.device | None
+    sync_over: ProcessGroup | None
+
+
+def inside_checkpoint(module: nn.Module) -> nn.Module:
+    """What torch's checkpoint wrapper wraps, if ``module`` is one."""
+    return getattr(module, CHECKPOINTED_MODULE, module)
+
+
+def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOptions) -> Unit:
+    """The unit of ``module``, whose parameters are given values, moved, flattened and sharded; the wrapper calls.
+
+    Raises: as the constructor of ``FullyShardedDataParallel``.
+    """
+    use_orig_params = options.policy.use_orig_params
+    inner = [unit for _, unit, _ in units_in(module)]
+    for unit in inner:
+        unit.parent_is_built = unit.has_parent = True
+    try:
+        materialize(module, ignored, options.param_init_fn, options.device_id, name)
+    finally:
+        for unit in inner:
+            unit.parent_is_built = False
+    owned = owned_params(module, ignored, name)
+    device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
+    if options.sync_over is not None:
+        synchronize(module, owned, options.sync_over)
+    orders = registration_orders(module)
+    buckets: list[tuple[Any, BucketViews]] = []
+    for handle, members in build_handles(
+        owned, options.groups, device, options.mixed_precision, options.cpu_offload, use_orig_params=use_orig_params
+    ):
+        if use_orig_params:
+            buckets.append((handle, OriginalViews(handle, members)))
+        else:
+            buckets.append((handle, FlatViews(handle, members, inside_checkpoint(module), orders)))
+    for item in owned:
+        item.param._fsdp_flattened = True  # type: ignore[attr-defined]
+        item.param._fsdp_owner = f"{item.name!r} of {name}"  # type: ignore[attr-defined]
+        if not use_orig_params:
+            item.param._fsdp_replaced = True  # type: ignore[attr-defined]
+            item.param = None  # type: ignore[assignment]
+    precision = UnitPrecision(module, options.mixed_precision, ignored.modules)
+    for submodule in module.modules():  # torch.compile and tools look for these two
+        if submodule not in ignored.modules:
+            submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
+            submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
+    return Unit(module, name, buckets, options.groups, device, options.policy, precision)
+
+
+def shard_info(module: nn.Module) -> list[UnitInfo]:
+    """Every unit in ``module`` (depth first) with its buckets: names, shapes, offsets, and this rank's ranges."""
+    return [
+        UnitInfo(
+            name,
+            tuple(
+                BucketInfo(
+                    handle.layout, unit.groups.shard_rank, handle.flat_param, tuple(v.param for v in views.visible)
+                )
+                for handle, views in zip(unit.handles, unit.views)
+            ),
+        )
+        for name, unit, _ in units_in(module)
+    ]
+
+
+# -- the tree ----------------------------------------------------------------------------------------------------------
+
+
+class Membership:
+    """A unit's place in its tree. The wrapper alone holds it: that of a root keeps the whole tree's context alive.
+
+    Attributes:
+        is_root: None where that is not decided.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.is_root: bool | None = None
+        self._context: RootContext | None = None  # of the tree below, if this is its root
+        unit.membership = weakref.ref(self)
+
+    def leave(self) -> None:
+        """Be undecided again."""
+        self._context = self.is_root = None
+
+    def join(self) -> RootContext:
+        """The context of the tree that the unit is in; without one, it becomes the root of everything below it."""
+        context = self.unit.context
+        if context is None or (self._context is None and self.is_root is None):
+            context = self._become_root()
+        return context
+
+    def _become_root(self) -> RootContext:
+        tree = list(units_below(self.unit))
+        units = [unit for _, unit, _ in tree]
+        for unit in units:
+            _check_optimizer_in_backward(unit)
+        for what, choices in (
+            ("use_orig_params", {unit.policy.use_orig_params for unit in units}),
+            ("limit_all_gathers", {unit.policy.limit_gathers for unit in units}),
+            ("use_full_prec_in_eval", {unit.precision.full_in_eval for unit in units}),
+            ("reduce_unused", {unit.policy.reduce_unused for unit in units}),
+        ):
+            if len(choices) > 1:
+                raise ValueError(
+                    f"{what} must be the same for all FullyShardedDataParallel instances under one root, got "
+                    f"{sorted(choices)}"
+                )
+        if self.unit.policy.reduce_unused:
+            _check_one_group([(name, unit.groups) for name, unit, _ in tree])
+        context = RootContext(self.unit, tree)  # takes the units over while their former contexts are alive
+        for unit in units:
+            if (other := unit.membership()) is not None:
+                other._context, other.is_root = None, False
+        self._context, self.is_root = context, True
+        return context
+
+
+def join(unit: Unit) -> RootContext:
+    """The context of the tree that ``unit`` is in; see :meth:`Membership.join`."""
+    membership: Membership | None = unit.membership()
+    assert membership is not None  # its wrapper is there
+    return membership.join()
+
+
+def _check_one_group(groups_of: list[tuple[str, Groups]]) -> None:
+    """Raises where units communicate over several groups: a rank that waits in one cannot take part in another."""
+    names: dict[int, str] = {}
+    for name, groups in groups_of:
+        for group, size in ((groups.shard, groups.shard_size), (groups.replica, groups.replica_size)):
+            if size > 1:
+                names.setdefault(id(group), f"unit {name!r}" if name else "the root unit")
+    if len(names) > 1:
+        raise NotImplementedError(
+            "reduce_unused=True needs a tree whose units communicate over one process group, and these are the first "
+            f"of each group: {', '.join(names.values())}. Pass the same process_group to all of them"
+        )
+
+
+def _check_optimizer_in_backward(unit: Unit) -> None:
+    """Raises where an optimizer of torch's ``_apply_optimizer_in_backward`` would never step."""
+    for visible in (visible for views in unit.views for visible in views.visible):
+        if hasattr(visible.param, "_in_backward_optimizers") and not unit.policy.use_orig_params:
+            raise RuntimeError(
+                f"{visible.name!r} has an optimizer in backward, which is only supported with use_orig_params=True"
+            )
