@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint import dcp
-from fsdp.flat.names import clean, plain_modules, wrappers_in
+from fsdp.flat.names import clean, plain_modules
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.runtime.unit import units_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of functions that it compiles
@@ -111,11 +112,11 @@ def _pre_load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
 
 
 def _has_model(model: nn.Module, *rest: Any) -> bool:
-    return (rest[-1].handle_model or rest[-1].broadcast_from_rank0) and bool(wrappers_in(model))
+    return (rest[-1].handle_model or rest[-1].broadcast_from_rank0) and bool(units_of(model))
 
 
 def _has_optimizer(model: nn.Module, *rest: Any) -> bool:
-    return rest[-1].handle_optim and bool(wrappers_in(model))
+    return rest[-1].handle_optim and bool(units_of(model))
 
 
 def _has_wrapper(self: Any, state_dict: dict[str, Any]) -> bool:

@@ -42,7 +42,6 @@ from fsdp.api import (
     as_flag,
     as_mixed_precision,
     as_sharding_strategy,
-    as_state_dict_settings,
 )
 from fsdp.checkpoint.loading import LoadingHooks
 from fsdp.checkpoint.methods import StateDictMethods
@@ -68,7 +67,7 @@ from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
-from fsdp.runtime.unit import Phase, units_in
+from fsdp.runtime.unit import Phase, units_in, units_of
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
 __all__ = [
@@ -248,9 +247,6 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         processes()  # from now on the others can tell whether this one has ended
-        self._device_mesh = device_mesh
-        self._set_state_dict_settings(as_state_dict_settings(StateDictType.FULL_STATE_DICT))
-
         unit_name = f"the {type(module).__name__} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         if param_init_fn is None:  # of the whole tree, before any of it is wrapped
@@ -297,6 +293,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         )
         with torch.inference_mode(False):
             self._fsdp_unit = build_unit(module, unit_name, ignored, options)
+        self._device_mesh = device_mesh
         self._membership = Membership(self._fsdp_unit)
         self._fsdp_wrapped_module = module
         self._fsdp_saving, self._fsdp_loading = SavingHooks(self), LoadingHooks(self)
@@ -468,7 +465,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
-        warn_of_local_norm(unit for _, unit, _ in units_in(self))
+        warn_of_local_norm(units_of(self))
         for name, param in super().named_parameters(*args, **kwargs):
             yield self._clean(name), param
 
@@ -503,7 +500,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
                 "the outermost wrapped module"
             )
         self._assert_state(TrainingState.IDLE)
-        units = [unit for _, unit, _ in units_in(self)]
+        units = units_of(self)
         before = [unit.synchronize for unit in units]
         for unit in units:
             unit.synchronize = False
@@ -546,7 +543,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             )
         for wrapper in self.fsdp_modules(self):
             wrapper._assert_state(TrainingState.IDLE)
-        units = [unit for _, unit, _ in units_in(self)]
+        units = units_of(self)
         return clip_grad_norm_(
             self._fsdp_unit, units, self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
@@ -580,7 +577,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
                     f"register_comm_hook(): {wrapper._fsdp_unit.name} has {wrapper.sharding_strategy}; communication "
                     "hooks are not supported for hybrid strategies"
                 )
-        register_comm_hook([unit for _, unit, _ in units_in(self)], state, hook)
+        register_comm_hook(units_of(self), state, hook)
 
     # -- copies --------------------------------------------------------------------------------------------------------
 
@@ -591,8 +588,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             RuntimeError: an instance in it runs, or is inside ``summon_full_params``.
         """
         copied = memo[id(self)] = type(self).__new__(type(self))
-        for shared in (self.process_group, self._device_mesh):
-            memo[id(shared)] = shared
+        memo[id(self.process_group)] = self.process_group
         own = {"_fsdp_unit": None, "_membership": None}
 
         def copy_module() -> nn.Module:
@@ -646,3 +642,8 @@ class _GatheredMethod:
         copied: Any = _GatheredMethod(memo[id(self._wrapper())], self._name)
         functools.update_wrapper(copied, self.__wrapped__)  # type: ignore[attr-defined]
         return copied
+
+
+def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> FullyShardedDataParallel | None:
+    """``module`` itself if it is a wrapper, else None; generic tools ask this way."""
+    return module if isinstance(module, FullyShardedDataParallel) else None

@@ -33,7 +33,6 @@ class PrivateNames(nn.Module):
     mixed_precision: MixedPrecision
     _fsdp_unit: Unit
     _membership: Membership
-    _device_mesh: DeviceMesh | None
 
     @property
     def compute_device(self) -> torch.device:
@@ -44,6 +43,14 @@ class PrivateNames(nn.Module):
     def _device_handle(self) -> Any:
         """torch's module for the kind of device the unit computes on, ``torch.cuda`` for instance."""
         return torch.get_device_module(self.compute_device)
+
+    @property
+    def _device_mesh(self) -> DeviceMesh | None:
+        return self._fsdp_unit.mesh
+
+    @_device_mesh.setter
+    def _device_mesh(self, value: DeviceMesh | None) -> None:
+        self._fsdp_unit.mesh = value
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

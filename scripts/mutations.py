@@ -1570,8 +1570,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/dcp.py",
-        "wrapper._fsdp_unit.watch_call()",
-        "pass",
+        "        unit.watch_call()\n    device",
+        "        pass\n    device",
         "what rank 0 alone tells meets another collective",
         _tests("agreement", "fd25_call_on_one_rank"),
     ),

@@ -68,6 +68,8 @@ AUTOGRAD_HOOKS = {
     "register_full_backward_pre_hook",
     "saved_tensors_hooks",
 }
+WRAPPERS_NAMES = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+WRAPPERS_PRIVATES = {"_fsdp_unit", "_membership", "_join_context", "_device_mesh"}
 FORWARD_HOOKS = {"register_forward_hook", "register_forward_pre_hook", "_forward_hooks", "_forward_pre_hooks"}
 
 
@@ -331,6 +333,20 @@ def hooks_in_hooks(source: Source) -> list[str]:
     return [f"line {line}: {name}" for line, name in source.attributes(AUTOGRAD_HOOKS | forward)]
 
 
+def names_in_names(source: Source) -> list[str]:
+    if source.name == "fsdp/flat/names.py":
+        return []
+    constants = [node for node in source.nodes if isinstance(node, ast.Constant) and node.value in WRAPPERS_NAMES]
+    return [f"line {node.lineno}: {node.value}" for node in constants]
+
+
+def privates_of_the_wrapper(source: Source) -> list[str]:
+    """What is below the wrapper finds units, and asks these."""
+    if source.name in ("fsdp/fully_sharded_data_parallel.py", "fsdp/private_names.py", "fsdp/flat/names.py"):
+        return []
+    return [f"line {line}: {name}" for line, name in source.attributes(WRAPPERS_PRIVATES)]
+
+
 Rule = Callable[[Source], list[str]]
 RULES: list[Rule] = [
     imports_at_the_top,
@@ -342,6 +358,8 @@ RULES: list[Rule] = [
     memory_in_flat_param,
     registrations_in_views,
     hooks_in_hooks,
+    names_in_names,
+    privates_of_the_wrapper,
 ]
 
 
@@ -455,6 +473,10 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (hooks_in_hooks, "fsdp/wrap.py", "module.register_forward_pre_hook(f, prepend=True)"),
     (hooks_in_hooks, RUNTIME, "module._forward_hooks[0] = f"),
     (hooks_in_hooks, RUNTIME, "Variable._execution_engine.queue_callback(f)"),
+    (names_in_names, RUNTIME, "part == '_orig_mod'"),
+    (names_in_names, "fsdp/checkpoint/dcp.py", "getattr(module, '_checkpoint_wrapped_module', module)"),
+    (privates_of_the_wrapper, "fsdp/checkpoint/dcp.py", "unit = wrapper._fsdp_unit"),
+    (privates_of_the_wrapper, "fsdp/runtime/unit.py", "module.__dict__.get('_fsdp_unit')"),
     (hooks_in_hooks, VIEWS, "from torch.autograd.graph import saved_tensors_hooks\nuse = saved_tensors_hooks(f, g)"),
 ]
 KEPT: list[tuple[Rule, str, str]] = [
@@ -481,6 +503,9 @@ KEPT: list[tuple[Rule, str, str]] = [
     (registrations_in_views, OWNERSHIP, "x = module._parameters[name]\nmodule._parameters.items()"),
     (registrations_in_views, VIEWS, "module._parameters[name] = p"),
     (hooks_in_hooks, RUNTIME, "hooks.on_gradient(tensor, f)\nmodule.register_state_dict_pre_hook(f)"),
+    (names_in_names, RUNTIME, "self._fsdp_wrapped_module = clean(name)"),
+    (privates_of_the_wrapper, "fsdp/checkpoint/dcp.py", "unit_of(module).mesh"),
+    (privates_of_the_wrapper, "fsdp/private_names.py", "self._fsdp_unit.handles"),
     (hooks_in_hooks, "fsdp/runtime/hooks.py", "tensor.register_hook(f)"),
 ]
 

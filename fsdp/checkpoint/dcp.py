@@ -42,8 +42,9 @@ from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.state_dict import calling, held_params
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group
-from fsdp.flat.names import PlainNames, clean, inside, plain_modules, wrappers_in
+from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
+from fsdp.runtime.unit import Unit, units_of
 
 
 @dataclass
@@ -231,7 +232,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
     options = StateDictOptions.of(options)
     model = _entered(model, options)
     with calling("set_model_state_dict()", model), _kind(model, options.settings(loading=True)):
-        if "_fsdp_unit" in model.__dict__:
+        if unit_of(model) is not None:
             now = PlainNames(model).now
             state = {now(key): value for key, value in model_state_dict.items()}
             return _method(model, "load_state_dict")(state, strict=options.strict)
@@ -246,7 +247,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
 def _prepared_alike(model: nn.Module, model_state_dict: Mapping[str, Any], options: StateDictOptions) -> Loading:
     """:func:`prepare_model_state_dict` on all ranks that share a wrapped module, or an error on all of them."""
     with contextlib.ExitStack() as undo:
-        with alike_on_all_ranks([wrapper._fsdp_unit for wrapper in wrappers_in(model)]) as given:
+        with alike_on_all_ranks(units_of(model)) as given:
             loading = prepare_model_state_dict(model, model_state_dict, options=options)
             undo.callback(loading.undo)
             given.update({unit.unit: list(unit.given()) for unit in loading.units})
@@ -263,7 +264,7 @@ def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, An
     with _kind(model, options.settings(loading=True)):
         now = PlainNames(model).now
         state = {now(key): value for key, value in model_state_dict.items()}
-        into_module = own if "_fsdp_unit" in model.__dict__ else _method(model, "load_state_dict")
+        into_module = own if unit_of(model) is not None else _method(model, "load_state_dict")
         return prepare(model, into_module, state, strict=options.strict)
 
 
@@ -316,7 +317,7 @@ def set_optimizer_state_dict(
         RuntimeError: the dict does not know a parameter that an optimizer trains (``strict``).
     """
     optimizers = _several(optimizers)
-    units = [wrapper._fsdp_unit for wrapper in wrappers_in(model)]
+    units = units_of(model)
     with calling("set_optimizer_state_dict()", model), kept_if_it_fails(optimizers), alike_on_all_ranks(units):
         for optimizer, loadable in optimizers_to_load(model, optimizers, optim_state_dict, options=options):
             _method(optimizer, "load_state_dict")(loadable)
@@ -332,7 +333,7 @@ def optimizers_to_load(
     options = StateDictOptions.of(options)
     model = _entered(model, options)
     planned: list[tuple[Optimizer, dict[str, Any]]] = []
-    wrapped = bool(wrappers_in(model))
+    wrapped = bool(units_of(model))
     params = ModelParams(model) if wrapped else None
     from_rank0 = options.broadcast_from_rank0
     several = _several(optimizers)
@@ -372,7 +373,7 @@ def _hand_out(model: nn.Module, given: Any, options: StateDictOptions) -> Any:
     group, names = default_group(), PlainNames(model)
     outermost: dict[str, Any] = {}
     for path, module in model.named_modules():
-        if "_fsdp_unit" in module.__dict__ and not any(f"{clean(path)}.".startswith(outer) for outer in outermost):
+        if unit_of(module) is not None and not any(f"{clean(path)}.".startswith(outer) for outer in outermost):
             outermost[f"{clean(path)}."] = module
     own: dict[str, dict[str, Any]] = {prefix: {} for prefix in ("", *outermost)}
     problems: list[str] = []
@@ -393,7 +394,7 @@ def _hand_out(model: nn.Module, given: Any, options: StateDictOptions) -> Any:
             prefix = next((prefix for prefix in outermost if name.startswith(prefix)), "")
             own[prefix][name.removeprefix(prefix)] = given[key]
             problems += _cannot_be_handed_out(key, given[key], expected[key], bool(prefix))
-        if any(wrapper._fsdp_unit.groups.data_parallel_size != group.size() for wrapper in outermost.values()):
+        if any(unit_of(wrapper).groups.data_parallel_size != group.size() for wrapper in outermost.values()):
             problems.append("a wrapped module is not sharded over all ranks; pass the dict on every rank.")
     told = told_by_rank0((problems, missing, unexpected, own[""]), model, "tell what state rank 0 has")
     problems, missing, unexpected, rest = told
@@ -432,9 +433,9 @@ def _quoted(key: str) -> str:
 
 
 def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    wrappers = wrappers_in(model)
-    if wrappers:
-        mesh = wrappers[0]._device_mesh
+    units = units_of(model)
+    if units:
+        mesh = units[0].mesh
         settings = options.settings(loading=False)
         if mesh is not None and not options.full_state_dict and not options.ragged:
             settings.optim_state_dict_config = ShardedOptimStateDictConfig(options.cpu_offload, _use_dtensor=True)
@@ -482,7 +483,7 @@ def _initialised(optimizer: Optimizer, elsewhere: Container[nn.Parameter]) -> It
 
 def _held_elsewhere(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of which this rank's shards hold nothing, and others' do."""
-    holders = ModelParams(model).holders.values() if wrappers_in(model) else ()
+    holders = ModelParams(model).holders.values() if units_of(model) else ()
     return {holder.param for holder in holders if holder.rank not in holder.owners}
 
 
@@ -551,7 +552,7 @@ def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
     plain = PlainNames(model).plain
     several = _several(optimizers) if optimizers is not None else []
     held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
-    if not wrappers_in(model):
+    if not units_of(model):
         names_of = _names_of(model, None)
         return {plain(name): param for param in held for name in names_of(param)}
     params = ModelParams(model)
@@ -627,28 +628,27 @@ def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
 
 @contextlib.contextmanager
 def _kind(model: nn.Module, settings: StateDictSettings) -> Iterator[None]:
-    """Inside, all wrapped modules have these settings."""
-    wrappers = wrappers_in(model)
-    before = [wrapper._state_dict_settings for wrapper in wrappers]
+    """Inside, all units have these settings."""
+    before = {unit: unit.state_settings for unit in units_of(model)}
     try:
-        for wrapper in wrappers:
-            wrapper._set_state_dict_settings(_as_it_can(wrapper, settings))
+        for unit in before:
+            unit.state_settings = _as_it_can(unit, settings)
         yield
     finally:
-        for wrapper, its in zip(wrappers, before):
-            wrapper._set_state_dict_settings(its)
+        for unit, its in before.items():
+            unit.state_settings = its
 
 
-def _as_it_can(wrapper: Any, settings: StateDictSettings) -> StateDictSettings:
+def _as_it_can(unit: Unit, settings: StateDictSettings) -> StateDictSettings:
     """``settings``; what is not sharded has full state only, and what has a device mesh uses it."""
     cpu = settings.state_dict_config.offload_to_cpu
     ragged = isinstance(settings.state_dict_config, RaggedStateDictConfig)
     if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT or ragged:
         return settings
-    if not wrapper._fsdp_unit.groups.sharded:
+    if not unit.groups.sharded:
         full = FullStateDictConfig(cpu), FullOptimStateDictConfig(cpu)
         return StateDictSettings(StateDictType.FULL_STATE_DICT, *full)
-    uses_mesh = wrapper._device_mesh is not None
+    uses_mesh = unit.mesh is not None
     sharded = ShardedStateDictConfig(cpu, uses_mesh), ShardedOptimStateDictConfig(cpu, uses_mesh)
     return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *sharded)
 
@@ -670,7 +670,7 @@ def _entered(model: nn.Module, options: StateDictOptions) -> nn.Module:
         ValueError: torch's FSDP has wrapped something of it, and its state is not just the ``DTensor`` parameters that
             ``fully_shard`` makes.
     """
-    foreign = torchs_own(model, fully_shard=options.full_state_dict or bool(wrappers_in(model)))
+    foreign = torchs_own(model, fully_shard=options.full_state_dict or bool(units_of(model)))
     if foreign is not None:
         raise ValueError(
             f"{foreign}: state of such models is what torch.distributed.checkpoint.state_dict is for. A model in which "
@@ -682,7 +682,7 @@ def _entered(model: nn.Module, options: StateDictOptions) -> nn.Module:
 def _frozen(model: nn.Module) -> list[str]:
     """The names, all of a shared one, of the parameters that do not require grad."""
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
-    if wrappers_in(model):
+    if units_of(model):
         holders = ModelParams(model).holders.values()
         names += [n for holder in holders if not holder.param.requires_grad for m in holder.members for n in m.names]
     return [clean(name) for name in names]
@@ -690,10 +690,10 @@ def _frozen(model: nn.Module) -> list[str]:
 
 def told_by_rank0(value: Any, model: nn.Module, what: str) -> Any:
     """What rank 0 has as ``value``."""
-    wrappers = wrappers_in(model)
-    device = wrappers[0]._fsdp_unit.device if wrappers else torch.device("cpu")
-    for wrapper in wrappers:
-        wrapper._fsdp_unit.watch_call()
+    units = units_of(model)
+    for unit in units:
+        unit.watch_call()
+    device = units[0].device if units else torch.device("cpu")
     return broadcast_object(value, default_group(), what, device)
 
 

@@ -24,9 +24,10 @@ from fsdp.checkpoint.redistribute import Channel
 from fsdp.checkpoint.state_dict import held_params
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
-from fsdp.flat.names import clean, joined, wrappers_in
+from fsdp.flat.names import clean, joined, unit_of, wrappers_in
 from fsdp.flat.views import registered_params
-from fsdp.runtime.unit import Phase, Unit
+from fsdp.runtime.build import join
+from fsdp.runtime.unit import Phase, Unit, units_of
 
 
 class Mismatch(RuntimeError, AssertionError):
@@ -37,17 +38,18 @@ def load(
     wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
     """``wrapper.load_state_dict(state_dict, strict, assign)``; ``into_module`` is that of ``nn.Module``."""
-    with wrapper._join_context().calling("load_state_dict()"):
+    with join(unit_of(wrapper)).calling("load_state_dict()"):
         return _load(wrapper, into_module, state_dict, strict, assign)
 
 
 def _load(
     wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
-    settings = wrapper._state_dict_settings
+    unit = unit_of(wrapper)
+    settings = unit.state_settings
     if isinstance(settings.state_dict_config, FullStateDictConfig) and settings.state_dict_config.rank0_only:
         empty = torch.tensor([int(isinstance(state_dict, Mapping) and not state_dict)], device="cpu")
-        wrapper._fsdp_unit.agree_on_maximum(empty)
+        unit.agree_on_maximum(empty)
         if int(empty):
             return load_from_first(wrapper, into_module, state_dict, strict)
     loading = Loading(wrapper, strict, assign=assign)
@@ -73,8 +75,6 @@ def prepare(
 
     Raises: as ``load_state_dict``, with the model as it was.
     """
-    for wrapper in wrappers_in(model):
-        wrapper._join_context()
     loading = Loading(model, strict, alone=True)
     with contextlib.closing(loading):
         loading.begin(wrappers_in(model))
@@ -93,7 +93,7 @@ def prepare(
 
 def load_from_first(wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
     """Load what rank 0 of the units' group has; the others' dicts are not looked at. One collective per unit."""
-    units: list[Unit] = [inner._fsdp_unit for inner in wrappers_in(wrapper)]
+    units = units_of(wrapper)
     root = units[0]
     if any(unit.groups != root.groups for unit in units):
         raise RuntimeError(
@@ -162,9 +162,7 @@ def _plan(
 
 def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """(name, tensor) of the parameters below ``module`` that no unit owns, and of its persistent buffers."""
-    owned = {
-        id(visible.param) for inner in wrappers_in(module) for v in inner._fsdp_unit.views for visible in v.visible
-    }
+    owned = {id(visible.param) for unit in units_of(module) for views in unit.views for visible in views.visible}
     found: list[tuple[str, torch.Tensor]] = []
     for path, owner in module.named_modules():
         tensors = [*registered_params(owner), *persistent_buffers(owner)]

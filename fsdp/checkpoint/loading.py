@@ -29,11 +29,12 @@ from fsdp.checkpoint.forms import Held, fill, is_sharded, kind_of, read
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.recorders import Opaque, Recorder
 from fsdp.checkpoint.redistribute import Channel
-from fsdp.checkpoint.state_dict import Wrapper, check_at_rest, copied_ref, flat_home, flat_name, held_flat, held_params
+from fsdp.checkpoint.state_dict import check_at_rest, copied_ref, flat_home, flat_name, held_flat, held_params
 from fsdp.comm.consensus import failures_in
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, own_modules, wrappers_in
+from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, own_modules, unit_of, wrappers_in
 from fsdp.flat.views import BucketViews, register_instead, registered_params
+from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
@@ -42,9 +43,9 @@ from fsdp.runtime.unit import Phase, Unit
 class UnitLoading:
     """What is to be loaded into one unit. The parameters' parts are in ``parts``, by bucket and index."""
 
-    def __init__(self, wrapper: Wrapper, opener: nn.Module) -> None:
+    def __init__(self, unit: Unit, opener: nn.Module) -> None:
         """Registers recorders in place of the parameters."""
-        self.unit = wrapper._fsdp_unit
+        self.unit = unit
         self.sources: list[dict[int, torch.Tensor]] = []
         with torch.no_grad():
             self.unit.follow_parameters()
@@ -154,9 +155,9 @@ def _as_given(source: torch.Tensor) -> torch.Tensor:
 class LocalUnitLoading(UnitLoading):
     """The same with whole flat parameters, of which each rank is given its own part."""
 
-    def __init__(self, wrapper: Wrapper, opener: nn.Module) -> None:
-        self._home = flat_home(wrapper, opener)
-        super().__init__(wrapper, opener)
+    def __init__(self, unit: Unit, opener: nn.Module) -> None:
+        self._home = flat_home(unit, opener)
+        super().__init__(unit, opener)
 
     def _show(self, bucket: int, views: BucketViews) -> list[Recorder]:
         handle = views.handle
@@ -337,19 +338,20 @@ class Loading:
             RuntimeError: a unit is running.
         """
         for wrapper in wrappers:
-            wrapper._join_context()
-            check_at_rest(wrapper._fsdp_unit, "load_state_dict()")
+            join(unit_of(wrapper))
+            check_at_rest(unit_of(wrapper), "load_state_dict()")
             wrapper._fsdp_loading.abandon()
         self._shown = True
         try:
             for wrapper in wrappers:
                 wrapper._fsdp_loading.active = self
                 self._hooks.append(wrapper._fsdp_loading)
-                if wrapper._fsdp_unit.phase is Phase.SUMMONED:
+                unit: Unit = unit_of(wrapper)
+                if unit.phase is Phase.SUMMONED:
                     continue  # the whole parameters are there, and nn.Module copies into them
-                local = wrapper._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-                kind = LocalUnitLoading if local and wrapper._fsdp_unit.groups.sharded else UnitLoading
-                self.units.append(kind(wrapper, self.opener))
+                local = unit.state_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+                kind = LocalUnitLoading if local and unit.groups.sharded else UnitLoading
+                self.units.append(kind(unit, self.opener))
             self._rest = RestLoading(self.opener)
         except BaseException:
             self.close()
@@ -484,7 +486,7 @@ class LoadingHooks:
     def __init__(self, wrapper: Any) -> None:
         self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
         self.active: Loading | None = None
-        for owner in dict.fromkeys([wrapper, *(owner for _, owner in own_modules(wrapper._fsdp_unit.module))]):
+        for owner in dict.fromkeys([wrapper, *(owner for _, owner in own_modules(unit_of(wrapper).module))]):
             owner.register_load_state_dict_pre_hook(self._before)
             owner.register_load_state_dict_post_hook(self._after)
 
@@ -530,7 +532,7 @@ class LoadingHooks:
     def unit(self) -> Unit:
         wrapper = self._wrapper()
         assert wrapper is not None  # it is being loaded
-        unit: Unit = wrapper._fsdp_unit
+        unit: Unit = unit_of(wrapper)
         return unit
 
     def abandon(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,8 @@ from fsdp.checkpoint import optim_load, optim_params, optim_state
 from fsdp.checkpoint.forms import Full, Rows, Wanted
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.state_dict import calling, collecting, strip_wrapper
-from fsdp.flat.names import clean, wrappers_in
+from fsdp.flat.names import unit_of, wrappers_in
+from fsdp.runtime.unit import units_in, units_of
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
 _STOPPED = {  # all but get_model_state_dict, which asks us for state_dict()
@@ -40,18 +42,17 @@ _STOPPED = {  # all but get_model_state_dict, which asks us for state_dict()
 class StateDictMethods(nn.Module):
     """What ``FullyShardedDataParallel`` has from here."""
 
-    _state_dict_type: StateDictType
-    _state_dict_config: StateDictConfig
-    _optim_state_dict_config: OptimStateDictConfig
-
-    def _set_state_dict_settings(self, settings: StateDictSettings) -> None:
-        self._state_dict_type = settings.state_dict_type
-        self._state_dict_config = settings.state_dict_config
-        self._optim_state_dict_config = settings.optim_state_dict_config
+    @property
+    def _state_dict_type(self) -> StateDictType:
+        return unit_of(self).state_settings.state_dict_type
 
     @property
-    def _state_dict_settings(self) -> StateDictSettings:
-        return StateDictSettings(self._state_dict_type, self._state_dict_config, self._optim_state_dict_config)
+    def _state_dict_config(self) -> StateDictConfig:
+        return unit_of(self).state_settings.state_dict_config
+
+    @property
+    def _optim_state_dict_config(self) -> OptimStateDictConfig:
+        return unit_of(self).state_settings.optim_state_dict_config
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -142,16 +143,16 @@ class StateDictMethods(nn.Module):
             AssertionError: they differ.
         """
         settings: StateDictSettings | None = None
-        for name, wrapper in module.named_modules():
-            if isinstance(wrapper, StateDictMethods):
-                if wrapper._device_mesh is not None and hasattr(wrapper._optim_state_dict_config, "_use_dtensor"):
-                    wrapper._optim_state_dict_config._use_dtensor = True
-                if settings is not None and wrapper._state_dict_settings != settings:
-                    raise AssertionError(
-                        f"All FSDP instances must have the same state dict settings, but {clean(name)!r} has "
-                        f"{wrapper._state_dict_settings} and others have {settings}: set them once, on the root"
-                    )
-                settings = wrapper._state_dict_settings
+        for name, unit, _ in units_in(module):
+            own = unit.state_settings
+            if unit.mesh is not None and hasattr(own.optim_state_dict_config, "_use_dtensor"):
+                own.optim_state_dict_config._use_dtensor = True
+            if settings is not None and own != settings:
+                raise AssertionError(
+                    f"All FSDP instances must have the same state dict settings, but {name!r} has {own} and others "
+                    f"have {settings}: set them once, on the root"
+                )
+            settings = copy.copy(own)
         return settings
 
     @staticmethod
@@ -173,8 +174,8 @@ class StateDictMethods(nn.Module):
         """
         settings = as_state_dict_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before: Any = StateDictMethods.get_state_dict_type(module)
-        for wrapper in wrappers_in(module):
-            wrapper._set_state_dict_settings(settings)
+        for unit in units_of(module):
+            unit.state_settings = copy.copy(settings)
         return before if before is not None else StateDictSettings(*[None] * 3)  # type: ignore[arg-type]
 
     @staticmethod
@@ -198,8 +199,8 @@ class StateDictMethods(nn.Module):
         try:
             yield
         finally:
-            for wrapper in wrappers_in(module):
-                wrapper._set_state_dict_settings(before)
+            for unit in units_of(module):
+                unit.state_settings = copy.copy(before)
 
     @staticmethod
     def optim_state_dict(
@@ -411,4 +412,4 @@ class StateDictMethods(nn.Module):
 
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:
     """The mesh that the instances in ``module`` were given."""
-    return next((wrapper._device_mesh for wrapper in wrappers_in(module)), None)
+    return next((unit.mesh for unit in units_of(module)), None)

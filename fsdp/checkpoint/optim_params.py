@@ -21,7 +21,7 @@ from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord, Piece
-from fsdp.flat.names import clean, joined
+from fsdp.flat.names import clean, joined, unit_of
 from fsdp.flat.views import FlatViews
 from fsdp.runtime.unit import Unit
 
@@ -134,7 +134,7 @@ class ModelParams:
         modes = set()
         stands_for: dict[nn.Parameter, nn.Parameter] = {}  # what a unit that runs shows, and which flat parameter it is
         for path, module in model.named_modules():
-            unit = module.__dict__.get("_fsdp_unit")
+            unit = unit_of(module)
             if unit is None or unit in self.units:
                 continue
             prefix = clean(path)

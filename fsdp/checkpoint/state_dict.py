@@ -17,37 +17,19 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.api import StateDictSettings
 from fsdp.checkpoint.forms import Full, Held, Leaving, Local, Ragged, Rows, Wanted, export
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.names import WRAPPED_MODULE, clean, joined, own_modules, wrappers_in
+from fsdp.flat.names import WRAPPED_MODULE, clean, joined, own_modules, unit_of, wrappers_in
 from fsdp.runtime.agreement import GATHER
-from fsdp.runtime.context import RootContext
-from fsdp.runtime.unit import Phase, Unit
-
-
-class Wrapper(Protocol):
-    """A wrapped module, as far as its state is concerned."""
-
-    _fsdp_unit: Unit
-    _device_mesh: DeviceMesh | None
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def _state_dict_settings(self) -> StateDictSettings: ...
-
-    def _join_context(self) -> RootContext: ...
-
+from fsdp.runtime.build import inside_checkpoint, join
+from fsdp.runtime.unit import Phase, Unit, units_of
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
 
@@ -59,15 +41,15 @@ class Saving:
         opener: the unit's outermost module that is walked; with it the unit is through.
     """
 
-    def __init__(self, wrapper: Wrapper, opener: nn.Module, wanted: Wanted) -> None:
+    def __init__(self, unit: Unit, opener: nn.Module, wanted: Wanted) -> None:
         """Shows the stand-ins.
 
         Raises:
             RuntimeError: the unit is running.
         """
-        self.opener, self.unit, self._wanted = opener, wrapper._fsdp_unit, wanted
-        self._context = wrapper._join_context()
-        self._home = flat_home(wrapper, opener) if wanted.form is Local else None
+        self.opener, self.unit, self._wanted = opener, unit, wanted
+        self._context = join(unit)
+        self._home = flat_home(unit, opener) if wanted.form is Local else None
         self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
         check_at_rest(self.unit, "state_dict()")
         if wanted.form in (Local, Ragged) and self.unit.phase is Phase.SUMMONED:
@@ -209,16 +191,16 @@ def flat_name(bucket: int) -> str:
     return f"_flat_param_{bucket}" if bucket else "_flat_param"
 
 
-def flat_home(wrapper: Wrapper, opener: nn.Module) -> nn.Module:
+def flat_home(unit: Unit, opener: nn.Module) -> nn.Module:
     """The module that flat parameters are registered on.
 
     Raises:
         RuntimeError: ``opener`` is a part of the unit without it.
     """
-    home = wrapper.module
+    home = inside_checkpoint(unit.module)
     if all(home is not module for module in opener.modules()):
         raise RuntimeError(
-            f"LOCAL_STATE_DICT holds whole units, and {type(opener).__name__} is a part of {wrapper._fsdp_unit.name}: "
+            f"LOCAL_STATE_DICT holds whole units, and {type(opener).__name__} is a part of {unit.name}: "
             "ask the wrapped module, or choose another kind of state dict"
         )
     return home
@@ -239,15 +221,15 @@ def _storage(tensor: torch.Tensor) -> int:
 def calling(call: str, module: nn.Module) -> Iterator[None]:
     """Inside, ``call``, which all ranks have to make."""
     with contextlib.ExitStack() as calls:
-        for context in dict.fromkeys(wrapper._join_context() for wrapper in wrappers_in(module)):
+        for context in dict.fromkeys(map(join, units_of(module))):
             calls.enter_context(context.calling(call))
         yield
 
 
-def begin_saving(wrapper: Wrapper, opener: nn.Module) -> Saving:
-    """Start to collect the state of ``wrapper``'s unit from ``opener`` on, in the form that its settings ask for."""
-    settings, unit = wrapper._state_dict_settings, wrapper._fsdp_unit
-    wanted = Wanted.of(settings.state_dict_type, settings.state_dict_config, wrapper._device_mesh)
+def begin_saving(unit: Unit, opener: nn.Module) -> Saving:
+    """Start to collect the state of ``unit`` from ``opener`` on, in the form that its settings ask for."""
+    settings = unit.state_settings
+    wanted = Wanted.of(settings.state_dict_type, settings.state_dict_config, unit.mesh)
     if wanted.form in (Rows, Local) and not (unit.groups.sharded and unit.handles):
         if unit.handles:
             warnings.warn(
@@ -256,7 +238,7 @@ def begin_saving(wrapper: Wrapper, opener: nn.Module) -> Saving:
                 stacklevel=2,
             )
         wanted = replace(wanted, form=Full)
-    return Saving(wrapper, opener, wanted)
+    return Saving(unit, opener, wanted)
 
 
 def copied_ref(wrapper: Any, memo: dict[int, Any]) -> Callable[[], Any]:
@@ -281,7 +263,7 @@ class SavingHooks:
         self._saving: Saving | None = None
 
         after = _After(self)
-        for owner in dict.fromkeys(owner for _, owner in own_modules(wrapper._fsdp_unit.module)):
+        for owner in dict.fromkeys(owner for _, owner in own_modules(unit_of(wrapper).module)):
             owner.register_state_dict_pre_hook(self._before)
             owner.register_state_dict_post_hook(after)
 
@@ -298,7 +280,7 @@ class SavingHooks:
         if self._saving is not None and module in (self._saving.opener, wrapper.module):
             self.abandon()  # the last walk ended in an exception
         if self._saving is None:
-            self._saving = begin_saving(wrapper, module)
+            self._saving = begin_saving(unit_of(wrapper), module)
 
     def after(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
         saving = self._saving
@@ -329,10 +311,11 @@ class _After:
 def collecting(wrapper: Any) -> Iterator[None]:
     """Inside, ``wrapper``'s state is collected, on all ranks alike; where that raises, every unit has its parameters
     back."""
-    settings = wrapper._state_dict_settings
+    unit = unit_of(wrapper)
+    settings = unit.state_settings
     alone = ", rank0_only" if getattr(settings.state_dict_config, "rank0_only", False) else ""
     try:
-        with wrapper._join_context().calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
+        with join(unit).calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
             yield
     except BaseException:
         for inner in wrappers_in(wrapper):

@@ -43,9 +43,14 @@ def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
             yield from own_modules(child, joined(path, name))
 
 
+def unit_of(module: nn.Module) -> Any:
+    """The unit of ``module`` if that is a wrapped module, else None."""
+    return module.__dict__.get("_fsdp_unit")
+
+
 def wrappers_in(module: nn.Module) -> list[Any]:
     """Every wrapped module in ``module``, itself included, depth first."""
-    return [m for m in module.modules() if "_fsdp_unit" in m.__dict__]
+    return [m for m in module.modules() if unit_of(m) is not None]
 
 
 def plain_children(module: nn.Module, path: str) -> Iterator[tuple[str, str, nn.Module]]:

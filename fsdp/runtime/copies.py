@@ -7,6 +7,7 @@ together with the model holds the parameters of the copy.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +45,7 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     buckets = [(handle, views.copied(handle, memo)) for handle, views in zip(handles, unit.views)]
     precision = unit.precision.copied(module, memo)
     copied = Unit(module, unit.name, buckets, unit.groups, unit.device, unit.policy, precision)
-    copied.has_parent = unit.has_parent
+    copied.has_parent, copied.mesh, copied.state_settings = unit.has_parent, unit.mesh, copy.copy(unit.state_settings)
     if unit.comm_hook is not None:
         copied.use_hook(unit.comm_hook)
     return copied

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm.collectives import Communicator, Tag
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
 from fsdp.flat.flat_param import BufferState, FlatParameter, FlatParamHandle
-from fsdp.flat.names import plain_children
+from fsdp.flat.names import plain_children, unit_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
@@ -63,6 +65,8 @@ class Unit:
         membership: its place in its tree, which its wrapper holds; see :class:`fsdp.runtime.build.Membership`.
         parent_is_built: what is done to modules around it is not meant for it now.
         has_parent: one of this package's.
+        mesh: the device mesh that it was made with.
+        state_settings: the kind of state dict that it makes and takes.
     """
 
     def __init__(
@@ -90,6 +94,8 @@ class Unit:
         self.index = self.place = 0
         self.membership: Callable[[], Any] = lambda: None
         self.parent_is_built = self.has_parent = False
+        self.mesh: DeviceMesh | None = None
+        self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
         self.ancestors: frozenset[int] = frozenset()  # the indices of the units around it
         self.ref = weakref.ref(self)
         self._context: Callable[[], RootContext | None] = lambda: None
@@ -819,6 +825,11 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     return _walk(module, "", frozenset(), {})
 
 
+def units_of(module: nn.Module) -> list[Unit]:
+    """Every unit in ``module``, in the order of ``units_in``."""
+    return [unit for _, unit, _ in units_in(module)]
+
+
 def units_below(root: Unit) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     """As ``units_in``, of ``root`` and of the module that it is of."""
     yield "", root, frozenset()
@@ -828,7 +839,7 @@ def units_below(root: Unit) -> Iterator[tuple[str, Unit, frozenset[int]]]:
 def _walk(
     module: nn.Module, path: str, around: frozenset[int], seen: dict[Unit, int]
 ) -> Iterator[tuple[str, Unit, frozenset[int]]]:
-    unit = module.__dict__.get("_fsdp_unit")
+    unit = unit_of(module)
     if unit is not None:
         if unit in seen:
             return
