@@ -22,7 +22,7 @@ import torch.distributed.checkpoint.state_dict as torchs
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsdp.checkpoint import dcp
+from fsdp.checkpoint import dcp, dcp_optim
 from fsdp.flat.names import clean, plain_modules
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.runtime.unit import units_of
@@ -98,11 +98,11 @@ def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: A
 
 
 def _get_optim_state_dict(model: nn.Module, optimizers: Any, info: Any) -> Any:
-    return dcp.get_optimizer_state_dict(model, optimizers, options=info)
+    return dcp_optim.get_optimizer_state_dict(model, optimizers, options=info)
 
 
 def _load_optim_state_dict(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
-    dcp.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
+    dcp_optim.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
 
 
 def _pre_load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:

@@ -52,9 +52,9 @@ MUTATIONS = [
         COMPILE,
     ),
     Mutation(
-        "fsdp/fully_sharded_data_parallel.py",
-        "            if submodule not in ignored.modules:\n                submodule._is",
-        "            if True:\n                submodule._is",
+        "fsdp/runtime/build.py",
+        "        if submodule not in ignored.modules:\n            submodule._is",
+        "        if True:\n            submodule._is",
         "torch.compile takes ignored modules for sharded ones",
         _tests("compile", "fd23_ignored_modules_are_not_marked_for_the_compiler"),
     ),
@@ -150,7 +150,7 @@ MUTATIONS = [
         NAMES,
     ),
     Mutation(
-        "fsdp/checkpoint/methods.py",
+        "fsdp/checkpoint/wrapper_methods.py",
         'prefix: str = "", keep_vars: bool = False\n    ) -> dict',
         'keep_vars: bool = False, prefix: str = ""\n    ) -> dict',
         "a method's arguments come in another order than torch's",
@@ -1394,7 +1394,7 @@ MUTATIONS = [
         _tests("state_dict", "what_only_rank_0_has_is_handed_out"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
+        "fsdp/checkpoint/dcp_optim.py",
         "except Exception as caught:",
         "except (RuntimeError, ValueError) as caught:",
         "the ranks wait for a rank 0 that has raised",
@@ -1415,7 +1415,7 @@ MUTATIONS = [
         _tests("compat", "parents_several_optimizers_patched_models_and_named_optimizers"),
     ),
     Mutation(
-        "fsdp/checkpoint/methods.py",
+        "fsdp/checkpoint/wrapper_methods.py",
         "if theirs and frame",
         "if False and frame",
         "torch's functions take this rank's parts for whole states",
@@ -1555,14 +1555,14 @@ MUTATIONS = [
         _tests("async_save", "ranks_die_before_their_first_save"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
+        "fsdp/checkpoint/dcp_optim.py",
         'with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:',
         "with contextlib.ExitStack() as stack:",
         "a rank that alone asks for the optimizer state aborts the others",
         _tests("agreement", "fd25_call_on_one_rank"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
+        "fsdp/checkpoint/dcp_optim.py",
         'with calling("set_optimizer_state_dict()", model), kept',
         "with kept",
         "a rank that alone loads optimizer state aborts the others",
@@ -1703,8 +1703,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/optim_load.py",
-        "problem = problem_elsewhere(params.units, None, chunks) if chunked else None",
-        "problem = None",
+        "with alike_on_all_ranks(params.units if chunked else ()) as chunks:",
+        "with alike_on_all_ranks(()) as chunks:",
         "states in chunks are exchanged, whatever the other ranks have",
         _tests("checkpoints", "what_one_rank_alone_was_given_is_an_error_on_all"),
     ),
@@ -1772,7 +1772,7 @@ MUTATIONS = [
         _tests("optim_round_trip", "every_optimizers_state_comes_back_bit_for_bit_through_every_form"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
+        "fsdp/checkpoint/dcp_optim.py",
         "of_bucket[member.index].part) for member in holder.members)",
         "of_bucket[member.index].part) for member in holder.members if member.index)",
         "optimizer state of a parameter is not read",
@@ -1793,7 +1793,7 @@ MUTATIONS = [
         _tests("optim_round_trip", "names_are_kept_or_refused_and_ordered_alike_on_all_ranks"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
+        "fsdp/checkpoint/dcp_optim.py",
         "    if others and (optimizers > 1 or options.flatten_optimizer_state_dict):\n",
         "    if False:\n",
         "of two optimizers' entries of one name one is lost",
@@ -1856,11 +1856,18 @@ MUTATIONS = [
         _tests("store", "resumed_training_is_that_which_never_stopped"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
-        "            wrapper.load_state_dict(own[prefix], strict=False)\n",
-        "            pass\n",
+        "fsdp/checkpoint/load_state_dict.py",
+        "_scatter(unit, present[position], loading.units[position].sources if loading is not None else None)",
+        "pass",
         "what rank 0 has does not reach the wrapped modules in one that is not",
         _tests("dcp", "what_only_rank_0_has_is_handed_out_to_all_kinds_of_models"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/load_state_dict.py",
+        "if not first and extra:",
+        "if False:",
+        "extra state that rank 0 alone has stays on rank 0",
+        _tests("store_promises", "fd42_a_load_loads_all_or_nothing"),
     ),
     Mutation(
         "fsdp/checkpoint/forms.py",
@@ -1893,7 +1900,7 @@ MUTATIONS = [
         _tests("dcp", "fd47_names_go_by_what_wraps_and_not_by_how_it_is_called"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
+        "fsdp/checkpoint/dcp_optim.py",
         "if param.requires_grad and param not in elsewhere:",
         "if param.requires_grad and param.numel() > 0:",
         "a parameter without elements has no state before the first step",
@@ -1935,7 +1942,7 @@ MUTATIONS = [
         _tests("store_promises", "fd42_a_load_loads_all_or_nothing"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
+        "fsdp/checkpoint/dcp_optim.py",
         'with calling("set_state_dict()", model), kept_if_it_fails(optimizers):',
         'with calling("set_state_dict()", model):',
         "optimizers are loaded although the model is not",

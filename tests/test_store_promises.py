@@ -338,9 +338,15 @@ def loads_nothing_or_all(root: str) -> None:
                     model.load_state_dict(state | {key: value} if rank == 1 else state)  # on one rank alone
                 assert everything(model, *optimizers) == before, key
             of_rank0 = FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True))
-            with of_rank0, pytest.raises(RuntimeError, match=r"extra state cannot be loaded from one rank alone"):
-                model.load_state_dict(state if rank == 0 else {})
-            assert everything(model, *optimizers) == before, "from rank 0"
+            with of_rank0:
+                with pytest.raises((ValueError, RuntimeError), match=r"takes no such state"):
+                    model.load_state_dict(state | {"last._extra_state": "bad"} if rank == 0 else {})
+                assert everything(model, *optimizers) == before, "from rank 0"
+                changed = model.state_dict()
+                model.load_state_dict(state | {"last._extra_state": "sent"} if rank == 0 else {})
+                assert [part.extra for part in model.modules() if isinstance(part, Keeps)] == [1.0, "sent"]
+                model.load_state_dict(changed if rank == 0 else {})
+            assert everything(model, *optimizers) == before, "and back"
         options = StateDictOptions(full_state_dict=True)
         good, bad = (get_model_state_dict(built(1.0, extra, wrapping), options=options) for extra in ("good", "bad"))
         state = get_optimizer_state_dict(model, optimizers, options=options)

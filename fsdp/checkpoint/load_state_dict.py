@@ -14,16 +14,18 @@ import torch
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp.api import FullStateDictConfig, StateDictType
 from fsdp.checkpoint.forms import Held, Source, fill
-from fsdp.checkpoint.loading import Loading, persistent_buffers
+from fsdp.checkpoint.loading import Loading, alike_on_all_ranks, persistent_buffers
 from fsdp.checkpoint.placement import Placement
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
 from fsdp.checkpoint.state_dict import held_params
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
+from fsdp.comm.groups import default_group
 from fsdp.flat.names import clean, joined, unit_of, wrappers_in
 from fsdp.flat.views import registered_params
 from fsdp.runtime.build import join
@@ -91,73 +93,88 @@ def prepare(
 # -- from rank 0 alone -------------------------------------------------------------------------------------------------
 
 
-def load_from_first(wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """Load what rank 0 of the units' group has; the others' dicts are not looked at. One collective per unit."""
-    units = units_of(wrapper)
-    root = units[0]
-    if any(unit.groups != root.groups for unit in units):
-        raise RuntimeError(
-            "loading a state dict that only rank 0 has needs all units to be sharded over the same group; pass the "
-            "dict on every rank"
-        )
+def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dict: Any, strict: bool) -> Any:
+    """``model.load_state_dict(state_dict, strict)`` with the dict of rank 0 of the units' group, or of the default one
+    where there are no units; the others' are not looked at. One collective per unit.
+
+    Raises, on every rank, before anything is loaded: as ``prepare`` does on rank 0.
+    """
+    units = units_of(model)
+    groups, device = _ranks_of(model, units)
     for unit in units:
+        unit.watch_call()
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"loading what only rank 0 has while {unit.name} is in {unit.phase.name}: load it outside"
             )
-    first = root.groups.shard_rank == 0 and root.groups.replica_rank == 0
-    loading = Loading(wrapper, strict, alone=True)
-    plan: Any = None
-    if first:
-        try:
-            with contextlib.closing(loading):
-                loading.begin(wrappers_in(wrapper))
-                plan = _plan(loading, into_module, state_dict, strict)
-        except BaseException as error:
-            _from_first(root, str(error) or type(error).__name__)
-            raise
-    plan = _from_first(root, plan)
-    if isinstance(plan, str):
-        raise RuntimeError(plan)
-    incompatible, present, rest = plan
+    first = all(group.rank() == 0 for group in groups)
+
+    def from_first(value: Any) -> Any:
+        for group in groups:
+            value = broadcast_object(value, group, "tell what state rank 0 has", device)
+        return value
+
+    with contextlib.ExitStack() as undo:
+        plan: Any = None
+        loading: Loading | None = None
+        if first:
+            try:
+                loading = prepare(model, into_module, state_dict, strict=strict)
+                undo.callback(loading.undo)
+                plan = _plan(loading, state_dict)
+            except BaseException as error:
+                from_first(str(error) or type(error).__name__)
+                raise
+        plan = from_first(plan)
+        if isinstance(plan, str):
+            raise RuntimeError(plan)
+        incompatible, present, rest, extra = plan
+        with alike_on_all_ranks(units):
+            if not first and extra:
+                undo.callback(prepare(model, into_module, extra, strict=False).undo)
+        undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
         for position, unit in enumerate(units):
-            _scatter(unit, present[position], loading.units[position].sources if first else None)
+            _scatter(unit, present[position], loading.units[position].sources if loading is not None else None)
             unit.shards_were_written()
-        if first and loading._rest is not None:
+        if loading is not None and loading._rest is not None:
             loading._rest.commit(assign=False)
-        tensors = [tensor for name, tensor in rest_of(wrapper) if name in rest]
-        for group in (root.groups.shard, root.groups.replica):
-            if group is not None:
-                broadcast(tensors, group)
+        tensors = [tensor for name, tensor in rest_of(model) if name in rest]
+        for group in groups:
+            broadcast(tensors, group)
     return incompatible
 
 
-def _from_first(root: Unit, value: Any) -> Any:
-    """What rank 0 of the unit's ranks has as ``value``."""
-    for group in (root.groups.shard, root.groups.replica):
-        if group is not None and group.size() > 1:
-            value = broadcast_object(value, group, "tell what state rank 0 has", root.device)
-    return value
+def _ranks_of(model: nn.Module, units: list[Unit]) -> tuple[list[Any], torch.device]:
+    """The groups over which, one after the other, what rank 0 has comes to all; and where they communicate."""
+    if not units:
+        return [default_group()], torch.device("cpu")
+    root = units[0].groups
+    if any(unit.groups != root for unit in units) or (
+        unit_of(model) is None and root.data_parallel_size != default_group().size()
+    ):
+        raise RuntimeError(
+            "loading a state dict that only rank 0 has needs all units to be sharded over the same group, and over all "
+            "ranks where the model itself is not wrapped; pass the dict on every rank"
+        )
+    groups = [group for group in (root.shard, root.replica) if group is not None and group.size() > 1]
+    return groups, units[0].device
 
 
-def _plan(
-    loading: Loading, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool
-) -> str | tuple[Any, list[list[list[int]]], set[str]]:
-    """What is to be loaded: the keys that do not fit, the parameters by unit and bucket, and the names of the rest; or
-    why it cannot be."""
-    extra = [key for key in state_dict if key.endswith("_extra_state")]
-    if extra:
-        return f"{', '.join(extra)}: extra state cannot be loaded from one rank alone; pass the dict on every rank"
-    incompatible = into_module(state_dict, strict)
-    for unit in loading.units:
-        for handle, sources in zip(unit.unit.handles, unit.sources):
-            for index, source in sources.items():
-                if isinstance(source, (ShardedTensor, DTensor, RaggedTensor)):
-                    loading.undo()
-                    return f"{unit.names(handle)[index]!r} of {unit.unit.name} is sharded, and only rank 0 has a dict"
+def _plan(loading: Loading, state_dict: Mapping[str, Any]) -> tuple[Any, list[list[list[int]]], set[str], Any]:
+    """What is to be loaded: the keys that do not fit, the parameters by unit and bucket, the names of the rest, and the
+    extra state.
+
+    Raises:
+        RuntimeError: a value is sharded.
+    """
+    sharded = [key for key, value in state_dict.items() if isinstance(value, (ShardedTensor, DTensor, RaggedTensor))]
+    if sharded:
+        raise RuntimeError(f"{', '.join(map(repr, sharded))}: sharded, and only rank 0 has a dict")
     present = [[sorted(sources) for sources in unit.sources] for unit in loading.units]
-    return incompatible, present, {name for name, _ in rest_of(loading.opener) if name in state_dict}
+    rest = {name for name, _ in rest_of(loading.opener) if name in state_dict}
+    extra = {key: value for key, value in state_dict.items() if key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX}
+    return loading.incompatible, present, rest, extra
 
 
 def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

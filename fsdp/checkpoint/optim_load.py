@@ -8,7 +8,6 @@ that all of them raise or none.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.checkpoint.forms import Held, Source, fill, is_sharded, kind_of, read, sharers
-from fsdp.checkpoint.loading import problem_elsewhere
+from fsdp.checkpoint.loading import alike_on_all_ranks
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_groups import lay_out
 from fsdp.checkpoint.optim_params import (
@@ -128,9 +127,9 @@ def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelPara
                 )
         except Exception as caught:
             error = caught
-    unit = next(iter(params.units))
-    unit.watch_call()
-    told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has", unit.device)
+    for unit in params.units:
+        unit.watch_call()
+    told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has", params.device)
     if error is not None:
         raise error
     assert told is not None
@@ -402,10 +401,11 @@ def optim_state_dict_to_load(
         RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
     """
     params = ModelParams(model)
-    device = next(iter(params.units)).device
     group = group if group is not None else default_group() if from_rank0 else None
     states = None if optim_state_dict is None else optim_state_dict.get("state")
-    with _alike_on_all_ranks(params, None if from_rank0 else states) as chunks:
+    of_params = [] if from_rank0 else [state for state in (states or {}).values() if isinstance(state, Mapping)]
+    chunked = any(is_sharded(value) for state in of_params for value in state.values())
+    with alike_on_all_ranks(params.units if chunked else ()) as chunks:  # else nothing is exchanged
         told = _told_by_rank0(optim_state_dict, params, group) if from_rank0 else _tell(optim_state_dict, params)
         own = groups_of(optim, optim_input)
         keys = {param: key for key, param in params_by_id(model, own).items()}
@@ -424,7 +424,7 @@ def optim_state_dict_to_load(
         given.deliver(unit, of_unit, channels, f"optimizer state of {params.units[unit]}")
     channels.flush()
     for param, name, state, whole in plan.as_they_are:
-        value = given.as_it_is(name, state, whole, device)
+        value = given.as_it_is(name, state, whole, params.device)
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
     if is_named and optim is not None:
         for param, holder in params.holders.items():
@@ -447,29 +447,6 @@ def _chunks(arriving: Iterable[tuple[_Arrival, Source]]) -> Iterator[str]:
     for arrival, source in arriving:
         if source.placement is not None:
             yield f"state {arrival.state!r} of {arrival.member.name!r} ({arrival.told.dtype}, {source.placement})"
-
-
-@contextlib.contextmanager
-def _alike_on_all_ranks(
-    params: ModelParams, states: Mapping[str, Mapping[str, Any]] | None
-) -> Iterator[dict[Unit, list[str]]]:
-    """Inside, it is found out what ranks that were given chunks will exchange, and put into the dict that is yielded.
-
-    If that fails on one of them, or comes to different things, no rank gets past the end. What has no chunks needs no
-    exchange, and takes no communication.
-    """
-    of_params = [state for state in (states or {}).values() if isinstance(state, Mapping)]
-    chunked = any(is_sharded(value) for state in of_params for value in state.values())
-    chunks: dict[Unit, list[str]] = {}
-    try:
-        yield chunks
-    except BaseException as error:
-        if chunked:
-            problem_elsewhere(params.units, error, chunks)
-        raise
-    problem = problem_elsewhere(params.units, None, chunks) if chunked else None
-    if problem is not None:
-        raise RuntimeError(f"the optimizer state was not loaded, because on another rank: {problem}")
 
 
 def _keyed_groups(

@@ -121,13 +121,13 @@ class ModelParams:
         holders: what stands for managed parameters, by parameter, in the order of units and layouts.
         others: the names of the parameters that no unit owns.
         use_orig_params: of all units.
+        device: where they can communicate.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """
         Raises:
-            ValueError: the model has no wrapped module.
-            AssertionError: its units differ in ``use_orig_params``.
+            AssertionError: the model's units differ in ``use_orig_params``.
         """
         self.units: dict[Unit, str] = {}
         self.holders: dict[nn.Parameter, Holder] = {}
@@ -150,14 +150,10 @@ class ModelParams:
                         if index in visible.members
                     )
                     self.holders[visible.param] = Holder(visible.param, members, unit, handle, is_flat)
-        if not self.units:
-            raise ValueError(
-                f"expected a model with FullyShardedDataParallel modules in it, but {type(model).__name__} has none; "
-                "the optimizer state of a plain model is optimizer.state_dict()"
-            )
         if len(modes) > 1:
             raise AssertionError("expected one use_orig_params for all FullyShardedDataParallel modules of the model")
         self.use_orig_params = modes != {True}
+        self.device = next((unit.device for unit in self.units), torch.device("cpu"))
         self._current_names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             self._current_names.setdefault(stands_for.get(param, param), []).append(name)

@@ -177,7 +177,7 @@ def _agree(
     problems_of: dict[int, list[str]] = {}
     unknown_to: dict[int, str] = {}
     wrong = _Disagreements()
-    label, device = "agree on the optimizer's states", next(iter(params.units)).device
+    label, device = "agree on the optimizer's states", params.device
     for group, holders in by_group.items():
         told = [local[holder] for holder in holders]
         ranks, everyone = [0], [(told, problems, unknown)]

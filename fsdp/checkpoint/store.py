@@ -29,14 +29,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
 from fsdp.checkpoint import files, index
-from fsdp.checkpoint.dcp import (
-    StateDictOptions,
-    get_model_state_dict,
-    kept_if_it_fails,
-    optimizers_to_load,
-    prepare_model_state_dict,
-    trained_parts,
-)
+from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, prepare_model_state_dict
+from fsdp.checkpoint.dcp_optim import kept_if_it_fails, optimizers_to_load, trained_parts
 from fsdp.checkpoint.files import Entry, Manifest
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.loading import Loading

@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.checkpoint import files, index
-from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
+from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict
+from fsdp.checkpoint.dcp_optim import optimizer_state_as_it_is
 from fsdp.checkpoint.files import Entry
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, state_key
 from fsdp.checkpoint.outcome import Outcome

@@ -228,7 +228,7 @@ class StateDictMethods(nn.Module):
         """
         form = optim_state.wanted(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        with calling("optim_state_dict()", model):
+        with _calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(model, optim, raw, form, group=group)
 
     @staticmethod
@@ -260,7 +260,7 @@ class StateDictMethods(nn.Module):
             AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
         """
         form = optim_state.wanted(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
-        with calling("optim_state_dict_to_load()", model):
+        with _calling("optim_state_dict_to_load()", model):
             loadable = optim_load.optim_state_dict_to_load(
                 model,
                 optim_state_dict,
@@ -366,7 +366,7 @@ class StateDictMethods(nn.Module):
         StateDictMethods._warn_optim_input(optim_input, stacklevel=_stacklevel + 1)
         mesh = None if full_state_dict else _mesh_of(model)
         form = Wanted(Full if full_state_dict else Rows, rank0_only and full_state_dict, cpu_offload, mesh)
-        with calling("optim_state_dict()", model):
+        with _calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(
                 model, optim, optim_state_dict, form, optim_input=optim_input, group=group
             )
@@ -384,7 +384,7 @@ class StateDictMethods(nn.Module):
     ) -> dict[str, Any]:
         """What the methods that take a dict share; full and sharded ones are told apart by what is in them."""
         StateDictMethods._warn_optim_input(optim_input, stacklevel=2)
-        with calling("optim_state_dict_to_load()", model):
+        with _calling("optim_state_dict_to_load()", model):
             return optim_load.optim_state_dict_to_load(
                 model,
                 optim_state_dict,
@@ -413,3 +413,15 @@ class StateDictMethods(nn.Module):
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:
     """The mesh that the instances in ``module`` were given."""
     return next((unit.mesh for unit in units_of(module)), None)
+
+
+@contextlib.contextmanager
+def _calling(call: str, model: nn.Module) -> Iterator[None]:
+    """Inside, ``call`` of a model that has instances in it."""
+    if not units_of(model):
+        raise ValueError(
+            f"expected a model with FullyShardedDataParallel modules in it, but {type(model).__name__} has none; the "
+            "optimizer state of a plain model is optimizer.state_dict()"
+        )
+    with calling(call, model):
+        yield
