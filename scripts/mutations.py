@@ -1935,9 +1935,9 @@ MUTATIONS = [
         _tests("store_promises", "fd42_a_load_loads_all_or_nothing"),
     ),
     Mutation(
-        "fsdp/checkpoint/dcp.py",
-        "            undo.callback(loading.undo)\n",
-        "",
+        "fsdp/checkpoint/load_state_dict.py",
+        "strict=strict, assign=assign)\n            undo.callback(loading.undo)\n",
+        "strict=strict, assign=assign)\n",
         "extra state is loaded although another rank refuses its own",
         _tests("store_promises", "fd42_a_load_loads_all_or_nothing"),
     ),

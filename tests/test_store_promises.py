@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -342,7 +343,7 @@ def loads_nothing_or_all(root: str) -> None:
                 with pytest.raises((ValueError, RuntimeError), match=r"takes no such state"):
                     model.load_state_dict(state | {"last._extra_state": "bad"} if rank == 0 else {})
                 assert everything(model, *optimizers) == before, "from rank 0"
-                changed = model.state_dict()
+                changed = copy.deepcopy(model.state_dict())
                 model.load_state_dict(state | {"last._extra_state": "sent"} if rank == 0 else {})
                 assert [part.extra for part in model.modules() if isinstance(part, Keeps)] == [1.0, "sent"]
                 model.load_state_dict(changed if rank == 0 else {})

@@ -29,8 +29,8 @@ from fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp.checkpoint.load_state_dict import load_from_first, prepare
-from fsdp.checkpoint.loading import Loading, alike_on_all_ranks
+from fsdp.checkpoint.load_state_dict import load_alike, load_from_first, prepare
+from fsdp.checkpoint.loading import Loading
 from fsdp.checkpoint.optim_params import ModelParams
 from fsdp.checkpoint.state_dict import calling
 from fsdp.comm.consensus import broadcast_object
@@ -151,23 +151,9 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
             state = {names.now(key): value for key, value in state.items()}
         if options.broadcast_from_rank0 and torch.distributed.is_initialized():
             found = load_from_first(model, _into_module(model), state, options.strict)
-        elif unit_of(model) is not None:
-            found = own_method(model, "load_state_dict")(state, strict=options.strict)
         else:
-            found = _load_alike(model, state, strict=options.strict)
+            found = load_alike(model, _into_module(model), state, options.strict)
         return type(found)(*([names.plain(key) for key in keys] for keys in found))
-
-
-def _load_alike(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
-    """Load into a module that is not wrapped: on all ranks that share a wrapped module in it, or on none."""
-    with contextlib.ExitStack() as undo:
-        with alike_on_all_ranks(units_of(model)) as given:
-            loading = prepare(model, _into_module(model), state, strict=strict)
-            undo.callback(loading.undo)
-            given.update({unit.unit: list(unit.given()) for unit in loading.units})
-        undo.pop_all()
-    loading.write()
-    return loading.incompatible
 
 
 def _into_module(model: nn.Module) -> Callable[..., Any]:

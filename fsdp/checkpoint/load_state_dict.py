@@ -7,6 +7,7 @@ the values, a unit at a time.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +27,7 @@ from fsdp.checkpoint.state_dict import held_params
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group
-from fsdp.flat.names import clean, joined, unit_of, wrappers_in
+from fsdp.flat.names import clean, clean_text, joined, unit_of, wrappers_in
 from fsdp.flat.views import registered_params
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
@@ -54,20 +55,41 @@ def _load(
         unit.agree_on_maximum(empty)
         if int(empty):
             return load_from_first(wrapper, into_module, state_dict, strict)
-    loading = Loading(wrapper, strict, assign=assign)
-    with contextlib.closing(loading):
-        loading.begin(wrappers_in(wrapper))
-        try:
-            return into_module(state_dict, strict, assign)
-        except BaseException as error:
-            loading.failed(error)
-            if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-                raise Mismatch(str(error)) from error
-            raise
+    try:
+        return load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict, assign=assign)
+    except RuntimeError as error:
+        if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            raise Mismatch(str(error)) from error
+        raise
+
+
+def load_alike(
+    model: nn.Module,
+    into_module: Callable[..., Any],
+    state_dict: Mapping[str, Any],
+    strict: bool,
+    *,
+    assign: bool = False,
+) -> Any:
+    """``model.load_state_dict(state_dict, strict)`` on all ranks that share a unit, or on none. ``into_module`` is
+    that of ``nn.Module``."""
+    with contextlib.ExitStack() as undo:
+        with alike_on_all_ranks(units_of(model)) as given:
+            loading = prepare(model, into_module, state_dict, strict=strict, assign=assign)
+            undo.callback(loading.undo)
+            given.update({unit.unit: list(unit.given()) for unit in loading.units})
+        undo.pop_all()
+    loading.write()
+    return loading.incompatible
 
 
 def prepare(
-    model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], *, strict: bool
+    model: nn.Module,
+    into_module: Callable[..., Any],
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool,
+    assign: bool = False,
 ) -> Loading:
     """All of ``model.load_state_dict(state_dict, strict)`` that can fail, for a model that is wrapped or contains what
     is; ``into_module`` is that of ``nn.Module``. This rank alone, without communication.
@@ -77,12 +99,18 @@ def prepare(
 
     Raises: as ``load_state_dict``, with the model as it was.
     """
-    loading = Loading(model, strict, alone=True)
+    loading = Loading(model, strict, assign=assign, alone=True)
     with contextlib.closing(loading):
         loading.begin(wrappers_in(model))
         if not loading.hears_of(model):
             loading.error_messages = []
-        found = loading.incompatible = into_module(state_dict, strict=strict)
+        try:
+            found = loading.incompatible = into_module(state_dict, strict=strict)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or loading.hears_of(model):
+                raise
+            lines = [line if "Unexpected key(s)" in line else clean_text(line) for line in str(error).split("\n")]
+            raise RuntimeError("\n".join(lines)) from error
         if not loading.hears_of(model):
             loading.finish(found.missing_keys, found.unexpected_keys)
             if loading.error_messages:

@@ -32,7 +32,7 @@ from fsdp.checkpoint.redistribute import Channel
 from fsdp.checkpoint.state_dict import check_at_rest, copied_ref, flat_home, flat_name, held_flat, held_params
 from fsdp.comm.consensus import failures_in
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, own_modules, unit_of, wrappers_in
+from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, clean_text, own_modules, unit_of, wrappers_in
 from fsdp.flat.views import BucketViews, register_instead, registered_params
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit
@@ -325,7 +325,6 @@ class Loading:
         self.opener, self.strict, self.assign, self.alone = opener, strict, assign, alone
         self.error_messages: list[str] | None = None
         self.prefix = ""  # of the opener, in the names that nn.Module goes by
-        self._asked = False  # the other ranks, whether they can load
         self.units: list[UnitLoading] = []
         self._hooks: list[LoadingHooks] = []
         self._rest: RestLoading | None = None
@@ -385,7 +384,7 @@ class Loading:
         self._rest.take_sources()
         self._shown = False
         messages += [problem for unit in self.units for problem in unit.problems(assign=self.assign)]
-        messages[:] = [m.replace(f"{WRAPPED_MODULE}.", "").replace(f"{CHECKPOINTED_MODULE}.", "") for m in messages]
+        messages[:] = map(clean_text, messages)
         words = list(messages)
         if self.strict:
             words += [f'Missing key(s) in state_dict: "{key}"' for key in missing]
@@ -401,14 +400,8 @@ class Loading:
 
     def _problem_elsewhere(self, error: BaseException | None) -> str | None:
         """A parameter of which one rank would load its part and another would not is a problem as well."""
-        self._asked = True
         given = {unit.unit: list(unit.given()) for unit in self.units}
         return problem_elsewhere([hooks.unit for hooks in self._hooks], error, given)
-
-    def failed(self, error: BaseException) -> None:
-        """Something raised: let the ranks that wait for this one know, if it has not said so."""
-        if not self._asked and not self.alone:
-            self._problem_elsewhere(error)
 
     def write(self) -> None:
         """Write what was noted."""
@@ -473,7 +466,7 @@ def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[dict[Unit, list[str]
         raise
     problem = problem_elsewhere(units, None, given) if units else None
     if problem is not None:
-        raise RuntimeError(f"nothing was loaded, because on another rank: {problem}")
+        raise RuntimeError(f"Nothing was loaded, because on another rank: {problem}")
 
 
 # -- the hooks ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,11 @@ def clean(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in (WRAPPED_MODULE, CHECKPOINTED_MODULE))
 
 
+def clean_text(text: str) -> str:
+    """``text`` with the names in it as ``clean`` makes them."""
+    return text.replace(f"{WRAPPED_MODULE}.", "").replace(f"{CHECKPOINTED_MODULE}.", "")
+
+
 def joined(path: str, name: str) -> str:
     """The name of what is called ``name`` in the module at ``path``."""
     return f"{path}.{name}" if path else name
