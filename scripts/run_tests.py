@@ -87,8 +87,6 @@ QUICK = [
     "tests/test_errors.py",
     "tests/test_optim_state.py",
     "tests/test_state_dict.py",
-    "tests/test_interplay.py",
-    "tests/test_backward_frozen.py",
     "tests/test_consensus.py",
     "tests/test_nested.py",
     "tests/test_ragged.py",
