@@ -1030,7 +1030,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        "        if recorded is None or self._detailed:\n            self._ask_all(ticket, event)\n",
+        "        if recorded is None or self._detailed:\n            self._ask_all(words, event)\n",
         "        if recorded is None or self._detailed:\n            pass\n",
         "nobody is asked in the first step",
         _tests("agreement", "registration_order"),
@@ -1061,14 +1061,14 @@ MUTATIONS = [
         "        if own.gave_up is not None:\n            return None\n",
         "",
         "a rank accuses itself of having given up",
-        _tests("agreement", "fd21_calls_after_a_failure_of_all_ranks[False]"),
+        _tests("agreement", "fd21_calls_after_failures_that_are_not_alike[0]"),
     ),
     Mutation(
         "fsdp/runtime/agreements.py",
         "        self.meet()\n        self._passes.append",
         "        self._passes.append",
         "a call after a failure does not wait for the other ranks",
-        _tests("agreement", "fd21_calls_after_a_failure_of_all_ranks[False]"),
+        _tests("agreement", "fd21_calls_after_failures_that_are_not_alike[0]"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
@@ -1076,6 +1076,27 @@ MUTATIONS = [
         "        if False:",
         "the record of an order that changes grows without bound",
         _tests("agreement", "fd34_order_that_changes_at_every_step"),
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
+        "watch or watches.get(group)",
+        "watch",
+        "a rank that compares what it has found waits for one that was interrupted",
+        _tests("agreement", "rank_that_is_interrupted_in_a_call"),
+    ),
+    Mutation(
+        "fsdp/runtime/agreement.py",
+        "        begin_anew(self._group)\n",
+        "",
+        "the call after one that was interrupted is taken for another",
+        _tests("agreement", "rank_that_is_interrupted_in_a_call"),
+    ),
+    Mutation(
+        "fsdp/comm/board.py",
+        "if signed != signed_before and store.add(",
+        "if store.add(",
+        "a rank that comes twice is taken for two",
+        _tests("agreement", "fd21_calls_after_failures_that_are_not_alike[1]"),
     ),
     Mutation(
         "fsdp/comm/board.py",
@@ -1128,7 +1149,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/negotiation.py",
-        "            member.take_part(what, ticket, full_precision=bool(chosen % 2))\n",
+        "            member.take_part(what, self.ticket, full_precision=bool(chosen % 2))\n",
         "",
         "a rank that skips a unit stays away from its collectives",
         REDUCE_UNUSED,

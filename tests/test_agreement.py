@@ -7,6 +7,7 @@ the others do more often than usual (`impatient`), so that the tests take less t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -21,6 +22,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from unittest import mock
 
 import pytest
 import torch
@@ -31,11 +33,13 @@ from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy
 from fsdp.checkpoint import (
     StateDictOptions,
     get_optimizer_state_dict,
+    loading,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from fsdp.comm import waiting
 from fsdp.comm.versions import ALL_GATHER
+from fsdp.runtime.agreement import Agreement
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.pool import Died, run_fresh, run_ranks
@@ -808,6 +812,75 @@ def test_fd21_calls_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
         assert done == 4 * list(CALLS)
 
 
+@impatient
+def fail_apart(farther: int) -> dict[str, Tensor]:
+    """Each rank fails by itself, rank `farther` a unit later; rank 0 looks around, is interrupted, and comes again."""
+    group = new_group()
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    torch.manual_seed(0)
+    model = build(Chain(UNEQUAL), group)
+    for _ in range(2):
+        train(model)
+    train_and_raise(model, 2 if dist.get_rank() == farther else 1)
+    look = Agreement.look_around
+
+    def look_once(self: Agreement) -> None:
+        look(self)
+        raise KeyboardInterrupt
+
+    def look_and_tell(self: Agreement) -> None:
+        store.set("looked", "")
+        look(self)
+
+    if dist.get_rank() == 1:
+        store.wait(["looked"], timedelta(seconds=SHORT))
+    else:
+        with mock.patch.object(Agreement, "look_around", look_once), pytest.raises(KeyboardInterrupt):
+            state_dict_by(False)(model)
+    with mock.patch.object(Agreement, "look_around", look_and_tell):
+        state: dict[str, Tensor] = state_dict_by(False)(model)
+    train(model)
+    return state
+
+
+@pytest.mark.parametrize("farther", [0, 1])
+def test_fd21_calls_after_failures_that_are_not_alike(farther: int) -> None:
+    """FD21: a rank that has failed itself accuses nobody, and waits until all have come and issued the same."""
+    torch.manual_seed(0)
+    expected = Chain(UNEQUAL).state_dict()
+    for state in run_ranks(2, fail_apart, farther):
+        assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+@impatient
+def interrupt_a_call() -> tuple[str, float]:
+    """Rank 1 is interrupted in the middle of a call, where rank 0 waits to compare what they have found."""
+    torch.manual_seed(0)
+    plain = Chain(UNEQUAL)
+    model = build(copy.deepcopy(plain), new_group())
+    train(model)
+    interrupted = dist.get_rank() == 1
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if interrupted:
+            stack.enter_context(mock.patch.object(loading, "failures_in", side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt if interrupted else RuntimeError) as caught:
+            model.load_state_dict(plain.state_dict())
+    seconds = time.monotonic() - started
+    if interrupted:
+        with pytest.raises(RuntimeError, match="rank 1 gave up"):  # that the other one was told, too
+            model.load_state_dict(plain.state_dict())
+    model.load_state_dict(plain.state_dict())
+    train(model)
+    return str(caught.value), seconds
+
+
+def test_rank_that_is_interrupted_in_a_call() -> None:
+    """The other one is told while it waits, with the name of the call; then the call works."""
+    (error, seconds), _ = run_ranks(2, interrupt_a_call)
+    assert "rank 1 gave up the load_state_dict() of the root unit" in error and seconds < PATIENT / 2, error
+
+
 class Late(nn.Module):
     """A root that uses its layer last, so that it is the last unit that comes."""
 
@@ -1063,6 +1136,8 @@ def test_group_that_changes_nothing() -> None:
                     evaluate(model)
                     model.module.order.reverse()
                 summon(model)
+            train_and_raise(model, 1)
+            train(model)
             assert (
                 log.count("reduce_scatter" if strategy is not NO_SHARD else "all_reduce", "reduce unit 'blocks.1'") == 3
             )

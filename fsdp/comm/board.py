@@ -32,6 +32,7 @@ class Board:
         self._group, self._name = group, name
         self._rank, self._size = group.rank(), group.size()
         self._lives: dict[int, list[Any]] = {}  # as they were read: they do not change
+        self._signed = ""  # the latest: who gives up to wait, and comes again, signs once
         self._spent: list[str] = []  # keys of the latest meeting
 
     @property
@@ -82,7 +83,8 @@ class Board:
         if store is None:
             return
         signed, met = (self._path(f"{key}/{word}") for word in (sign, "met"))
-        if store.add(signed, 1) == self._size:
+        signed_before, self._signed = self._signed, signed
+        if signed != signed_before and store.add(signed, 1) == self._size:
             store.set(met, "true")
             for path in self._spent:  # all ranks have seen it, as they are here
                 store.delete_key(path)

@@ -30,7 +30,7 @@ from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import OutOfStep as OutOfStep
 from fsdp.comm.waiting import Watch as Watch
-from fsdp.comm.waiting import wait_for, watcher
+from fsdp.comm.waiting import wait_for, watcher, watches
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
 _TRAVEL_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -267,7 +267,7 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, wa
     on_device = values.to(control_device(group, device))
     on_host = on_device.device.type == "cpu"
     for work in issue("all_reduce", on_device, group=group, label=label, asynchronous=on_host, **_MAXIMUM):
-        wait_for(work, label, watch, group)
+        wait_for(work, label, watch or watches.get(group), group)
     values.copy_(on_device)
 
 
@@ -277,7 +277,7 @@ def gather_numbers(values: list[int], group: Any, device: torch.device, label: s
     every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
     on_host = own.device.type == "cpu"
     for work in issue(ALL_GATHER, every, own, group=group, label=label, asynchronous=on_host, control=True):
-        wait_for(work, label, None, group)
+        wait_for(work, label, watches.get(group), group)
     return every.view(group.size(), -1).tolist()
 
 
@@ -342,7 +342,9 @@ def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
     with torch.no_grad():
         for batch in (batch for several in batches.values() for batch in several):
             message = torch.cat([tensor.reshape(-1) for tensor in batch])
-            issue("broadcast", _wire(message), group=group, label="broadcast", asynchronous=False, src=source)
+            on_host, label = message.device.type == "cpu", "broadcast"
+            for work in issue(label, _wire(message), group=group, label=label, asynchronous=on_host, src=source):
+                wait_for(work, label, watches.get(group), group)
             for tensor, part in zip(batch, message.split([tensor.numel() for tensor in batch])):
                 tensor.copy_(part.view(tensor.shape))
 

@@ -109,6 +109,11 @@ def failures_in(
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the calls in each group
 
 
+def begin_anew(group: Any) -> None:
+    """All ranks of ``group`` have met after a failure: their next call is their first."""
+    _numbers.pop(group, None)
+
+
 def _failures_of(
     group: Any, failures: dict[int, Failure], names: list[str], label: str, device: torch.device
 ) -> dict[int, Failure]:

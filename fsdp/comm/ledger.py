@@ -22,7 +22,7 @@ from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import Watch, patient, wait_for, watcher
 
 _KEPT = 64  # of the latest of each group: ranks that agree are never so far apart
-_COMPLETED = (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "gather", "scatter")  # by ``catch_up``
+_COMPLETED = (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "gather", "scatter", "broadcast")  # by ``catch_up``
 _PLAIN: dict[str, Any] = {"control": False, "numels": (), "detail": None}
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
@@ -195,6 +195,7 @@ def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, l
         options["op"] = getattr(dist.ReduceOp, what.detail)
     elif what.name != ALL_GATHER:
         options["dst" if what.name == "gather" else "src"] = what.detail
+    if what.name in ("gather", "scatter"):
         is_root = dist.get_rank() == what.detail
         tensors.append([torch.zeros_like(tensors[0]) for _ in range(group.size())] if is_root else None)
     return issue(what.name, *tensors, group=group, label=label, asynchronous=True, control=what.control, **options)

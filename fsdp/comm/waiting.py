@@ -49,6 +49,10 @@ class Watch(Protocol):
         """What the ranks did last."""
 
 
+# For waits in a group that have no watch of their own: that of the latest pass or call of all its ranks.
+watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+
+
 class BlockingWork:
     """Works that the backend only waits for to the end: a thread does, as nobody here could look around meanwhile.
 

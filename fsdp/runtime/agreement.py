@@ -39,8 +39,10 @@ import torch
 from fsdp.comm import ledger
 from fsdp.comm.board import Board
 from fsdp.comm.collectives import Agreeing, OutOfStep, agree, debug_detail, gather_numbers
+from fsdp.comm.consensus import begin_anew
 from fsdp.comm.groups import group_timeout
 from fsdp.comm.streams import Streams
+from fsdp.comm.waiting import watches
 from fsdp.runtime.diagnosis import (
     Did,
     Said,
@@ -86,21 +88,21 @@ class Member(Protocol):
         """Other ranks gather or reduce the unit, and this one has no use for it: see that they can."""
 
 
-class Ticket(NamedTuple):
-    """One collective of a pass, for whoever waits for it."""
+class Ticket:
+    """Watches whoever waits for what an agreement has agreed on; it may outlive the agreement."""
 
-    agreement: weakref.ref[Agreement]
-    words: str
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = weakref.ref(agreement)
 
     def slow(self) -> None:
         """The collective takes long: raises if the ranks turn out to be out of step."""
-        agreement = self.agreement()
+        agreement = self._agreement()
         if agreement is not None:
             agreement.look_around()
 
     def explain(self) -> str:
         """What the ranks did last, for the error of a collective that failed."""
-        agreement = self.agreement()
+        agreement = self._agreement()
         return agreement.last_words() if agreement is not None else ""
 
 
@@ -157,7 +159,7 @@ class Agreement:
 
     def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
         """``device`` is where the members compute, and ``streams`` are its."""
-        self._ref = weakref.ref(self)
+        self.ticket = Ticket(self)
         self._group = group
         self._device = device
         self._streams = streams
@@ -182,7 +184,7 @@ class Agreement:
         self._trained = False  # a forward in training mode has begun
         self._detailed = False  # see ``_compare_handles``
         self._together = True  # no rank has begun anything since all of them were asked
-        self._questions: deque[tuple[Ticket, Agreeing]] = deque()  # not yet answered
+        self._questions: deque[Agreeing] = deque()  # not yet answered
         self._recent: deque[Did] = deque(maxlen=32)
 
     # -- the layout ----------------------------------------------------------------------------------------------------
@@ -235,6 +237,7 @@ class Agreement:
         self._pass, self._position = (number, what.words, bool(what.call)), 0
         self._passes += 1
         self._under_way = what
+        watches[self._group] = self.ticket
         self._detailed = what.trains and not self._trained and debug_detail()
         self._trained = self._trained or what.trains
         together, self._together = self._together, bool(what.call)
@@ -262,10 +265,6 @@ class Agreement:
         """
         self._ask_later(self._begun, f"agree to begin the {self._pass[1]}")
 
-    def here(self) -> Ticket:
-        """For who waits, in the call that has begun, for a collective that no unit has."""
-        return Ticket(self._ref, f"go on with the {self._pass[1]}")
-
     def end(self, *, wait: bool) -> None:
         """The pass is over. With ``wait`` all ranks have to be through, and are asked whether theirs was the same.
 
@@ -282,13 +281,11 @@ class Agreement:
         self._under_way = None
 
     def _ask_later(self, value: int, label: str) -> None:
-        ticket = Ticket(self._ref, END_WORDS)
-        self._questions.append((ticket, Agreeing(value, self._group, self._device, label, self._streams)))
+        self._questions.append(Agreeing(value, self._group, self._device, label, self._streams))
 
     def _look_at_answers(self) -> None:
-        while self._questions and self._questions[0][1].answered():
-            asked, question = self._questions.popleft()
-            if question.differs(asked):
+        while self._questions and self._questions[0].answered():
+            if self._questions.popleft().differs(self.ticket):
                 raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
     def give_up(self) -> None:
@@ -311,7 +308,10 @@ class Agreement:
     def come(self) -> None:
         """The first half of ``meet``: in all groups before the second in any."""
         if self._gave_up is not None:
-            self._board.tell(f"issued/{self._recoveries}", [self._passes, ledger.told(self._group)])
+            self._board.tell(f"issued/{self._recoveries}", self._issued())
+
+    def _issued(self) -> list[Any]:
+        return [self._passes, ledger.told(self._group)]
 
     def meet(self) -> None:
         """Wait until all ranks have given up, wherever they were, and go on together as if nothing had been agreed on
@@ -324,9 +324,10 @@ class Agreement:
             return
         self._meet(f"come/{self._recoveries}", "after a pass that failed")
         self._raise_if_broken()  # others may have come without this rank having looked around
-        said = self._board.told(f"issued/{self._recoveries}").items()
-        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in said}, self.here())
-        self._passes = max((passes for _, (passes, _) in said), default=self._passes)
+        said = {self._rank: self._issued()} | self._board.told(f"issued/{self._recoveries}")
+        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in said.items()}, self.ticket)
+        self._passes = max(passes for passes, _ in said.values())
+        begin_anew(self._group)
         self._record.clear()
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
@@ -347,16 +348,15 @@ class Agreement:
 
         self._board.meet(key, look, sign)
 
-    def about_to(self, kind: str, member: Member) -> Ticket:
+    def about_to(self, kind: str, member: Member) -> None:
         """``member`` is about to gather or reduce. Returns once the ranks agree, as far as they have to be asked.
 
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        ticket = self._next(f"{kind} {words_of(member)}", event_of(kind, member))
+        self._next(f"{kind} {words_of(member)}", event_of(kind, member))
         if self._detailed and kind == GATHER:
             self._compare_handles(member)
-        return ticket
 
     def _compare_handles(self, member: Member) -> None:
         """Compare what is gathered in the form in which torch's FSDP1 does at debug level DETAIL, in the first forward
@@ -369,12 +369,12 @@ class Agreement:
                 found = f"in the {self._pass[1]}, where rank {self._rank} gathers {member.name}, {found}"
                 raise self._out_of_step(self._in_words(found, {}))
 
-    def _next(self, words: str, event: int) -> Ticket:
+    def _next(self, words: str, event: int) -> None:
         self._look_at_answers()
-        ticket = self._note(words, event)
+        self._note(words, event)
         recorded = self._record.get(self._before)
         if recorded is None or self._detailed:
-            self._ask_all(ticket, event)
+            self._ask_all(words, event)
         elif recorded != event:
             self._announce(words, self._position, event)
         self._record[self._before] = event
@@ -382,16 +382,14 @@ class Agreement:
             del self._record[next(iter(self._record))]
         self._before = (self._before * 1000003 + event + 1) & _MASK
         self._position += 1
-        return ticket
 
-    def _note(self, words: str, event: int) -> Ticket:
+    def _note(self, words: str, event: int) -> None:
         """For the other ranks: what this one is about to do here."""
         self._recent.append(Did(self._passes, self._position, event, words))
-        return Ticket(self._ref, words)
 
-    def _ask_all(self, ticket: Ticket, event: int) -> None:
+    def _ask_all(self, words: str, event: int) -> None:
         votes = torch.tensor([event, -event, 0], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {ticket.words}", ticket)
+        agree(votes, self._group, self._device, f"agree to {words}", self.ticket)
         if votes[:2].tolist() != [event, -event]:
             raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 

@@ -43,7 +43,8 @@ class Agreements:
             with self.calling(kind, f"{kind} of {member.name}", often=True):
                 return self.about_to(kind, group, member)
         self._begin(agreement)
-        return agreement.about_to(kind, member)
+        agreement.about_to(kind, member)
+        return agreement.ticket
 
     def announce(self, group: Any) -> Ticket | None:
         """The call under way is about to communicate over ``group`` in a manner of its own: see that all ranks of it
@@ -52,7 +53,7 @@ class Agreements:
         if agreement is None:
             return None
         self._begin(agreement)
-        return agreement.here()
+        return agreement.ticket
 
     def _begin(self, agreement: Agreement) -> None:
         agreement.check_layout()

@@ -109,11 +109,11 @@ def passed_by(waiting: int, other: int, said: Mapping[int, Said]) -> str | None:
 
 
 def left_alone(other: int, own: Said, rank: int, said: Mapping[int, Said]) -> str | None:
-    """``other`` gave up a pass that ``rank`` has gone on with, or left behind."""
+    """``other`` gave up a pass that ``rank`` has gone on with, or left behind, or a call in which ``rank`` waits."""
     if said[other].gave_up is None:
         return None
     number, count = said[other].gave_up or (0, 0)
-    if own.number < number or (own.number == number and own.place[1] < count):
+    if own.number < number or (own.number == number and own.place[1] < count and not own.is_call):
         return None
     what = said[other].doing if said[other].number == number else own.doing
     return f"rank {other} gave up {what} at its collective {count}, and rank {rank} is at {own.where}"

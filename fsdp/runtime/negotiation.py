@@ -18,7 +18,6 @@ from fsdp.runtime.agreement import (
     Agreement,
     Member,
     Pass,
-    Ticket,
     event_of,
     hash_of,
     words_of,
@@ -58,8 +57,8 @@ class Negotiation(Agreement):
     def _ask_to_begin(self) -> None:
         """Each proposal tells which pass it is for."""
 
-    def about_to(self, kind: str, member: Member) -> Ticket:
-        return self._propose(f"{kind} {words_of(member)}", event_of(kind, member))
+    def about_to(self, kind: str, member: Member) -> None:
+        self._propose(f"{kind} {words_of(member)}", event_of(kind, member))
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
@@ -81,30 +80,30 @@ class Negotiation(Agreement):
         first = len(self._members) - 1 - place if number == BACKWARD else place
         return self._turns.get(number, {}).get(event, first * PER_MEMBER + rest)
 
-    def _propose(self, words: str, event: int) -> Ticket:
+    def _propose(self, words: str, event: int) -> None:
         while True:
-            ticket = self._note(words, 0)  # what is proposed may differ between ranks: no number to compare
-            chosen = self._choose(event, ticket)
+            self._note(words, 0)  # what is proposed may differ between ranks: no number to compare
+            chosen = self._choose(words, event)
             if chosen == self._end:
-                return ticket
+                return
             self._done.append(chosen)
             member, what = self._members[chosen // PER_MEMBER](), KINDS[chosen % PER_MEMBER // 2]
             assert member is not None
             if self._detailed and what == GATHER:
                 self._compare_handles(member)
             if chosen != event:
-                ticket = self._note(f"{what} {member.name}", 0)
+                self._note(f"{what} {member.name}", 0)
             self._position += 1
             if chosen == event:
-                return ticket
-            member.take_part(what, ticket, full_precision=bool(chosen % 2))
+                return
+            member.take_part(what, self.ticket, full_precision=bool(chosen % 2))
 
-    def _choose(self, event: int, ticket: Ticket) -> int:
+    def _choose(self, words: str, event: int) -> int:
         """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""
         turn = self._end if event == self._end else self._turn(event)
         understood = hash_of(f"{self._passes} {self._pass[0]} {self._understood.partition(chr(10))[2]}")
         votes = torch.tensor([(self._end - turn) << 24 | event, understood, -understood], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {ticket.words}", ticket)
+        agree(votes, self._group, self._device, f"agree to {words}", self.ticket)
         if votes[1:].tolist() != [understood, -understood]:
             found = self._first_misunderstanding(self._all_texts(self._understood))
             raise self._out_of_step(self._in_words(found, {self._rank: self._own()}))
