@@ -59,7 +59,7 @@ MUTATIONS = [
         _tests("compile", "fd23_ignored_modules_are_not_marked_for_the_compiler"),
     ),
     Mutation(
-        "fsdp/flat/flat_param.py",
+        "fsdp/flat/full_copy.py",
         "            _set_versions([(leaf, _RELEASED) for leaf in leaves])\n",
         "",
         "autograd reads a leaf that is not there",
@@ -234,7 +234,7 @@ MUTATIONS = [
         _tests("backward_stale", "replaced_parameters_are_written_back"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/registration.py",
         "if views is not None and not views.shows_whole:",
         "if views is not None and False:",
         "a copy of a module alone has shards for parameters",
@@ -322,9 +322,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "        for unit in list(self.gathered if not backward_follows else self.idle):\n",
+        "        for unit in self.residency.idle if backward_follows else self.residency:\n",
         "        self._agreements.end(wait=False)\n"
-        "        for unit in list(self.gathered if not backward_follows else self.idle):\n",
+        "        for unit in self.residency.idle if backward_follows else self.residency:\n",
         "a rank that waits in vain for what it gathered ahead does not come to meet the others",
         _tests("differing_ranks", "one_rank_differs[2-seeds0]"),
     ),
@@ -410,8 +410,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            context.gathers_follow_compute()\n            self.gather(context)\n            self._generation",
-        "            self.gather(context)\n            self._generation",
+        "            context.gathers_follow_compute()\n            self.gather(context, Residence.PREFETCHED)\n",
+        "            self.gather(context, Residence.PREFETCHED)\n",
         "a gather by hand does not wait for what was written to the shard",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),
@@ -557,8 +557,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            context.idle[self] = Idle.AHEAD\n            context.settle_offloaded()\n",
-        "            context.idle[self] = Idle.AHEAD\n",
+        "            self._generation = context.generation + 1\n            context.settle_offloaded()\n",
+        "            self._generation = context.generation + 1\n",
         "shards in host memory are written while a gather by hand reads them",
         _tests("streams", "the_host_waits_before_it_touches_what_is_offloaded"),
     ),
@@ -665,15 +665,15 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "list(self.gathered if not backward_follows else self.idle)",
-        "list(self.gathered if not backward_follows else [])",
+        "in self.residency.idle if backward_follows else self.residency:",
+        "in [] if backward_follows else self.residency:",
         "what was gathered ahead in vain stays until the backward",
         _tests("communication", "order_that_changes[early exit]"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "list(self.gathered if not backward_follows else self.idle)",
-        "list(self.idle)",
+        "in self.residency.idle if backward_follows else self.residency:",
+        "in self.residency.idle:",
         "what the strategy keeps stays though no backward will follow",
         _tests("backward", "nothing_is_gathered_after_a_forward_without_gradients"),
     ),
@@ -1009,8 +1009,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            context.idle[self] = Idle.RECOMPUTED\n",
-        "            context.idle[self] = Idle.AHEAD\n",
+        "context.residency.becomes(self, Residence.RECOMPUTED)",
+        "context.residency.becomes(self, Residence.PREFETCHED)",
         "a unit that was recomputed stands twice in the order, and the next ones farther away than they are",
         _tests("communication", "a_unit_that_is_recomputed_counts_once_in_the_distance"),
     ),

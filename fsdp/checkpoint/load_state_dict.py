@@ -28,7 +28,7 @@ from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import clean, clean_text, joined, unit_of, wrappers_in
-from fsdp.flat.views import registered_params
+from fsdp.flat.registration import registered_params
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
 

@@ -33,7 +33,8 @@ from fsdp.checkpoint.state_dict import check_at_rest, copied_ref, flat_home, fla
 from fsdp.comm.consensus import failures_in
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import CHECKPOINTED_MODULE, WRAPPED_MODULE, clean_text, own_modules, unit_of, wrappers_in
-from fsdp.flat.views import BucketViews, register_instead, registered_params
+from fsdp.flat.registration import register_instead, registered_params
+from fsdp.flat.views import BucketViews
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit
 

@@ -1,15 +1,6 @@
 """One bucket of a unit: its shard, its full buffer and its leaves; gathering and releasing them.
 
-[Note: Permanent tensors, lent memory]
-A full buffer is a tensor whose identity and views are permanent while its memory comes from a pool and goes back. So
-nothing is split, viewed or allocated per step, and what autograd saved in forward is valid again once the buffer has
-been refilled in backward. The leaves, which the modules compute with, are parameters made empty and given their view
-of the buffer through ``.data``: they share no version counter with it, so a refill is not taken for an in-place
-change. The price is that autograd no longer notices a wrong fill; the handle's state machine and, with
-``FSDP_DEBUG=1``, poisoning take its place. That there is no memory it does notice: then leaves have another version.
-
-``memory.py`` lends the memory and takes it back. This file alone (with ``ownership.py``, while a unit is built) assigns
-``.data``.
+See [Note: Permanent tensors, lent memory] in ``full_copy.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -28,8 +18,9 @@ from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import place
 from fsdp.comm.streams import Event, Streams, streams_for
+from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
 from fsdp.flat.layout import FlatLayout
-from fsdp.flat.memory import LentTensor, MemoryPool
+from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
 from fsdp.flat.released import CheckedLeaf, new_leaf
 
@@ -68,19 +59,6 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         return flat
 
 
-def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
-    """Each parameter of ``layout`` as a view of ``flat`` (``padded_numel`` elements), with its own shape and
-    strides."""
-    start = flat.storage_offset()
-    return [flat.as_strided(p.shape, p.stride, start + p.offset) for p in layout.params]
-
-
-def point_at(params: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Let each tensor hold its one of ``values``; it stays the same object."""
-    for param, value in zip(params, values):
-        param.data = value
-
-
 def collect(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
     """Copy back into ``values``, which ``params`` were pointed at, what users put in their place.
 
@@ -103,127 +81,6 @@ def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     param.data = grad  # autograd compares the two when the gradient is assigned, and only then
     param.grad = grad
     param.data = shard
-
-
-class BufferState(Enum):
-    SHARDED = auto()  # the full buffer has no memory
-    GATHERING = auto()  # a gather into it is under way
-    UNSHARDED = auto()  # it holds every parameter
-    RESIDENT = auto()  # it is the shard: nothing to gather, nothing to release
-
-
-_TRANSITIONS = {
-    BufferState.SHARDED: (BufferState.GATHERING,),
-    BufferState.GATHERING: (BufferState.UNSHARDED,),
-    BufferState.UNSHARDED: (BufferState.SHARDED, BufferState.GATHERING),
-    BufferState.RESIDENT: (),
-}
-
-
-class FullCopy:
-    """The whole flat vector in one dtype: its buffer, and the leaves that the modules compute with.
-
-    Attributes:
-        tensor: ``layout.padded_numel`` elements; the shard itself if that is all of it, in this dtype, on this device.
-        leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over ``tensor``.
-        whole: one for all of the vector, without padding, where the modules have a flat parameter.
-        lent: the buffer's memory; None where the shard has it.
-        keeps_writes: whether what is written to the leaves reaches the shard.
-    """
-
-    __slots__ = (
-        "_marks",
-        "_state",
-        "_versions",
-        "_views",
-        "all_leaves",
-        "keeps_writes",
-        "leaves",
-        "lent",
-        "pending",
-        "tensor",
-        "whole",
-    )
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        tensor: torch.Tensor,
-        leaves: list[nn.Parameter],
-        whole: nn.Parameter | None,
-        *,
-        resident: bool,
-    ) -> None:
-        """Points the leaves at ``tensor``, whose memory is released unless it is ``resident``."""
-        self.tensor, self.leaves, self.whole = tensor, leaves, whole
-        self.all_leaves = leaves if whole is None else [*leaves, whole]
-        self.pending: Pending | None = None
-        self._views = [*parameter_views(layout, tensor), tensor[: layout.numel]]  # made while there is memory
-        point_at(self.all_leaves, self._views)
-        self._marks = self._look()
-        self.keeps_writes = resident
-        self.lent = None if resident else LentTensor(tensor)
-        self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
-        self._versions: list[tuple[nn.Parameter, int]] = []  # that the leaves have while there is memory
-
-    def _look(self) -> list[tuple[int, int, bool]]:
-        """Of each leaf what a write to it changes; our own writes go to ``tensor``, and change none of it."""
-        start = self.tensor.data_ptr()
-        return [(leaf._version, (leaf.data_ptr() or start) - start, leaf.requires_grad) for leaf in self.all_leaves]
-
-    def set_requires_grad(self, index: int, requires_grad: bool) -> None:
-        """Freeze or unfreeze one leaf."""
-        version, offset, _ = self._marks[index]
-        self.all_leaves[index].requires_grad_(requires_grad)
-        self._marks[index] = (version, offset, requires_grad)
-
-    def undo_writes(self) -> list[tuple[int, str]]:
-        """What users did to the leaves since the last call and will be lost with the buffer's memory, as (index, in
-        words). But for their values the leaves are what they were again. To be called while there is memory.
-
-        What is written through ``leaf.data`` leaves no trace; under ``FSDP_DEBUG=1`` it is an error at once.
-        """
-        seen, marks = self._look(), self._marks
-        if seen == marks:
-            return []
-        found = []
-        for index, (leaf, view, now, before) in enumerate(zip(self.all_leaves, self._views, seen, marks)):
-            if now[1] != before[1]:
-                leaf.data = view
-                found.append((index, "given other data"))
-            elif now[0] != before[0] and not self.keeps_writes:
-                found.append((index, "changed in place"))
-            if now[2] is not before[2]:
-                leaf.requires_grad_(before[2])
-                found.append((index, "unfrozen" if now[2] else "frozen"))
-        self._marks = self._look()
-        return found
-
-    @property
-    def state(self) -> BufferState:
-        return self._state
-
-    @state.setter
-    def state(self, state: BufferState) -> None:
-        if state not in _TRANSITIONS[self._state]:
-            raise AssertionError(f"a full buffer went from {self._state.name} to {state.name}")
-        if state is BufferState.SHARDED:
-            leaves = [leaf for leaf in self.all_leaves if type(leaf) is nn.Parameter]
-            self._versions = [(leaf, leaf._version) for leaf in leaves]
-            _set_versions([(leaf, _RELEASED) for leaf in leaves])
-        elif self._state is BufferState.SHARDED:
-            _set_versions(self._versions)
-        self._state = state
-
-
-_RELEASED = 1 << 30  # the version of a leaf while there is nothing behind it
-
-
-def _set_versions(versions: list[tuple[nn.Parameter, int]]) -> None:
-    """Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a leaf
-    which is not there, past all that would have gathered it."""
-    if versions:
-        torch._C._autograd._unsafe_set_version_counter(*zip(*versions))
 
 
 class FlatParamHandle:
@@ -607,22 +464,3 @@ def _why_not(handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype, index
         return None if there else f"{handle.describe_sharded(index)}. {_KEPT}"
 
     return explain
-
-
-class SlotBuffer:
-    """A flat gradient vector in the reduce dtype, and its slots: one view per parameter, with its strides."""
-
-    __slots__ = ("flat", "lent", "slots")
-
-    def __init__(self, layout: FlatLayout, flat: torch.Tensor) -> None:
-        """Over ``flat``, of ``layout.padded_numel`` elements."""
-        self.flat = flat
-        self.slots = parameter_views(layout, flat)
-        self.lent: LentTensor | None = None
-
-    @staticmethod
-    def lendable(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> SlotBuffer:
-        """One without memory until a pool lends it some."""
-        buffer = SlotBuffer(layout, torch.empty(layout.padded_numel, dtype=dtype, device=device))
-        buffer.lent = LentTensor(buffer.flat)
-        return buffer

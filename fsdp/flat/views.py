@@ -1,33 +1,21 @@
-"""What is registered on the modules: leaves while a unit is gathered, and in between what ``use_orig_params`` asks for.
+"""Which parameters users and optimizers hold ("visible" ones), their gradients, and what users write to them.
 
-Two classes, one per mode, chosen once per bucket. They also say which parameters users and optimizers hold ("visible"
-ones), so that gradients are handed out the same way in both modes. This file alone writes ``module._parameters``.
+Two classes, one per mode (``use_orig_params``), chosen once per bucket.
 """
 
 from __future__ import annotations
 
-import os
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp.flat.flat_param import (
-    LOST_WRITE,
-    BufferState,
-    FlatParamHandle,
-    FullCopy,
-    SlotBuffer,
-    assign_grad,
-    collect,
-    parameter_views,
-    point_at,
-)
-from fsdp.flat.names import own_modules
-from fsdp.flat.ownership import OwnedParam, Place
+from fsdp.flat.flat_param import LOST_WRITE, FlatParamHandle, assign_grad, collect
+from fsdp.flat.full_copy import BufferState, FullCopy, SlotBuffer, parameter_views, point_at
+from fsdp.flat.ownership import OwnedParam
+from fsdp.flat.registration import AtRest, Registration, ShardedPlaceholder, Slot
 
 # of a bucket: its full copy; and of each visible parameter which one it is, and how often it was changed in place
 Marks = tuple[FullCopy, list[tuple[int, int]]]
@@ -43,141 +31,26 @@ class Visible:
     absent: bool  # this rank's shard holds nothing of it
 
 
-class ShardedPlaceholder(torch.Tensor):
-    """Stands on a module for a parameter that is not gathered: has its shape, dtype and device, and no values."""
-
-    _handle: FlatParamHandle
-    _index: int  # of the parameter in the handle's layout
-
-    @staticmethod
-    def __new__(cls, handle: FlatParamHandle, index: int) -> ShardedPlaceholder:
-        leaf, dtype = handle.leaves[index], handle.layout.dtype
-        placeholder = torch.Tensor._make_wrapper_subclass(
-            cls, leaf.shape, leaf.stride(), 0, dtype=dtype, device=leaf.device, requires_grad=leaf.requires_grad
-        )
-        placeholder._handle, placeholder._index = handle, index
-        return placeholder
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(value, cls):
-                raise RuntimeError(f"{func}: {value._handle.describe_sharded(value._index)}")
-        raise AssertionError("dispatched without a placeholder")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
-
-class _AtRest:
-    """Forward pre-hook of a module that owns sharded parameters, while they are sharded: the module was called by
-    itself, and would compute with this rank's part of them."""
-
-    KEY = "fsdp_at_rest"  # torch's own keys are integers
-
-    def __init__(self, handle: FlatParamHandle, index: int) -> None:
-        self._handle, self._index = handle, index
-
-    def __call__(self, module: nn.Module, inputs: Any) -> NoReturn:
-        raise RuntimeError(
-            f"a {type(module).__name__} was called by itself: {self._handle.describe_sharded(self._index)}"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _AtRest:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"cannot pickle a module: {self._handle.describe_sharded(self._index)}")
-
-
-class _InUnit:
-    """Stands in the ``__dict__`` of a module that owns parameters of a unit, where a copy of the module alone would not
-    have them: ``copy.deepcopy`` comes by here, unless the unit is being copied, and it is refused."""
-
-    ATTRIBUTE = "_fsdp_in_unit"
-
-    def __init__(self, views: _BucketViews, module: nn.Module, index: int) -> None:
-        self._views, self._kind, self._index = weakref.ref(views), type(module).__name__, index
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        views = self._views()
-        if views is not None and not views.shows_whole:
-            raise RuntimeError(
-                f"copy.deepcopy of a {self._kind} alone would be without its parameters: parameter "
-                f"{views.handle.name_of(self._index)!r} of {views.handle.unit_name} belongs to the unit. Copy the "
-                "wrapped model, copy.deepcopy(model), which copies shards; or copy inside summon_full_params(model), "
-                "which gives a plain module"
-            )
-
-
-class _Slot:
-    """One registration: the dictionary that holds it, and what goes there."""
-
-    __slots__ = ("attribute", "index", "module", "name", "owner", "plain", "sharded")
-
-    def __init__(self, owner: dict[str, Any], place: Place, index: int, sharded: Any) -> None:
-        """``index``: of the parameter in the layout."""
-        self.owner, self.module, self.attribute, self.name = owner, place.module, place.attribute, place.name
-        self.index, self.sharded = index, sharded
-        # A class with a __setattr__ of its own (torch's RNNs) keeps books that a dictionary write would pass by.
-        self.plain = type(place.module).__setattr__ is nn.Module.__setattr__
-
-    def current(self) -> Any:
-        """What stands there now: users assign parameters, which ``nn.Module`` registers wherever we had put ours."""
-        registered = self.module._parameters.get(self.attribute)
-        return registered if registered is not None else self.owner.get(self.attribute)
-
-    def put(self, value: Any) -> None:
-        if not self.plain:
-            setattr(self.module, self.attribute, value)
-            for home in (self.module._parameters, self.module.__dict__):
-                home.pop(self.attribute, None)
-        elif self.owner is not self.module._parameters:
-            self.module._parameters.pop(self.attribute, None)
-        self.owner[self.attribute] = value
-
-
 def _shape(tensor: torch.Tensor | None) -> torch.Size | None:
     return tensor.shape if tensor is not None else None
 
 
-class _BucketViews:
-    """What both modes share: the slots, and switching between the two things that can be in them."""
+class _BucketViews(Registration):
+    """What both modes share: the visible parameters, their gradients, and what users write to them."""
 
     visible: list[Visible]
 
-    def __init__(self, handle: FlatParamHandle, slots: list[_Slot]) -> None:
-        self.handle = handle
-        self._slots = slots
-        self._slots_of: dict[int, list[_Slot]] = {}  # by parameter of the layout
-        for slot in slots:
-            self._slots_of.setdefault(slot.index, []).append(slot)
-        self._copy: FullCopy | None = None  # whose leaves the next line holds
-        self._leaf_writes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._note_sharded()
-        self._careful = [slot for slot in slots if not slot.plain]
-        for slot in slots:
-            if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
-                slot.module.__dict__["flatten_parameters"] = _keep_layout
-        self._in_unit: list[_InUnit] = []
-        self._shown: list[nn.Parameter] | None = None
-        self._drop: Callable[[], None] | None = None  # takes away what stands in for the parameters, if something does
+    def __init__(self, handle: FlatParamHandle, slots: list[Slot]) -> None:
+        super().__init__(handle, slots)
+        self._shown_values: list[torch.Tensor] = []
         # stand-ins whose values are all here, and what tells whether they were changed: version, memory, requires_grad
         self._stand_ins: list[tuple[torch.Tensor, tuple[int, int, bool]]] = []
-        self._shown_values: list[torch.Tensor] = []
-        self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
     @property
     def versions(self) -> list[tuple[int, int]]:
         """Others when a visible parameter is replaced or written in place; past it, through its ``.data`` for instance,
         nobody sees it."""
         return [(id(visible.param), visible.param._version) for visible in self.visible]
-
-    def _note_sharded(self) -> None:
-        """``use_sharded`` is to register what the slots have now."""
-        self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in self._slots]
 
     def marks(self) -> Marks:
         """What ``changed_since`` and ``moved_since`` compare with."""
@@ -222,54 +95,10 @@ class _BucketViews:
         grads = [visible.param.grad for visible in self.visible]
         return [grad for grad in grads if grad is not None and grad.numel()]
 
-    def use_leaves(self) -> None:
-        """The modules compute with the full parameters from here on.
-
-        What users have put in the place of what was registered is taken over; if a gather was started before, it
-        counts from the next one on.
-        """
-        copy = self.handle.copy
-        if copy is not self._copy:
-            self._copy = copy
-            self._leaf_writes = [(s.owner, s.attribute, copy.leaves[s.index]) for s in self._slots]
-        if self.check_writeback and self._shown is None:
-            for (owner, attribute, leaf), (_, _, sharded) in zip(self._leaf_writes, self._sharded_writes):
-                current = owner.get(attribute)
-                if current is not sharded and current is not leaf:
-                    self.take_over()
-                    break
-        for owner, attribute, leaf in self._leaf_writes:
-            owner[attribute] = leaf
-        for slot in self._careful:
-            slot.put(copy.leaves[slot.index])
-
-    def _forbid_copies(self) -> None:
-        """Modules that own parameters of the bucket can be copied with their unit only, or while it is summoned."""
-        for module, index in {slot.module: slot.index for slot in self._slots}.items():
-            module.__dict__[_InUnit.ATTRIBUTE] = guard = _InUnit(self, module, index)
-            self._in_unit.append(guard)
-
-    def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
-        """The modules are about to be copied; ``handle`` is the copy of this one's. Says what to put for what is on
-        them."""
-        memo[id(self.handle.flat_param)] = handle.flat_param
-        memo.update({id(guard): None for guard in self._in_unit})
-
-    @property
-    def shows_whole(self) -> bool:
-        """Whether the parameters are summoned."""
-        return self._shown is not None
-
     @property
     def shows_grads(self) -> bool:
         """Whether full gradients are summoned."""
         return False
-
-    def unregister(self) -> None:
-        """Nothing of the bucket is registered until ``use_resting`` (or ``follow``)."""
-        for slot in self._slots:
-            if slot.attribute in slot.module._parameters:
-                slot.module._parameters[slot.attribute] = None  # which nn.Module passes over, and which keeps the place
 
     def take_over(self) -> None:
         """Take over the values of what users have put in the place of parameters or of their data.
@@ -360,27 +189,10 @@ class _BucketViews:
     def show_stand_ins(self, stand_ins: Sequence[torch.Tensor], *, keep_writes: bool = False) -> None:
         """Register these, one per parameter of the layout, in the parameters' places until ``drop_stand_ins``. With
         ``keep_writes``, which they are whole on all ranks for, what users do to them is done to the parameters."""
-        self._drop = self.use_resting
         keep_writes = keep_writes and not torch.is_inference_mode_enabled()  # there nothing counts writes
         self._stand_ins = [(each, _look_of(each)) for each in stand_ins] if keep_writes else []
-        for slot in self._slots:
-            slot.module._parameters[slot.attribute] = stand_ins[slot.index]  # type: ignore[assignment]
-
-    def show_flat_stand_in(self, home: nn.Module, name: str, stand_in: torch.Tensor) -> None:
-        """Register this alone, for the whole bucket, as ``name`` on ``home`` until ``drop_stand_ins``."""
-
-        def drop() -> None:
-            del home._parameters[name]
-            self.use_resting()
-
-        self._drop = drop
-        self.unregister()
-        home._parameters[name] = stand_in  # type: ignore[assignment]
-
-    @property
-    def has_stand_ins(self) -> bool:
-        """Whether stand-ins are registered."""
-        return self._drop is not None
+        self._drop = self._hide_originals
+        self._register_originals(stand_ins)
 
     def drop_stand_ins(self) -> None:
         """Register what belongs there again; idempotent."""
@@ -428,35 +240,6 @@ class _BucketViews:
     def _take_grad(self, index: int, whole: torch.Tensor | None) -> None:
         raise AssertionError("each mode has its own")
 
-    def registered(self) -> list[torch.Tensor | None]:
-        """What is registered in the (first) place of each parameter of the layout now."""
-        first = {slot.index: slot for slot in reversed(self._slots)}
-        return [first[index].module._parameters.get(first[index].attribute) for index in range(len(first))]
-
-    def use_resting(self) -> None:
-        """The modules show what they do while the unit does not run: shards, or all of it if that was summoned."""
-        if self._shown is None:
-            self.use_sharded()
-        else:
-            self._register_shown(self._shown)
-
-    def _register_shown(self, shown: list[nn.Parameter]) -> None:
-        raise AssertionError("each mode has its own")
-
-    def _owned_in(self, memo: dict[int, Any]) -> list[OwnedParam]:
-        """Where each parameter is registered in the copies that ``memo`` has of the modules; without parameters."""
-        owned: list[Any] = [OwnedParam(None, []) for _ in self.handle.layout.params]  # type: ignore[arg-type]
-        for slot in self._slots:
-            owned[slot.index].places.append(Place(memo[id(slot.module)], slot.attribute, slot.name))
-        return owned
-
-    def use_sharded(self) -> None:
-        """The modules show what stands for the parameters while they are sharded."""
-        for owner, attribute, sharded in self._sharded_writes:
-            owner[attribute] = sharded
-        for slot in self._careful:
-            slot.put(slot.sharded)
-
 
 def _look_of(tensor: torch.Tensor) -> tuple[int, int, bool]:
     return tensor._version, tensor.data_ptr(), tensor.requires_grad
@@ -478,7 +261,7 @@ class OriginalViews(_BucketViews):
         super().__init__(
             handle,
             [
-                _Slot(place.module._parameters, place, index, item.param)
+                Slot(place.module._parameters, place, index, item.param)
                 for index, item in enumerate(owned)
                 for place in item.places
             ],
@@ -488,7 +271,7 @@ class OriginalViews(_BucketViews):
         self._shown_grads: list[torch.Tensor | None] | None = None
         # Parameters that are themselves read between steps are their shards. What computes with them must not.
         self._guards = [
-            (module._forward_pre_hooks, _AtRest(handle, index))
+            (module._forward_pre_hooks, AtRest(handle, index))
             for module, index in {p.module: index for index, item in enumerate(owned) for p in item.places}.items()
             if handle.groups.sharded
         ]
@@ -498,11 +281,11 @@ class OriginalViews(_BucketViews):
 
     def _guard(self) -> None:
         for pre_hooks, guard in self._guards:
-            pre_hooks[_AtRest.KEY] = guard  # type: ignore[index]
+            pre_hooks[AtRest.KEY] = guard  # type: ignore[index]
 
     def _unguard(self) -> None:
         for pre_hooks, _ in self._guards:
-            pre_hooks.pop(_AtRest.KEY, None)  # type: ignore[call-overload]
+            pre_hooks.pop(AtRest.KEY, None)  # type: ignore[call-overload]
 
     def use_leaves(self) -> None:
         super().use_leaves()
@@ -680,7 +463,7 @@ class FlatViews(_BucketViews):
         for index, (item, resting) in enumerate(zip(owned, self._resting(handle))):
             for place in item.places:  # one object at all of them, so that a tie can be seen
                 del place.module._parameters[place.attribute]
-                slots.append(_Slot(place.module.__dict__, place, index, resting))
+                slots.append(Slot(place.module.__dict__, place, index, resting))
         name = "_flat_param"
         count = 0
         while name in module._parameters:
@@ -767,8 +550,7 @@ class FlatViews(_BucketViews):
                 self._take_grad(index, param.grad)
         self._shown, self._shown_values = None, []
         self.handle.copy.keeps_writes = self.handle.state is BufferState.RESIDENT
-        self._unregister_originals()
-        self.use_resting()
+        self._hide_originals()
         self._follow_flags(flags)
 
     def _take_flags(self, flags: Sequence[bool]) -> None:
@@ -792,15 +574,9 @@ class FlatViews(_BucketViews):
         for slot in self._slots:
             slot.module._parameters.pop(slot.attribute, None)
 
-    def show_stand_ins(self, stand_ins: Sequence[torch.Tensor], *, keep_writes: bool = False) -> None:
-        super().show_stand_ins(stand_ins, keep_writes=keep_writes)
-
-        def drop() -> None:
-            self._unregister_originals()
-            self.use_resting()
-
-        self._drop = drop
-        self._register_originals(stand_ins)
+    def _hide_originals(self) -> None:
+        self._unregister_originals()
+        self.use_resting()
 
     def show_flat_stand_in(self, home: nn.Module, name: str, stand_in: torch.Tensor) -> None:
         self._drop = self.use_resting
@@ -895,22 +671,3 @@ class FlatViews(_BucketViews):
 
 
 BucketViews = OriginalViews | FlatViews
-
-
-def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What ``module`` itself has registered, by attribute; what is registered as None is left out."""
-    return [(attribute, param) for attribute, param in module._parameters.items() if param is not None]
-
-
-def register_instead(module: nn.Module, attribute: str, stand_in: torch.Tensor) -> None:
-    """Register ``stand_in`` as ``attribute`` of ``module``, in the place of what is there."""
-    module._parameters[attribute] = stand_in  # type: ignore[assignment]
-
-
-def registration_orders(module: nn.Module) -> dict[nn.Module, list[str]]:
-    """The names of the parameters registered on each of the unit's modules, in order."""
-    return {owner: list(owner._parameters) for _, owner in own_modules(module)}
-
-
-def _keep_layout() -> None:
-    """Takes the place of ``flatten_parameters`` on RNNs."""

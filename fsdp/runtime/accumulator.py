@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.full_copy import SlotBuffer
 from fsdp.flat.views import BucketViews
 
 

@@ -16,7 +16,8 @@ from fsdp.comm.groups import Groups
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE
 from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, owned_params, synchronize
-from fsdp.flat.views import BucketViews, FlatViews, OriginalViews, registration_orders
+from fsdp.flat.registration import registration_orders
+from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import Unit, units_below, units_in

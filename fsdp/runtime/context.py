@@ -1,9 +1,4 @@
-"""What the units of one tree share: streams, order, memory, reductions, and where in a step they are.
-
-[Note: Idle units]
-A unit may be gathered without being in use: gathered ahead, or left so by a recomputation whose backward is about to
-come. It stays while there is room (``RootContext.make_room``) and is resharded first when there is not.
-"""
+"""What the units of one tree share: streams, order, memory, reductions, and where in a step they are."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +21,7 @@ from fsdp.runtime.agreement import Pass, Ticket
 from fsdp.runtime.agreements import Agreements
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.reduction import ReductionQueue
+from fsdp.runtime.residency import Residence, Residency
 
 
 @dataclass(frozen=True)
@@ -59,13 +54,6 @@ class UnitPolicy:
         when = "after" if self.prefetch_after_gradients else "before"
         limited = "" if self.limit_gathers else ", not limited"
         return f"{self.backward_prefetch} ahead {when} gradients{limited}"
-
-
-class Idle(Enum):
-    """Why a unit is gathered that nothing uses."""
-
-    AHEAD = auto()  # it will be needed soon
-    RECOMPUTED = auto()  # its forward was recomputed, its backward follows
 
 
 class TreeUnit(Protocol):
@@ -109,7 +97,7 @@ class TreeUnit(Protocol):
 
     def renew_accumulators(self) -> None: ...
 
-    def gather(self, context: RootContext) -> None: ...
+    def gather(self, context: RootContext, why: Residence = ...) -> None: ...
 
     def reshard(self, context: RootContext) -> None: ...
 
@@ -152,8 +140,7 @@ class RootContext:
         self._meetings = 0  # of the ranks, when the order was begun
         self.gather_pool = pool_for(root.device, self.streams)
         self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams)
-        self.gathered: dict[TreeUnit, None] = {}  # in the order in which they were gathered
-        self.idle: dict[TreeUnit, Idle] = {}  # those of them that nothing uses now; see [Note: Idle units]
+        self.residency: Residency[TreeUnit] = Residency()
         self.generation = 0  # counts outermost forwards: what was gathered before is not trusted by the next
         self.expects_backward = False  # whether the outermost forward runs with gradients enabled
         self.failed = False  # a forward raised
@@ -180,9 +167,9 @@ class RootContext:
     def __del__(self) -> None:
         """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
         waits for the last use."""
-        if not hasattr(self, "gathered"):
+        if not hasattr(self, "residency"):
             return  # its constructor raised
-        for unit in list(self.gathered):
+        for unit in self.residency:
             if not (self.failed and unit.is_gathering):  # who knows when; what writes into its memory keeps it alive
                 unit.forget_output(self)
                 unit.reshard(self)
@@ -297,7 +284,7 @@ class RootContext:
         if failed:
             self.reset()
             return
-        for unit in list(self.gathered if not backward_follows else self.idle):
+        for unit in self.residency.idle if backward_follows else self.residency:
             unit.reshard(self)
         self.settle_offloaded()  # in any case: no backward may come, and the shards may be written
         if not backward_follows:
@@ -377,20 +364,20 @@ class RootContext:
         return unit.policy.backward_prefetch if self.in_backward else unit.policy.forward_prefetch
 
     def _has_room(self, unit: TreeUnit, computing: TreeUnit) -> bool:
-        """Whether ``unit`` may be gathered within what ``computing`` allows: its own full buffers and those of so many
-        units as it gathers ahead, beside live ancestors, the root and units that their strategy keeps."""
+        """Whether one more unit fits while ``computing`` does: 1 + the prefetch distance, not counting the root, the
+        ancestors of ``unit`` and units that their strategy keeps."""
         if not computing.policy.limit_gathers:
             return True
         counted = (
             other
-            for other in self.gathered
+            for other in self.residency
             if other is not self.root and other.policy.reshard_after_forward and other.index not in unit.ancestors
         )
         return sum(1 for _ in counted) <= self._distance(computing)
 
     def make_room(self, unit: TreeUnit) -> None:
         """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
-        for other in list(self.idle):
+        for other in self.residency.idle:
             if self._has_room(unit, unit):
                 return
             other.reshard(self)
@@ -400,15 +387,14 @@ class RootContext:
         if unit.policy.reduce_unused:
             return
         waits = self.in_backward and unit.policy.prefetch_after_gradients
-        if waits and any(other.awaits_leaves and other.index not in unit.ancestors for other in self.gathered):
+        if waits and any(other.awaits_leaves and other.index not in unit.ancestors for other in self.residency):
             return
         for candidate in self.order.upcoming(self._distance(unit)):
             if candidate.is_gathered:
                 continue
             if not self._has_room(candidate, unit):
                 return
-            candidate.gather(self)
-            self.idle[candidate] = Idle.AHEAD
+            candidate.gather(self, Residence.PREFETCHED)
 
     def trim_at_rest(self) -> None:
         """Give the pools' spare memory back, unless a pass is under way that will want it."""

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp.flat.flat_param import BufferState, FlatParamHandle, parameter_views
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.full_copy import BufferState, parameter_views
 from fsdp.flat.names import joined
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.build import join

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp.api import MixedPrecision
-from fsdp.flat.flat_param import point_at
+from fsdp.flat.full_copy import point_at
 from fsdp.flat.names import own_modules
 from fsdp.runtime.nested import map_tensors
 

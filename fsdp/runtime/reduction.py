@@ -21,7 +21,8 @@ import torch
 from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
 from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import Streams
-from fsdp.flat.flat_param import FlatParamHandle, SlotBuffer, parameter_views
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.full_copy import SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.accumulator import Accumulator

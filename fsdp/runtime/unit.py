@@ -19,17 +19,19 @@ from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm.collectives import Communicator, Tag
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
-from fsdp.flat.flat_param import BufferState, FlatParameter, FlatParamHandle
+from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
+from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import plain_children, unit_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
 from fsdp.runtime.backward import ForwardCall, Place, close_passed
 from fsdp.runtime.comm_hook import CommHook
-from fsdp.runtime.context import Idle, RootContext, UnitPolicy
+from fsdp.runtime.context import RootContext, UnitPolicy
 from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients
+from fsdp.runtime.residency import Residence
 
 
 class Phase(Enum):
@@ -100,7 +102,6 @@ class Unit:
         self.ref = weakref.ref(self)
         self._context: Callable[[], RootContext | None] = lambda: None
         self._communicator: Communicator | None = None
-        self._phase = Phase.IDLE
         self._summoned = Summoned.NOWHERE
         self._in_output = False  # the last forward returned (a view of) a parameter, which must stay readable
         self._depth = 0  # forwards of this unit under way
@@ -180,7 +181,11 @@ class Unit:
 
     @property
     def phase(self) -> Phase:
-        return self._phase
+        if self._depth > 0:
+            return Phase.FORWARD
+        if self._in_backward:
+            return Phase.BACKWARD
+        return Phase.IDLE if self._summoned is Summoned.NOWHERE else Phase.SUMMONED
 
     @property
     def _gathers(self) -> bool:
@@ -209,7 +214,7 @@ class Unit:
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 
-    def gather(self, context: RootContext) -> None:
+    def gather(self, context: RootContext, why: Residence = Residence.IN_USE) -> None:
         """Start filling the full buffers."""
         streams = context.streams
         ticket = context.about_to(GATHER, self) if self.groups.sharded else None
@@ -221,7 +226,7 @@ class Unit:
                 handle.gather(context.gather_pool, self._communicator, tag, ticket, keep_cast=again)
         self._generation = context.generation
         self._kept_versions = None
-        context.gathered[self] = None
+        context.residency.gathers(self, why)
 
     @property
     def in_full_precision(self) -> bool:
@@ -236,7 +241,7 @@ class Unit:
         context, communicator = self.context, self._communicator
         assert context is not None and communicator is not None
         if kind == REDUCE:
-            if self._phase is Phase.IDLE:
+            if self.phase is Phase.IDLE:
                 self.compute_in_full_precision(context, full_precision)
             with context.joined():
                 self._reduce(context, ticket)
@@ -258,7 +263,7 @@ class Unit:
         if self._gathers and not self._shown:
             earlier = refill and self._generation != context.generation
             stale = earlier and self._kept_versions != self._versions
-            if not self.is_gathered or earlier or context.idle.get(self) is Idle.AHEAD:
+            if not self.is_gathered or earlier or context.residency.of(self) is Residence.PREFETCHED:
                 context.order.record(self)
             if not self.is_gathered:
                 context.make_room(self)
@@ -272,7 +277,7 @@ class Unit:
                 handle.wait()
         for view in self.views:
             view.use_leaves()
-        context.idle.pop(self, None)
+        context.residency.becomes(self, Residence.IN_USE)
 
     @property
     def _versions(self) -> list[Any]:
@@ -288,6 +293,7 @@ class Unit:
         for view in self.views:
             view.use_resting()
         self._kept_versions = self._versions
+        context.residency.becomes(self, Residence.KEPT)
 
     def reshard(self, context: RootContext) -> None:
         """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
@@ -295,9 +301,7 @@ class Unit:
             view.use_resting()
         if self._shown or self._in_output:
             return
-        context.idle.pop(self, None)
-        if self in context.gathered:
-            del context.gathered[self]
+        if context.residency.becomes(self, Residence.SHARDED):
             for handle in self.handles:
                 handle.wait()  # gathered ahead in vain: whoever writes to the shard next must not overtake the gather
             last_use = context.streams.record()
@@ -310,7 +314,7 @@ class Unit:
         """On some rank, if not on this one: what has been gathered for a forward to come is out of date on all."""
         self._kept_versions = None
         context = self.context
-        if context is not None and context.idle.get(self) is Idle.AHEAD:
+        if context is not None and context.residency.of(self) is Residence.PREFETCHED:
             self.reshard(context)
 
     def compute_in_full_precision(self, context: RootContext, full_precision: bool) -> None:
@@ -336,9 +340,9 @@ class Unit:
 
     def check_can_change(self) -> None:
         """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""
-        if self._phase is not Phase.IDLE:
+        if self.phase is not Phase.IDLE:
             raise RuntimeError(
-                f"{self.name} is in {self._phase.name}: it can be moved or cast only while it does not run"
+                f"{self.name} is in {self.phase.name}: it can be moved or cast only while it does not run"
             )
         if any(gradients.accumulates for gradients in self.gradients):
             raise RuntimeError(
@@ -391,18 +395,17 @@ class Unit:
         Raises:
             AssertionError: a forward or backward of the unit is under way.
         """
-        if self._phase is not Phase.IDLE:
+        if self.phase is not Phase.IDLE:
             raise AssertionError(
-                f"{self.name} is in {self._phase.name}: Cannot manually unshard parameters during forward/backward"
+                f"{self.name} is in {self.phase.name}: Cannot manually unshard parameters during forward/backward"
             )
         self.follow_parameters()
         if self._gathers:
             if not self.is_gathered:
                 context.make_room(self)
             context.gathers_follow_compute()
-            self.gather(context)
+            self.gather(context, Residence.PREFETCHED)
             self._generation = context.generation + 1
-            context.idle[self] = Idle.AHEAD
             context.settle_offloaded()
 
         def wait() -> None:
@@ -417,13 +420,11 @@ class Unit:
         """Gather, fresh, and stay gathered until ``end_show``; forwards inside compute with what is there."""
         self.compute_in_full_precision(context, True)
         if self._gathers:
-            context.idle.pop(self, None)
             context.gathers_follow_compute()
             self.gather(context)
             for handle in self.handles:
                 handle.wait()
         self._summoned = Summoned.HERE
-        self._phase = Phase.SUMMONED
 
     @property
     def _shown(self) -> bool:
@@ -441,7 +442,6 @@ class Unit:
 
     def end_show(self, context: RootContext) -> None:
         self._summoned = Summoned.NOWHERE
-        self._phase = Phase.IDLE
         self.reshard(context)
         context.settle_offloaded()
         self.precision.cast_buffers(self.device, full_precision=self.precision.wants_full)
@@ -475,7 +475,6 @@ class Unit:
         with hooks.own_operations():
             context.enter_forward(self)
         self._depth += 1
-        self._phase = Phase.FORWARD
         try:
             start = hooks.next_node_number()
             full_precision = self._shown or self.precision.wants_full
@@ -534,6 +533,7 @@ class Unit:
                 if self._stays(context) and context.expects_backward:
                     for view in self.views:  # what is changed before the backward comes is the shard, not the copy
                         view.use_resting()
+                    context.residency.becomes(self, Residence.KEPT)
                 else:
                     self.reshard(context)
                     context.gather_ahead(self)
@@ -562,9 +562,8 @@ class Unit:
         self._depth = max(0, self._depth - 1)  # a failed backward inside a forward has reset it
         if self._depth > 0:
             return
-        self._phase = Phase.BACKWARD if self._in_backward else self._resting_phase
         if hooks.current_backward() != hooks.NO_BACKWARD and not self._in_backward:
-            context.idle[self] = Idle.RECOMPUTED
+            context.residency.becomes(self, Residence.RECOMPUTED)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -604,7 +603,6 @@ class Unit:
         call.enter()
         self.unshard(context, refill=False)
         self._check_unchanged(call, expected)  # what was replaced has been taken over by now
-        self._phase = Phase.BACKWARD
         context.gather_ahead(self)
 
     def _check_unchanged(self, call: ForwardCall, expected: set[tuple[int, int]]) -> None:
@@ -688,7 +686,6 @@ class Unit:
         """Reshard if the backward is over for the unit; returns whether it is."""
         if self._in_backward or self._depth > 0:
             return False
-        self._phase = self._resting_phase
         self._reshard_after_backward(context)
         return True
 
@@ -744,23 +741,17 @@ class Unit:
             gradients.abandon(context.reductions)
         self._depth = 0
         self._forget_backward()
-        self._phase = self._resting_phase
         if self.is_gathering:
             for view in self.views:
                 view.use_resting()
-            context.idle[self] = Idle.AHEAD
+            context.residency.becomes(self, Residence.PREFETCHED)
         else:
             self.reshard(context)
 
     def _rest(self, context: RootContext) -> None:
         self._forget_backward()
         if self._depth == 0:  # a backward may run inside a forward, whose unit goes on computing
-            self._phase = self._resting_phase
             self._reshard_after_backward(context)
-
-    @property
-    def _resting_phase(self) -> Phase:
-        return Phase.IDLE if self._summoned is Summoned.NOWHERE else Phase.SUMMONED
 
     def refresh(self, context: RootContext) -> None:
         """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
@@ -774,7 +765,7 @@ class Unit:
 
     def before_step(self) -> None:
         """An optimizer is about to change the shards."""
-        if self._phase is Phase.IDLE:
+        if self.phase is Phase.IDLE:
             self.follow_parameters()
 
     def follow_parameters(self) -> None:

@@ -289,8 +289,8 @@ def assert_at_rest(model: nn.Module, what: str) -> None:
         for module in unit.module.modules():
             wrong += [f"{key} of {name!r} is a leaf" for key, p in module._parameters.items() if id(p) in leaves]
         context = unit.context
-        gathered = context is not None and any(not _kept(other) for other in context.gathered)
-        if context is not None and (gathered or context.idle or context.in_backward):
+        gathered = context is not None and any(not _kept(other) for other in context.residency)
+        if context is not None and (gathered or context.residency.idle or context.in_backward):
             wrong.append(f"the context of {name!r} is not at rest")
     if wrong:
         raise AssertionError(f"{what}, not at rest: " + "; ".join(wrong[:6]))
