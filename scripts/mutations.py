@@ -452,8 +452,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "            with context.joined():\n                unit.leaf_ready(key, leaf)",
-        "            if True:\n                unit.leaf_ready(key, leaf)",
+        "        with context.joined():\n            unit.leaf_ready(key, leaf)",
+        "        if True:\n            unit.leaf_ready(key, leaf)",
         "a leaf's gradient is written on the stream on which the leaf was made",
         _tests("streams", "no_race_wherever_the_model_was_wrapped[True]"),
     ),
@@ -543,7 +543,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "                unit.renew_accumulators()\n",
+        "                unit.expected.renew()\n",
         "                pass\n",
         "leaves' hooks go on running on the stream of the wrap",
         _tests("streams", "no_race_wherever_the_model_was_wrapped[True]"),
@@ -875,7 +875,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "        self.renew_accumulators()\n        return self.device\n",
+        "        self.expected.renew()\n        return self.device\n",
         "        return self.device\n",
         "after a cast the engine waits for nodes that are gone",
         _tests("full_params", "casting[double]"),
@@ -1268,7 +1268,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "        if (self._shown or self._expected) and any(handle.casts for handle in self.handles):\n",
+        "        if (self._shown or self.expected.seen) and any(handle.casts for handle in self.handles):\n",
         "        if False:\n",
         "a backward that needs both precisions goes on",
         VALUES,

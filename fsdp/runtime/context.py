@@ -19,6 +19,7 @@ from fsdp.flat.memory import pool_for
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import Pass, Ticket
 from fsdp.runtime.agreements import Agreements
+from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.runtime.residency import Residence, Residency
@@ -66,6 +67,7 @@ class TreeUnit(Protocol):
     ancestors: frozenset[int]
     device: torch.device
     handles: list[FlatParamHandle]
+    expected: ExpectedLeaves
     policy: UnitPolicy
 
     @property
@@ -76,9 +78,6 @@ class TreeUnit(Protocol):
 
     @property
     def is_gathering(self) -> bool: ...
-
-    @property
-    def awaits_leaves(self) -> bool: ...
 
     def signature(self) -> str: ...
 
@@ -94,8 +93,6 @@ class TreeUnit(Protocol):
     def refresh(self, context: RootContext) -> None: ...
 
     def follow_parameters(self) -> None: ...
-
-    def renew_accumulators(self) -> None: ...
 
     def gather(self, context: RootContext, why: Residence = ...) -> None: ...
 
@@ -248,7 +245,7 @@ class RootContext:
         if stream != self.compute:
             self.compute = stream
             for unit in self.units:  # autograd would run the leaves' hooks on another stream, with a warning
-                unit.renew_accumulators()
+                unit.expected.renew()
 
     def joined(self) -> AbstractContextManager[None]:
         """Inside, work goes to the stream that owns the gradients' memory, in order with that of the current one."""
@@ -387,7 +384,7 @@ class RootContext:
         if unit.policy.reduce_unused:
             return
         waits = self.in_backward and unit.policy.prefetch_after_gradients
-        if waits and any(other.awaits_leaves and other.index not in unit.ancestors for other in self.residency):
+        if waits and any(other.expected and other.index not in unit.ancestors for other in self.residency):
             return
         for candidate in self.order.upcoming(self._distance(unit)):
             if candidate.is_gathered:

@@ -28,6 +28,7 @@ from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
 from fsdp.runtime.backward import ForwardCall, Place, close_passed
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext, UnitPolicy
+from fsdp.runtime.expected import ExpectedLeaves, LeafKey
 from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients
@@ -106,28 +107,12 @@ class Unit:
         self._in_output = False  # the last forward returned (a view of) a parameter, which must stay readable
         self._depth = 0  # forwards of this unit under way
         self._generation = -1  # of the context, when the full buffers were last filled
-        self._kept_versions: list[Any] | None = (
-            None  # of the shards, where an unsynchronised backward left them gathered
-        )
-        # graph task -> the leaves (bucket, index) it has still to deliver; see [Note: When a unit's backward is over].
-        # A task that delivered all stays, with nothing, so that it is not asked again.
-        self._expected: dict[int, set[tuple[int, int]]] = {}
+        self._kept_versions: list[Any] | None = None  # of shards that an unsynchronised backward left gathered
+        self.expected = ExpectedLeaves(self.handles, functools.partial(_leaf_arrived, self.ref))
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
-        # (bucket, index) and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
-        self._accumulators: dict[int, tuple[tuple[int, int], Any]] = {}
-        self._watch_leaves()
         hooks.watch_optimizers(self)
         for handle in self.handles:
             handle.cast_to = functools.partial(_cast, self.ref, weakref.ref(handle))
-
-    def _watch_leaves(self) -> None:
-        """Hook the leaves that require grad and are not hooked yet."""
-        for bucket, handle in enumerate(self.handles):
-            for index, leaf in handle.all_leaves:
-                if leaf.requires_grad and id(leaf) not in self._accumulators:
-                    key = (bucket, index)
-                    self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
-                    hooks.on_accumulated(leaf, _leaf_door(self.ref, key))
 
     # -- the tree ------------------------------------------------------------------------------------------------------
 
@@ -325,7 +310,7 @@ class Unit:
         """
         if all(handle.full_precision is full_precision for handle in self.handles):
             return
-        if (self._shown or self._expected) and any(handle.casts for handle in self.handles):
+        if (self._shown or self.expected.seen) and any(handle.casts for handle in self.handles):
             raise RuntimeError(
                 f"{self.name} would have to compute in mixed and in full precision at once. Forwards inside "
                 "summon_full_params, and in eval mode with FSDP_USE_FULL_PREC_IN_EVAL=1, are in full precision: give "
@@ -336,7 +321,7 @@ class Unit:
         self.reshard(context)
         for handle in self.handles:
             handle.compute_in_full_precision(full_precision)
-        self._watch_leaves()
+        self.expected.watch()
 
     def check_can_change(self) -> None:
         """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""
@@ -371,20 +356,8 @@ class Unit:
             views.follow()
             for visible, grad in zip(views.visible, grads):
                 visible.param.grad = None if grad is None else change(grad).detach()
-        self.renew_accumulators()
+        self.expected.renew()
         return self.device
-
-    def renew_accumulators(self) -> None:
-        """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
-        there. Where a graph holds an old one, it stays."""
-        hooked = set(self._accumulators)
-        self._accumulators.clear()  # a node lives as long as somebody holds it
-        self._accumulators = {
-            id(leaf): ((bucket, index), hooks.accumulator_of(leaf))
-            for bucket, handle in enumerate(self.handles)
-            for index, leaf in handle.all_leaves
-            if id(leaf) in hooked
-        }
 
     # -- gathered by hand ----------------------------------------------------------------------------------------------
 
@@ -568,17 +541,12 @@ class Unit:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @property
-    def awaits_leaves(self) -> bool:
-        """Whether the backward under way has gradients of this unit still to compute."""
-        return any(self._expected.values())
-
-    @property
     def _reduces(self) -> bool:
         return any(gradients.reduces for gradients in self.gradients)
 
     @property
     def _in_backward(self) -> bool:
-        return bool(self._open_calls) or self.awaits_leaves
+        return bool(self._open_calls or self.expected)
 
     def backward_reached(self, call: ForwardCall) -> None:
         """The gradient of an output of ``call`` is there."""
@@ -599,13 +567,13 @@ class Unit:
         context.enter_backward(self)
         self._compute_in(context, call.full_precision)
         self._open_calls.add(call)
-        expected = self._expect()
+        expected = self.expected.of_this_task()
         call.enter()
         self.unshard(context, refill=False)
         self._check_unchanged(call, expected)  # what was replaced has been taken over by now
         context.gather_ahead(self)
 
-    def _check_unchanged(self, call: ForwardCall, expected: set[tuple[int, int]]) -> None:
+    def _check_unchanged(self, call: ForwardCall, expected: set[LeafKey]) -> None:
         """Raises RuntimeError if a parameter that this backward computes the gradient of is not what it was in
         ``call``, as autograd does for plain ones."""
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):
@@ -623,14 +591,7 @@ class Unit:
                         "step optimizers, after the backward; or run the forward again"
                     )
 
-    def _expect(self) -> set[tuple[int, int]]:
-        """The leaves that the running graph task has still to deliver; found out when it is first seen."""
-        task = hooks.current_backward()
-        if task not in self._expected:
-            self._expected[task] = {key for key, node in self._accumulators.values() if hooks.will_run(node)}
-        return self._expected[task]
-
-    def leaf_ready(self, key: tuple[int, int], leaf: torch.Tensor) -> None:
+    def leaf_ready(self, key: LeafKey, leaf: torch.Tensor) -> None:
         """A leaf's gradient of the running graph task is complete: move it to its slot."""
         context = self.context
         assert context is not None
@@ -652,7 +613,7 @@ class Unit:
                 "grad itself: gradients of gradients (create_graph=True) of sharded parameters are not supported. "
                 "Compute such terms on the plain module"
             )
-        expected = self._expect()
+        expected = self.expected.of_this_task()
         gradients = self.gradients[bucket]
         if not gradients.is_open:
             if self.views[bucket].shows_grads:
@@ -663,7 +624,7 @@ class Unit:
             gradients.open(context.reductions, synchronize=self.synchronize)
         gradients.add(index, self.views[bucket].hooked(index, grad))
         expected.discard(key)
-        if not self.awaits_leaves:
+        if not self.expected:
             context.gather_ahead(self)  # before the reduction: somebody waits for a gather
             self.finish_gradients(context, at_end=False)
             if self._maybe_reshard(context):
@@ -690,7 +651,7 @@ class Unit:
         return True
 
     def _forget_backward(self) -> None:
-        self._expected.clear()
+        self.expected.forget()
         for call in self._open_calls:
             call.entered = None
         self._open_calls.clear()
@@ -772,7 +733,7 @@ class Unit:
         """Follow what the user did to the visible parameters."""
         changed = [view.refresh() for view in self.views]
         if any(changed):
-            self._watch_leaves()
+            self.expected.watch()
 
 
 def _cast(unit_ref: weakref.ref[Unit], handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype) -> None:
@@ -791,21 +752,18 @@ def _cast(unit_ref: weakref.ref[Unit], handle_ref: weakref.ref[FlatParamHandle],
         unit.apply_to_shards(change)
 
 
-def _leaf_door(unit_ref: weakref.ref[Unit], key: tuple[int, int]) -> Callable[[torch.Tensor], None]:
-    def door(leaf: torch.Tensor) -> None:
-        unit = unit_ref()
-        if unit is None:
-            return
-        context = unit.context
-        assert context is not None
-        try:
-            with context.joined():
-                unit.leaf_ready(key, leaf)
-        except BaseException as error:
-            unit.backward_failed(error, "gradient of a parameter")
-            raise
-
-    return door
+def _leaf_arrived(unit_ref: weakref.ref[Unit], key: LeafKey, leaf: torch.Tensor) -> None:
+    unit = unit_ref()
+    if unit is None:
+        return
+    context = unit.context
+    assert context is not None
+    try:
+        with context.joined():
+            unit.leaf_ready(key, leaf)
+    except BaseException as error:
+        unit.backward_failed(error, "gradient of a parameter")
+        raise
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
