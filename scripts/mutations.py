@@ -38,6 +38,20 @@ def _tests(file: str, *names: str) -> tuple[str, ...]:
 
 MUTATIONS = [
     Mutation(
+        "fsdp/runtime/residency.py",
+        "before = self._of.pop(unit, Residence.SHARDED)",
+        "before = self._of.get(unit, Residence.SHARDED)",
+        "idle units are resharded in the order in which they were gathered first",
+        ("tests/test_residency.py",),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        "if why is not before and why not in _NEXT[before]:",
+        "if False:",
+        "any reason for being gathered may follow any other",
+        ("tests/test_residency.py",),
+    ),
+    Mutation(
         "fsdp/runtime/hooks.py",
         "        before = set_frame_callback(None)\n",
         "        before = set_frame_callback(None)\n        set_frame_callback(before)\n",

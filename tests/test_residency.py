@@ -1,0 +1,45 @@
+"""Why units are gathered: what may follow what, and which idle one goes first."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp.runtime.residency import Residence, Residency
+
+PREFETCHED, IN_USE, RECOMPUTED, KEPT = (
+    Residence.PREFETCHED,
+    Residence.IN_USE,
+    Residence.RECOMPUTED,
+    Residence.KEPT,
+)
+
+
+def test_idle_units_stand_in_the_order_in_which_they_became_so() -> None:
+    residency: Residency[str] = Residency()
+    for unit in "abcd":
+        residency.gathers(unit, PREFETCHED)
+    for unit in "ac":
+        assert residency.becomes(unit, IN_USE)
+    residency.becomes("d", KEPT)
+    assert residency.idle == ["b"]
+    residency.becomes("a", RECOMPUTED)
+    assert residency.idle == ["b", "a"]
+    assert residency.becomes("b", Residence.SHARDED)
+    assert set(residency) == {"a", "c", "d"}
+    assert residency.of("b") is Residence.SHARDED
+    assert not residency.becomes("b", IN_USE)  # only a gather gives it memory
+    assert residency.of("b") is Residence.SHARDED
+
+
+@pytest.mark.parametrize("then", [RECOMPUTED, KEPT])
+def test_nothing_is_left_by_a_pass_that_was_not_gathered_for_it(then: Residence) -> None:
+    residency: Residency[str] = Residency()
+    with pytest.raises(AssertionError, match=f"went from SHARDED to {then.name}"):
+        residency.gathers("a", then)
+
+
+def test_what_was_gathered_ahead_is_recomputed_only_in_use() -> None:
+    residency: Residency[str] = Residency()
+    residency.gathers("a", PREFETCHED)
+    with pytest.raises(AssertionError, match="went from PREFETCHED to RECOMPUTED"):
+        residency.becomes("a", RECOMPUTED)
