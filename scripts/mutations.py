@@ -150,7 +150,7 @@ MUTATIONS = [
         _tests("writes", "what_is_written_to_summoned_flat_parameters_counts"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "stale = earlier and self._kept_versions != self._versions",
         "stale = earlier and sum(s for s, _ in self._kept_versions) != sum(s for s, _ in self._versions)",
         "what is replaced in no_sync is not gathered where it stays gathered",
@@ -290,7 +290,7 @@ MUTATIONS = [
         _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "            for handle in self.handles:\n"
         "                handle.wait()\n"
         "        for view in self.views:\n"
@@ -371,7 +371,7 @@ MUTATIONS = [
         _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "                handle.wait()  # gathered ahead in vain: whoever writes to the shard "
         "next must not overtake the gather\n",
         "                pass\n",
@@ -408,14 +408,14 @@ MUTATIONS = [
         _tests("streams", "no_race_whatever_lends_the_memory"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "            context.gathers_follow_compute()\n            self.gather(context)\n            for handle",
         "            self.gather(context)\n            for handle",
         "the gather of summoned parameters does not wait for what was written to them",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "            self.gather(context)\n            for handle in self.handles:\n                handle.wait()\n"
         "        self._summoned = Summoned.HERE\n",
         "            self.gather(context)\n        self._summoned = Summoned.HERE\n",
@@ -577,7 +577,7 @@ MUTATIONS = [
         _tests("streams", "the_host_waits_before_it_touches_what_is_offloaded"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "        self.reshard(context)\n        context.settle_offloaded()\n",
         "        self.reshard(context)\n",
         "shards in host memory are written while a summon reads them",
@@ -664,7 +664,7 @@ MUTATIONS = [
         _tests("parity", "parity[2r-mlp-sgd-FULL_SHARD-originals-auto]"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "                    handle.release(context.gather_pool, last_use)\n",
         "                    pass\n",
         "full buffers are never released",
@@ -804,14 +804,14 @@ MUTATIONS = [
         _tests("backward_end", "a_side_output_that_is_not_marked_is_an_error_by_name"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "        self._kept_versions = self._versions\n",
         "        pass\n",
         "a unit that is kept after forward is gathered in every pass of an accumulation",
         _tests("accumulation", "a_unit_that_is_kept_after_forward_is_gathered_once_per_accumulation"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "return [(handle.shard._version, view.versions) for",
         "return [(0, view.versions) for",
         "what the engine writes inside no_sync is not gathered",
@@ -853,21 +853,21 @@ MUTATIONS = [
         ("tests/test_nested.py",),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "            torch.clear_autocast_cache()  # it keeps",
         "            pass  # it keeps",
         "autocast keeps a cast of every unit",
         _tests("backward_stale", "autocast_keeps_no_cast_of_a_unit_that_was_resharded"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "                torch.clear_autocast_cache()  # its casts",
         "                pass  # its casts",
         "autocast keeps the casts of a copy that is gathered again",
         _tests("backward_stale", "no_forward_uses_a_cast_from_before_the_parameters_changed"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "            stale = earlier and self._kept_versions != self._versions\n",
         "            stale = False\n",
         "a full copy of an earlier forward is trusted",
@@ -1015,9 +1015,9 @@ MUTATIONS = [
         _tests("full_params", "with_gradients[2]"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
-        "        context.trim_at_rest()\n\n    def gather_now",
-        "\n    def gather_now",
+        "fsdp/runtime/unit_buffers.py",
+        "        context.trim_at_rest()\n",
+        "",
         "memory stays in the pool after parameters were shown",
         _tests("full_params", "unit_by_unit_holds_one_unit[True]"),
     ),
@@ -1274,21 +1274,21 @@ MUTATIONS = [
         VALUES,
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "again = context.backward_follows and not self._stays(context)",
         "again = context.backward_follows",
         "units that stay gathered keep a cast of their shard as well",
         CASTS,
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "        if (self._shown or self.expected.seen) and any(handle.casts for handle in self.handles):\n",
         "        if False:\n",
         "a backward that needs both precisions goes on",
         VALUES,
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "        self.compute_in_full_precision(context, full_precision)\n        self.precision.cast_buffers(",
         "        self.compute_in_full_precision(context, full_precision)\n        _ = lambda *_, **__: None; _(",
         "buffers do not follow the precision of the graph",
@@ -1331,7 +1331,7 @@ MUTATIONS = [
         _tests("ragged", "boxes_of_every_interval_of_a_small_tensor"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
+        "fsdp/runtime/unit_buffers.py",
         "        self._kept_versions = None\n        context = self.context\n",
         "        context = self.context\n",
         "a rank that got nothing of a state dict keeps what the others gather again",

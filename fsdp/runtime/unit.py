@@ -16,15 +16,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
-from fsdp.comm.collectives import Communicator, Tag
 from fsdp.comm.groups import Groups
-from fsdp.comm.streams import streams_for
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import plain_children, unit_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE, Ticket
+from fsdp.runtime.agreement import REDUCE, Ticket
 from fsdp.runtime.backward import ForwardCall, Place, close_passed
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext, UnitPolicy
@@ -33,6 +31,7 @@ from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients
 from fsdp.runtime.residency import Residence
+from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
 
 
 class Phase(Enum):
@@ -42,29 +41,12 @@ class Phase(Enum):
     SUMMONED = auto()  # its parameters are shown whole; forwards inside leave it so
 
 
-class Summoned(Enum):
-    """Where its parameters are shown whole."""
-
-    NOWHERE = auto()
-    HERE = auto()  # in the full buffers, on all ranks: forwards inside compute with them
-    HERE_ALONE = auto()  # in the full buffers, but not on other ranks
-    ELSEWHERE = auto()  # in other memory, or on other ranks: the full buffers are released
-
-
-class Unit:
+class Unit(UnitBuffers):
     """One wrapped module and the parameters it owns.
 
     Attributes:
-        module: the wrapped module.
-        name: what errors call it; its path in the tree once a root is known.
-        handles, views, gradients: one of each per bucket.
-        groups: the ranks it is sharded and replicated over.
-        policy: when it is resharded and gathered ahead.
-        precision: the dtypes of its inputs, outputs and buffers.
-        synchronize: whether a backward reduces its gradients; read when the backward runs.
+        gradients: one per bucket.
         comm_hook: the user's reduction, in the place of the communicator's; see ``use_hook``.
-        index: its number in the tree.
-        place: its number among the tree's units that communicate over the same group, equal on every rank.
         membership: its place in its tree, which its wrapper holds; see :class:`fsdp.runtime.build.Membership`.
         parent_is_built: what is done to modules around it is not meant for it now.
         has_parent: one of this package's.
@@ -82,32 +64,16 @@ class Unit:
         policy: UnitPolicy,
         precision: UnitPrecision,
     ) -> None:
-        self.module = module
-        self.handles = [handle for handle, _ in buckets]
-        self.name = self._named(name)
-        self.views = [views for _, views in buckets]
-        self.groups = groups
-        self.device = device
-        self.policy = policy
-        self.precision = precision
-        self.synchronize = True
+        super().__init__(module, name, buckets, groups, device, policy, precision)
         self.comm_hook: CommHook | None = None
         keep_low = precision.asked.keep_low_precision_grads
         self.gradients = [BucketGradients(handle, views, keep_low_precision=keep_low) for handle, views in buckets]
-        self.index = self.place = 0
         self.membership: Callable[[], Any] = lambda: None
         self.parent_is_built = self.has_parent = False
         self.mesh: DeviceMesh | None = None
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
-        self.ancestors: frozenset[int] = frozenset()  # the indices of the units around it
         self.ref = weakref.ref(self)
-        self._context: Callable[[], RootContext | None] = lambda: None
-        self._communicator: Communicator | None = None
-        self._summoned = Summoned.NOWHERE
-        self._in_output = False  # the last forward returned (a view of) a parameter, which must stay readable
         self._depth = 0  # forwards of this unit under way
-        self._generation = -1  # of the context, when the full buffers were last filled
-        self._kept_versions: list[Any] | None = None  # of shards that an unsynchronised backward left gathered
         self.expected = ExpectedLeaves(self.handles, functools.partial(_leaf_arrived, self.ref))
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.watch_optimizers(self)
@@ -115,30 +81,6 @@ class Unit:
             handle.cast_to = functools.partial(_cast, self.ref, weakref.ref(handle))
 
     # -- the tree ------------------------------------------------------------------------------------------------------
-
-    @property
-    def context(self) -> RootContext | None:
-        return self._context()
-
-    def join(self, context: RootContext, index: int, name: str, ancestors: frozenset[int]) -> None:
-        """Become unit ``index`` of ``context``'s tree."""
-        before = self.context
-        if before is not None and before is not context:
-            before.release(self)
-        self._context = weakref.ref(context)
-        self._communicator = Communicator(self.groups, context.streams)
-        self.index, self.name, self.ancestors = index, self._named(name), ancestors
-        self.precision.place_buffers(self.device, full_precision=self.precision.wants_full)
-
-    def _named(self, name: str) -> str:
-        for handle in self.handles:
-            handle.unit_name = name
-        return name
-
-    @property
-    def group(self) -> Any | None:
-        """The group whose ranks have to agree on this unit's collectives; None where there are none."""
-        return self.groups.shard if self.groups.shard_size > 1 else self.groups.replica
 
     def signature(self) -> str:
         """What its collectives depend on, in words."""
@@ -172,51 +114,11 @@ class Unit:
             return Phase.BACKWARD
         return Phase.IDLE if self._summoned is Summoned.NOWHERE else Phase.SUMMONED
 
-    @property
-    def _gathers(self) -> bool:
-        """Whether the full buffers have memory of their own."""
-        return any(handle.state is not BufferState.RESIDENT for handle in self.handles)
-
-    @property
-    def is_gathering(self) -> bool:
-        """Whether a gather is under way."""
-        return any(handle.state is BufferState.GATHERING for handle in self.handles)
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether the full buffers have memory (a gather may still be under way). Always true of what is not
-        sharded."""
-        return all(handle.state is not BufferState.SHARDED for handle in self.handles)
-
-    def _tag(self, bucket: int, what: str) -> Tag:
-        return Tag(f"{what} {self.name}", (self.place * MAX_BUCKETS + bucket) * 2 + (what == "reduce"))
-
     def use_hook(self, hook: CommHook) -> None:
         """Reduce gradients by ``hook`` from now on."""
         self.comm_hook = hook
         for gradients in self.gradients:
             gradients.use_hook(hook)
-
-    # -- gathering -----------------------------------------------------------------------------------------------------
-
-    def gather(self, context: RootContext, why: Residence = Residence.IN_USE) -> None:
-        """Start filling the full buffers."""
-        streams = context.streams
-        ticket = context.about_to(GATHER, self) if self.groups.sharded else None
-        again = context.backward_follows and not self._stays(context)
-        with streams.on_gather_stream():
-            for bucket, handle in enumerate(self.handles):
-                assert self._communicator is not None
-                tag = self._tag(bucket, "gather")
-                handle.gather(context.gather_pool, self._communicator, tag, ticket, keep_cast=again)
-        self._generation = context.generation
-        self._kept_versions = None
-        context.residency.gathers(self, why)
-
-    @property
-    def in_full_precision(self) -> bool:
-        """Whether messages have the parameters' own dtypes, and usually have others."""
-        return any(handle.departs_from_layout for handle in self.handles)
 
     def take_part(self, kind: str, ticket: Ticket, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit and this one need not: let the values go; add to the sum what there is.
@@ -238,90 +140,6 @@ class Unit:
             ]
         for pending, _ in gathers:  # on the compute stream: whoever writes to the shard next must not overtake it
             pending.wait()
-
-    def unshard(self, context: RootContext, *, refill: bool) -> None:
-        """The modules hold the full parameters when this returns, and the current stream may read them.
-
-        With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since. Where
-        a backward of ``no_sync`` kept it, their versions tell.
-        """
-        if self._gathers and not self._shown:
-            earlier = refill and self._generation != context.generation
-            stale = earlier and self._kept_versions != self._versions
-            if not self.is_gathered or earlier or context.residency.of(self) is Residence.PREFETCHED:
-                context.order.record(self)
-            if not self.is_gathered:
-                context.make_room(self)
-                self.gather(context)
-            elif stale:
-                torch.clear_autocast_cache()  # its casts are of what was there before
-                self.gather(context)
-            elif earlier:
-                self._generation = context.generation
-            for handle in self.handles:
-                handle.wait()
-        for view in self.views:
-            view.use_leaves()
-        context.residency.becomes(self, Residence.IN_USE)
-
-    @property
-    def _versions(self) -> list[Any]:
-        """Others when a shard was written: through what users hold, or by the engine."""
-        return [(handle.shard._version, view.versions) for handle, view in zip(self.handles, self.views)]
-
-    def _reshard_after_backward(self, context: RootContext) -> None:
-        """Reshard; but where the strategy keeps a unit after forward and its gradients accumulate unsharded, it stays
-        for the next forward as well, which gathers it again only if a shard was written in between."""
-        if self.synchronize or self.policy.reshard_after_forward or not self.is_gathered:
-            self.reshard(context)
-            return
-        for view in self.views:
-            view.use_resting()
-        self._kept_versions = self._versions
-        context.residency.becomes(self, Residence.KEPT)
-
-    def reshard(self, context: RootContext) -> None:
-        """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
-        for view in self.views:
-            view.use_resting()
-        if self._shown or self._in_output:
-            return
-        if context.residency.becomes(self, Residence.SHARDED):
-            for handle in self.handles:
-                handle.wait()  # gathered ahead in vain: whoever writes to the shard next must not overtake the gather
-            last_use = context.streams.record()
-            with context.streams.on_gather_stream():
-                for handle in self.handles:
-                    handle.release(context.gather_pool, last_use)
-            torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
-
-    def shards_were_written(self) -> None:
-        """On some rank, if not on this one: what has been gathered for a forward to come is out of date on all."""
-        self._kept_versions = None
-        context = self.context
-        if context is not None and context.residency.of(self) is Residence.PREFETCHED:
-            self.reshard(context)
-
-    def compute_in_full_precision(self, context: RootContext, full_precision: bool) -> None:
-        """Compute in the parameters' own dtypes from here on, or in those of the mixed precision again.
-
-        Raises:
-            RuntimeError: a backward of the unit is under way, or its parameters are shown, in the other dtypes.
-        """
-        if all(handle.full_precision is full_precision for handle in self.handles):
-            return
-        if (self._shown or self.expected.seen) and any(handle.casts for handle in self.handles):
-            raise RuntimeError(
-                f"{self.name} would have to compute in mixed and in full precision at once. Forwards inside "
-                "summon_full_params, and in eval mode with FSDP_USE_FULL_PREC_IN_EVAL=1, are in full precision: give "
-                "graphs of different precision backwards of their own, and those of mixed precision outside of "
-                "summon_full_params"
-            )
-        self.forget_output(context)
-        self.reshard(context)
-        for handle in self.handles:
-            handle.compute_in_full_precision(full_precision)
-        self.expected.watch()
 
     def check_can_change(self) -> None:
         """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""
@@ -387,54 +205,6 @@ class Unit:
 
         return wait
 
-    # -- shown whole ---------------------------------------------------------------------------------------------------
-
-    def show_full(self, context: RootContext) -> None:
-        """Gather, fresh, and stay gathered until ``end_show``; forwards inside compute with what is there."""
-        self.compute_in_full_precision(context, True)
-        if self._gathers:
-            context.gathers_follow_compute()
-            self.gather(context)
-            for handle in self.handles:
-                handle.wait()
-        self._summoned = Summoned.HERE
-
-    @property
-    def _shown(self) -> bool:
-        """Whether the full buffers are what users see."""
-        return self._summoned in (Summoned.HERE, Summoned.HERE_ALONE)
-
-    def refuse_forwards(self) -> None:
-        """Until ``end_show``: not every rank's device has the full parameters."""
-        self._summoned = Summoned.HERE_ALONE
-
-    def release_shown(self, context: RootContext) -> None:
-        """The values are shown in other memory, or on other ranks: give the buffers back, and run no forwards."""
-        self._summoned = Summoned.ELSEWHERE
-        self.reshard(context)
-
-    def end_show(self, context: RootContext) -> None:
-        self._summoned = Summoned.NOWHERE
-        self.reshard(context)
-        context.settle_offloaded()
-        self.precision.cast_buffers(self.device, full_precision=self.precision.wants_full)
-        context.trim_at_rest()
-
-    def gather_now(self, bucket: int, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fill ``full`` with every rank's ``shard``, outside of the step's schedule."""
-        assert self._communicator is not None
-        self._communicator.gather(full, shard, self._tag(bucket, "gather"), self.watch_call()).wait()
-
-    def watch_call(self) -> Ticket | None:
-        """For what the call under way communicates over the unit's group, apart from gathers; see
-        ``RootContext.announce``."""
-        return self.context.announce(self.group) if self.context is not None else None
-
-    def agree_on_maximum(self, values: torch.Tensor) -> None:
-        """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""
-        communicator = self._communicator or Communicator(self.groups, streams_for(self.device))  # before its first use
-        communicator.maximum(values, self.device, f"agree on {self.name}", self.watch_call())
-
     # -- forward -------------------------------------------------------------------------------------------------------
 
     @hooks.untraced
@@ -479,14 +249,6 @@ class Unit:
         if not recomputing:
             context.gather_ahead(self)
 
-    def _compute_in(self, context: RootContext, full_precision: bool) -> None:
-        self.compute_in_full_precision(context, full_precision)
-        self.precision.cast_buffers(self.device, full_precision=full_precision)
-
-    def _stays(self, context: RootContext) -> bool:
-        """Whether it stays gathered from forward to backward."""
-        return not self.policy.reshard_after_forward or self is context.root
-
     @hooks.untraced
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
         """Reshard unless the backward follows at once, and hook the outputs; returns them."""
@@ -512,15 +274,6 @@ class Unit:
                     context.gather_ahead(self)
             context.exit_forward(backward_follows=bool(differentiable))  # last: what fails before it is aborted
         return output
-
-    def _holds(self, tensor: torch.Tensor) -> bool:
-        return any(handle.holds(tensor) for handle in self.handles)
-
-    def forget_output(self, context: RootContext) -> None:
-        """What an earlier forward returned may lose its values now."""
-        if self._in_output:
-            self._in_output = False
-            self.reshard(context)
 
     @hooks.untraced
     def abort_forward(self, context: RootContext) -> None:
@@ -720,20 +473,10 @@ class Unit:
             self._compute_in(context, self.precision.wants_full)
         self.follow_parameters()
 
-    def visible_params(self) -> Iterator[torch.Tensor]:
-        """What optimizers hold of it."""
-        return (visible.param for views in self.views for visible in views.visible)
-
     def before_step(self) -> None:
         """An optimizer is about to change the shards."""
         if self.phase is Phase.IDLE:
             self.follow_parameters()
-
-    def follow_parameters(self) -> None:
-        """Follow what the user did to the visible parameters."""
-        changed = [view.refresh() for view in self.views]
-        if any(changed):
-            self.expected.watch()
 
 
 def _cast(unit_ref: weakref.ref[Unit], handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype) -> None:
