@@ -82,10 +82,8 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     values = (
         [handle.full.to("cpu", copy=True) if offloaded else handle.full for handle in unit.handles] if shown else []
     )
-    if offloaded or not shown:
-        unit.release_shown(context)
-    elif options.rank0_only:
-        unit.refuse_forwards()
+    if offloaded or options.rank0_only:
+        unit.show_elsewhere(context, release=offloaded or not shown)
     try:
         for position, (handle, views, value) in enumerate(zip(unit.handles, unit.views, values)):
             grads = None if full_grads is None else full_grads[position]

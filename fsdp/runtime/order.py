@@ -9,16 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence as Units
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-
-class Indexed(Protocol):
-    """What runs in some order: anything with a number of its own in its tree."""
-
-    index: int
-
-
-T = TypeVar("T", bound=Indexed)
+T = TypeVar("T")
 
 
 class Sequence(Generic[T]):
@@ -53,11 +46,11 @@ class ExecutionOrder(Generic[T]):
     """One sequence per kind of pass: forwards by the unit that was called, backwards by the first unit reached."""
 
     def __init__(self) -> None:
-        self._sequences: dict[tuple[bool, int], Sequence[T]] = {}
+        self._sequences: dict[tuple[bool, T], Sequence[T]] = {}
         self._active: Sequence[T] | None = None
 
     def start(self, first: T, *, backward: bool) -> None:
-        self._active = self._sequences.setdefault((backward, first.index), Sequence())
+        self._active = self._sequences.setdefault((backward, first), Sequence())
         self._active.start()
 
     def record(self, unit: T) -> None:
@@ -72,12 +65,6 @@ class ExecutionOrder(Generic[T]):
         self._active = None
 
 
-class Prefetching(Protocol):
-    """What says how many units to gather ahead of it: a unit."""
-
-    policy: Any
-
-
 class PrefetchLimits:
     """How many units a tree gathers ahead, readable and writable by the names that tools know from FSDP1.
 
@@ -85,7 +72,7 @@ class PrefetchLimits:
     gather ahead there at all.
     """
 
-    def __init__(self, units: Units[Prefetching], in_backward: Units[Prefetching]) -> None:
+    def __init__(self, units: Units[Any], in_backward: Units[Any]) -> None:
         self._units = units
         self._in_backward = in_backward
 
@@ -106,7 +93,7 @@ class PrefetchLimits:
         self._set(self._in_backward, backward_prefetch=count)
 
     @staticmethod
-    def _set(units: Units[Prefetching], **count: int) -> None:
+    def _set(units: Units[Any], **count: int) -> None:
         for value in count.values():
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"a prefetch limit is a number of units, 0 or more, but got {value!r}")

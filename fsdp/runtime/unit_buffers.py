@@ -244,13 +244,10 @@ class UnitBuffers(TreeUnit):
         """Whether the full buffers are what users see."""
         return self._summoned in (Summoned.HERE, Summoned.HERE_ALONE)
 
-    def refuse_forwards(self) -> None:
-        """Until ``end_show``: not every rank's device has the full parameters."""
-        self._summoned = Summoned.HERE_ALONE
-
-    def release_shown(self, context: RootContext) -> None:
-        """The values are shown in other memory, or on other ranks: give the buffers back, and run no forwards."""
-        self._summoned = Summoned.ELSEWHERE
+    def show_elsewhere(self, context: RootContext, *, release: bool) -> None:
+        """Until ``end_show`` run no forwards: not every rank's device has the full parameters. With ``release`` this
+        one has not either: it shows a copy in CPU memory, or nothing."""
+        self._summoned = Summoned.ELSEWHERE if release else Summoned.HERE_ALONE
         self.reshard(context)
 
     def end_show(self, context: RootContext) -> None:
