@@ -684,11 +684,16 @@ def _written_under_no_sync() -> None:
             with FullyShardedDataParallel.summon_full_params(model):
                 in_place(model)
 
+        def summoned_past_versions(model: nn.Module) -> None:
+            with FullyShardedDataParallel.summon_full_params(model):
+                for param in model.parameters():
+                    param.data.mul_(2.0)
+
         def loaded(model: nn.Module, state: dict[str, Tensor] = state) -> None:
             model.load_state_dict(state)
 
         with model.no_sync():
-            for write in (in_place, summoned, loaded, in_place):
+            for write in (in_place, summoned, summoned_past_versions, loaded, in_place):
                 model(x).sum().backward()
                 write(model)
                 write(plain)
