@@ -110,7 +110,7 @@ def run_rank(rank: int, ranks: int, meeting_point: str, checkpoints: Path, kille
 def run(ranks: int, checkpoints: Path, kill: int | None = None) -> list[int | None]:
     """Train in `ranks` processes, the rank `kill` of which is to die; returns their exit codes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdp.checkpoint.store"])  # imports torch once instead of in each process
+    context.set_forkserver_preload(["fsdp.checkpoint.load_checkpoint"])  # imports torch once instead of in each process
     with tempfile.TemporaryDirectory() as directory:
         meeting_point = f"{directory}/meeting_point"
         processes = [

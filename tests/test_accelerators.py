@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-import fsdp.checkpoint.store as store_module
-import fsdp.checkpoint.writing as writing_module
+import fsdp.checkpoint.save_checkpoint as save_module
 import fsdp.comm.collectives as collectives_module
 import fsdp.comm.groups as groups_module
 import fsdp.flat.ownership as ownership_module
@@ -364,8 +363,8 @@ def test_a_save_stages_into_one_piece_of_host_memory() -> None:
         "f": torch.empty(0, device=AWAY),
     }
     streams = HostOfAccelerator()
-    with mock.patch.object(writing_module, "streams_for", return_value=streams):
-        staged = writing_module._staged(state)
+    with mock.patch.object(save_module, "streams_for", return_value=streams):
+        staged = save_module._staged(state)
     assert [room.numel() for room in streams.rooms] == [64 + 128 + 64] and streams.waited == 4
     room = streams.rooms[0].untyped_storage()._cdata
     copies = [staged["a"], staged["b"]["c"][0], staged["e"].local]
@@ -387,7 +386,7 @@ def save_beside_an_accelerator(path: str) -> list[str]:
     fails = mock.Mock(side_effect=AssertionError("a save of what is staged waits for the device"))
     with (
         mock.patch.object(streams, "on_device", on_device),
-        mock.patch.object(store_module, "streams_for", return_value=streams),
+        mock.patch.object(save_module, "streams_for", return_value=streams),
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", fails),
     ):

@@ -34,7 +34,7 @@ from fsdp.checkpoint import (
     load_plain,
     progress,
     save,
-    writing,
+    save_checkpoint,
 )
 from fsdp.checkpoint.files import Disk
 from fsdp.wrap import ModuleWrapPolicy
@@ -330,8 +330,8 @@ def test_nothing_of_a_save_is_kept_when_it_is_over(tmp_path: Path, monkeypatch: 
         copies.extend(weakref.ref(value) for value in result.values() if isinstance(value, Tensor))
         return result
 
-    stage = writing._staged
-    monkeypatch.setattr(writing, "_staged", staged)
+    stage = save_checkpoint._staged
+    monkeypatch.setattr(save_checkpoint, "_staged", staged)
     async_save(tmp_path, nn.Linear(2, 2)).result()
     monkeypatch.setattr(files, "disk", Full())
     failed = async_save(tmp_path, nn.Linear(2, 2))

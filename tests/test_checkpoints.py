@@ -263,17 +263,19 @@ def test_r48_state_after_a_failure_and_buffers_of_another_dtype(tmp_path: Path) 
 # -- at any time -------------------------------------------------------------------------------------------------------
 
 
-def everything_at(run: Run, root: str) -> None:
+def everything_at(run: Run, root: str, *, loads: bool) -> None:
     """All that there is to do with state, with no effect on values."""
     model, optimizer = run
     for kind in KINDS:
         with kind_of(model, "full"), FSDP.state_dict_type(model, *KINDS[kind]):
             state = model.state_dict()
-            model.load_state_dict({} if kind == "rank 0" and dist.get_rank() > 0 else state)
             saved = FSDP.optim_state_dict(model, optimizer)
+            if loads:
+                model.load_state_dict({} if kind == "rank 0" and dist.get_rank() > 0 else state)
             FSDP.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
     save(root, model, optimizer, keep=1)
-    load(root, model, optimizer)
+    if loads:
+        load(root, model, optimizer)
 
 
 def refused(model: nn.Module, root: str) -> None:
@@ -302,7 +304,7 @@ def interrupted(root: str, ways: list[tuple[ShardingStrategy, bool]]) -> None:
                     if "middle" in place:
                         refused(run[0], root)
                     else:
-                        everything_at(run, root)
+                        everything_at(run, root, loads="before backward" not in place)  # which would refuse it
 
             def in_backward(grad: Tensor, at: Callable[..., None] = at) -> None:
                 at("the middle of a unit's backward")

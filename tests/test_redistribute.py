@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from fsdp import FullyShardedDataParallel, StateDictType
+from fsdp.checkpoint.forms import Form, Full, Held, Wanted
 from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts
 from fsdp.checkpoint.redistribute import Channel, Item, redistribute
+from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.test_ragged import random_tensor
@@ -35,13 +42,18 @@ def placed(rng: random.Random, form: str, shape: tuple[int, ...], stride: tuple[
         return Placement.intervals(shape, stride, [(rank, *cuts[rank : rank + 2]) for rank in range(ranks)], ranks)
     if form == "rows" and shape:
         return Placement.rows(shape, chunk_rows(shape[0], ranks))
-    if form == "columns" and len(shape) > 1:  # as tensor parallelism cuts: offsets in another dimension than the first
-        boxes = []
-        for start, end in chunk_rows(shape[-1], ranks):
-            box = Box((*(0 for _ in shape[:-1]), start), (*shape[:-1], end - start))
-            boxes.append((box,) if box.numel else ())
-        return Placement(tuple(boxes))
-    return Placement.whole(shape, ranks)
+    return columns(shape, ranks) if form == "columns" else Placement.whole(shape, ranks)
+
+
+def columns(shape: tuple[int, ...], ranks: int) -> Placement:
+    """As tensor parallelism cuts: with offsets in another dimension than the first. What has none is everywhere."""
+    if len(shape) < 2:
+        return Placement.whole(shape, ranks)
+    boxes = []
+    for start, end in chunk_rows(shape[-1], ranks):
+        box = Box((*(0 for _ in shape[:-1]), start), (*shape[:-1], end - start))
+        boxes.append((box,) if box.numel else ())
+    return Placement(tuple(boxes))
 
 
 def test_two_boxes_have_in_common_what_both_have() -> None:
@@ -147,3 +159,54 @@ def count_collectives() -> None:
 
 def test_a_batch_is_one_collective_and_what_stays_is_none() -> None:
     run_ranks(2, count_collectives)
+
+
+class Columns(Form):
+    """Each rank's columns, as a plain tensor."""
+
+    called, is_cut = "a state dict of columns", True
+
+    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
+        return columns(shape, ranks)
+
+    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+        return local
+
+    read = Full.read
+    problem = Full.problem
+
+
+def states_in(
+    kind: StateDictType, wanted: Wanted | None, use_orig_params: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(
+        nn.Linear(5, 3), nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.Linear(2, 5)
+    )
+    model = FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params
+    )
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
+    optimizer.step()
+    asked_for = mock.patch.object(Wanted, "of", return_value=wanted) if wanted else contextlib.nullcontext()
+    with FullyShardedDataParallel.state_dict_type(model, kind), asked_for:
+        return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+
+
+def use_a_form(use_orig_params: bool) -> None:
+    whole, states = states_in(StateDictType.FULL_STATE_DICT, None, use_orig_params)
+    wanted = Wanted(Columns, offload_to_cpu=False)
+    cut, cut_states = states_in(StateDictType.SHARDED_STATE_DICT, wanted, use_orig_params)
+    pairs = [(whole[key], cut[key]) for key in whole]
+    pairs += [(states[name][key], cut_states[name][key]) for name in states for key in ("exp_avg", "exp_avg_sq")]
+    for full, local in pairs:
+        (box,) = columns(tuple(full.shape), dist.get_world_size()).boxes[dist.get_rank()]
+        assert torch.equal(local, Box.whole(full.shape).cut(box, full))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_new_form_is_a_class_and_nothing_else(use_orig_params: bool) -> None:
+    """Model and optimizer state leave in it."""
+    run_ranks(2, use_a_form, use_orig_params)

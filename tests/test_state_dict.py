@@ -442,7 +442,6 @@ def test_a_full_state_costs_itself_and_one_unit() -> None:
         assert abs(held - total) <= slack, f"{held:,}, expected {total:,}"
         assert total + SQUARE - slack <= most <= total + SQUARE + slack, f"{most:,}"
     receiver, other = run_ranks(2, _peak, "rank 0")
-    receiver, other = run_ranks(2, _peak, "rank 0")
     assert abs(receiver[1] - total) <= slack and receiver[0] <= total + SQUARE + slack
     assert other[0] <= SQUARE + slack and other[1] <= slack
     for most, held in run_ranks(2, _peak, "ragged"):

@@ -24,10 +24,10 @@ from fsdp.checkpoint import (
     get_model_state_dict,
     get_optimizer_state_dict,
     load,
+    load_checkpoint,
     load_plain,
     save,
     set_state_dict,
-    store,
 )
 from fsdp.checkpoint.files import Disk
 from fsdp.comm import consensus
@@ -137,7 +137,7 @@ def test_fd43_a_save_has_all_the_time_it_needs(tmp_path: Path) -> None:
 
 def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FD44: whatever step of a load another job comes before, with `keep=1`; without another job it is damaged."""
-    steps = [(files, "_read_manifest"), (files, "verify"), (store, "_read"), (store, "_extras")]
+    steps = [(files, "_read_manifest"), (files, "verify"), (load_checkpoint, "_read"), (load_checkpoint, "_extras")]
     for number, (where, name) in enumerate(steps):
         root = tmp_path / str(number)
         save(root, Keeps(1.0), extra=1)

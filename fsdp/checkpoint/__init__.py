@@ -6,7 +6,8 @@ from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, set_mode
 from fsdp.checkpoint.dcp_optim import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict, set_state_dict
 
 if TYPE_CHECKING:
-    from fsdp.checkpoint.store import Plain, async_save, load, load_plain, save
+    from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
+    from fsdp.checkpoint.save_checkpoint import async_save, save
 
 __all__ = [
     "Plain",
@@ -25,11 +26,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is in :mod:`fsdp.checkpoint.store`. It loads ``torch.distributed.checkpoint``, which loads torch's own FSDP;
-    so it is loaded when it is first asked for."""
+    """What loads ``torch.distributed.checkpoint``, which loads torch's own FSDP: when it is first asked for."""
     if name not in ("Plain", "async_save", "load", "load_plain", "save"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.checkpoint.store import Plain, async_save, load, load_plain, save
+    from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
+    from fsdp.checkpoint.save_checkpoint import async_save, save
 
     globals().update(Plain=Plain, async_save=async_save, load=load, load_plain=load_plain, save=save)
     return globals()[name]

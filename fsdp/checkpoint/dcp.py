@@ -29,8 +29,7 @@ from fsdp.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp.checkpoint.load_state_dict import load_alike, load_from_first, prepare
-from fsdp.checkpoint.loading import Loading
+from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare
 from fsdp.checkpoint.optim_params import ModelParams
 from fsdp.checkpoint.state_dict import calling
 from fsdp.comm.consensus import broadcast_object

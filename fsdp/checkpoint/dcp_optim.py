@@ -24,7 +24,7 @@ from fsdp.checkpoint.dcp import (
     set_model_state_dict,
     told_by_rank0,
 )
-from fsdp.checkpoint.loading import alike_on_all_ranks
+from fsdp.checkpoint.load_state_dict import alike_on_all_ranks
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_params import ModelParams, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict, wanted

@@ -22,6 +22,10 @@ unfinished one is what has such a name, and nothing in it but files that a save 
 A checkpoint is written under a temporary name. When every file and the directory itself are on the disk, one rename
 gives it its own name; then ``latest`` is replaced, by a rename as well. Wherever a writer dies, ``latest`` names a
 whole checkpoint: the one before, or the new one. Nothing that it names is written to again.
+
+[Note: No pickle]
+Where which tensor lies is in a file of JSON. ``torch.distributed.checkpoint`` keeps it in a pickle, which runs whatever
+code its author chose: so ``.metadata`` is written for other readers, and not read here.
 """
 
 from __future__ import annotations
@@ -38,6 +42,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 MANIFEST, LATEST, INDEX = "manifest", "latest", "tensors.json"
 _VERSION, _VERSIONS = 2, (1, 2)  # that are written, that are read: the first has no index
@@ -402,3 +417,68 @@ def _problem(path: Path, entry: Entry, told: Told) -> str | None:
             found.update(block[:nbytes])
             told(nbytes)
     return None if found.hexdigest() == entry.checksum else f"{path} has another checksum than when it was written"
+
+
+# -- where which tensor lies -------------------------------------------------------------------------------------------
+
+
+def packed_index(metadata: Metadata) -> bytes:
+    """The file's content: ``{"tensors": {key: {"dtype", "shape", "chunks": [[offsets, sizes, *place]]}}, "values":
+    {key: place}}``, where a place is a file, an offset and a length in bytes."""
+    places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for key, what in metadata.state_dict_metadata.items():
+        if isinstance(what, TensorStorageMetadata):
+            chunks = [[[*chunk.offsets], [*chunk.sizes], *_place(places[key, chunk.offsets])] for chunk in what.chunks]
+            dtype = str(what.properties.dtype).removeprefix("torch.")
+            tensors[key] = {"dtype": dtype, "shape": [*what.size], "chunks": chunks}
+        else:
+            values[key] = _place(places[key, None])
+    return json.dumps({"tensors": tensors, "values": values}, separators=(",", ":")).encode()
+
+
+def _place(info: _StorageInfo) -> list[Any]:
+    return [info.relative_path, info.offset, info.length]
+
+
+def read_index(directory: Path, manifest: Manifest, *, trusted: bool) -> Metadata | None:
+    """What is in the checkpoint; None if only ``.metadata`` tells, which may be read if it is ``trusted``.
+
+    Raises:
+        RuntimeError: the file is not what :func:`packed_index` makes, or names files that are not in ``manifest``.
+    """
+    path = directory / INDEX
+    if INDEX not in manifest.files:
+        if trusted:
+            return None
+        raise RuntimeError(
+            f"{directory} was written by an earlier version of this package, whose index is a pickle, and reading a "
+            "pickle can run any code: if you trust whoever wrote it, load it with trusted=True"
+        )
+    try:
+        content = json.loads(path.read_bytes())
+        metadata = Metadata(state_dict_metadata={}, storage_data={})
+        for key, what in content["tensors"].items():
+            chunks = []
+            for offsets, sizes, *place in what["chunks"]:
+                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                metadata.storage_data[MetadataIndex(key, chunks[-1].offsets)] = _info(place, manifest)
+            dtype = getattr(torch, what["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{what['dtype']!r} is no dtype")
+            size = torch.Size(what["shape"])
+            metadata.state_dict_metadata[key] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
+        for key, place in content["values"].items():
+            metadata.storage_data[MetadataIndex(key)] = _info(place, manifest)
+            metadata.state_dict_metadata[key] = BytesStorageMetadata()
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"{path} is no index of a checkpoint of this package: {error}") from error
+    return metadata
+
+
+def _info(place: Any, manifest: Manifest) -> _StorageInfo:
+    file, offset, length = place
+    if file not in manifest.files:
+        raise ValueError(f"it refers to {file!r}, which the manifest does not list")
+    return _StorageInfo(str(file), int(offset), int(length))

@@ -8,9 +8,9 @@ and all that comes back by :func:`fill`, whatever its form.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_par
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel, Item, redistribute
 from fsdp.comm.collectives import Watch
-from fsdp.comm.groups import default_group
+from fsdp.comm.groups import Groups, default_group
 from fsdp.flat.layout import contiguous_stride
 from fsdp.runtime.unit import Unit
 
@@ -38,17 +38,17 @@ class Held(NamedTuple):
 
     Attributes:
         part: this rank's interval of it.
-        spans: the (rank, start, end) of every rank's; None if each has all of it.
+        spans: gives the (rank, start, end) of every rank's; None if each has all of it.
     """
 
     part: RaggedTensor
-    spans: Sequence[tuple[int, int, int]] | None
+    spans: Callable[[], Sequence[tuple[int, int, int]]] | None
 
     def placement(self, ranks: int) -> Placement | None:
         """Of its elements on so many ranks; None if each has all of it."""
         if self.spans is None:
             return None
-        return Placement.intervals(self.part.shape, self.part.stride(), self.spans, ranks)
+        return Placement.intervals(self.part.shape, self.part.stride(), self.spans(), ranks)
 
 
 class Source(NamedTuple):
@@ -66,14 +66,34 @@ class Source(NamedTuple):
         return cls(placement, [(Box.whole(shape), value.to_local() if isinstance(value, DTensor) else value)])
 
 
+@dataclass(frozen=True)
 class Form(ABC):
     """What becomes of tensors on their way into a state dict.
 
     Attributes:
         device: where they go; None for where they are.
+        group: whose ranks hold, and get, parts of them.
+        mesh: for what is ``DTensor`` if there is one.
+        only: the rank that gets what one rank alone gets; -1 is none, and None all.
+        kind: of state dict, for which it is used; None for one that a config asks for.
+        called: in errors.
+        is_readable: the values stand in the modules already while ``nn.Module`` walks them.
+        stays: the values are the shards' own; nothing travels.
+        is_cut: each rank gets a part, so that there have to be several; what is not sharded has the full form.
+        is_flat: of flat vectors instead of parameters.
     """
 
     device: torch.device | None
+    group: Any
+    mesh: DeviceMesh | None
+    only: int | None
+
+    kind: ClassVar[StateDictType | None] = None
+    called: ClassVar[str]
+    is_readable: ClassVar[bool] = False
+    stays: ClassVar[bool] = False
+    is_cut: ClassVar[bool] = False
+    is_flat: ClassVar[bool] = False
 
     @abstractmethod
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
@@ -85,20 +105,23 @@ class Form(ABC):
 
     @staticmethod
     @abstractmethod
-    def read(value: torch.Tensor, group: Any) -> Source | None:
-        """What this rank has in ``value``; None if that is of another form. ``group``: the ranks that have the rest.
+    def read(value: Any, group: Any) -> Source:
+        """What this rank has in ``value``, which is of this form; ``group`` are the ranks that have the rest.
 
         Raises:
             AssertionError: nobody can tell who has what.
         """
 
+    @staticmethod
+    @abstractmethod
+    def problem(value: Any, held: Held, groups: Groups) -> str | None:
+        """Why ``value``, of this form, cannot be loaded into a parameter that is sharded over ``groups``."""
 
-@dataclass(frozen=True)
+
 class Full(Form):
-    """Whole tensors on every rank, or on rank ``only`` alone; -1 is none of them."""
+    """Whole tensors on every rank, or on rank ``only`` alone."""
 
-    device: torch.device
-    only: int | None = None
+    kind, called, is_readable = StateDictType.FULL_STATE_DICT, "a full state dict", True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return Placement.whole(shape, ranks, self.only)
@@ -107,19 +130,22 @@ class Full(Form):
         return local
 
     @staticmethod
-    def read(value: torch.Tensor, group: Any) -> Source | None:
+    def read(value: Any, group: Any) -> Source:
         whole = value.to_local() if isinstance(value, DTensor) else value
         return Source(None, [(Box.whole(value.shape), whole.detach())])
 
+    @staticmethod
+    def problem(value: Any, held: Held, groups: Groups) -> str | None:
+        if value.layout == torch.strided and not value.is_meta:
+            return None
+        return f"expected a dense tensor with values, but got {value.layout} on {value.device}"
 
-@dataclass(frozen=True)
+
 class Rows(Form):
     """Each rank's chunk of rows, by the rule of ``torch.chunk``: as ``DTensor`` over ``mesh`` if there is one, else as
     ``ShardedTensor`` over ``group``. What has no rows is whole on every rank."""
 
-    device: torch.device
-    group: Any
-    mesh: DeviceMesh | None
+    kind, called, is_cut = StateDictType.SHARDED_STATE_DICT, "a sharded state dict", True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         if not shape or 0 in shape:
@@ -140,9 +166,7 @@ class Rows(Form):
         return DTensor.from_local(rows, self.mesh, layout, run_check=False, shape=size, stride=stride)
 
     @staticmethod
-    def read(value: torch.Tensor, group: Any) -> Source | None:
-        if not is_sharded(value):
-            return None
+    def read(value: Any, group: Any) -> Source:
         shape = kind_of(value)[1]
         ranges, rows = _rows_of_dtensor(value, group) if isinstance(value, DTensor) else _rows_of_shards(value, group)
         if sum(end - start for start, end in ranges) != shape[0]:
@@ -150,12 +174,21 @@ class Rows(Form):
         placement = Placement.rows(shape, ranges)
         return Source(placement, [(box, rows) for box in placement.boxes[group.rank()]])
 
+    @staticmethod
+    def problem(value: Any, held: Held, groups: Groups) -> str | None:
+        if not groups.sharded:
+            return f"a {type(value).__name__}, and the unit is not sharded (NO_SHARD); load whole tensors"
+        try:
+            Rows.read(value, groups.shard)
+        except AssertionError as error:
+            return str(error)
+        return None
 
-@dataclass(frozen=True)
+
 class Ragged(Form):
     """What this rank's shard holds, in the shard's own memory unless it is on another device."""
 
-    device: torch.device | None
+    called, stays = "a state dict without communication", True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return None
@@ -165,26 +198,56 @@ class Ragged(Form):
         return RaggedTensor(part.local.to(device=self.device), part.shape, part.start, part.stride())
 
     @staticmethod
-    def read(value: torch.Tensor, group: Any) -> Source | None:
-        return Source(None, value.parts) if isinstance(value, RaggedTensor) else None
+    def read(value: Any, group: Any) -> Source:
+        return Source(None, value.parts)
+
+    @staticmethod
+    def problem(value: Any, held: Held, groups: Groups) -> str | None:
+        part = held.part
+        if not value.same_interval(part):
+            return (
+                f"this rank has its elements {part.start} to {part.end} and was given {value.start} to {value.end}; "
+                "let torch.distributed.checkpoint load into the state dict of this model instead"
+            )
+        return None
 
 
-@dataclass(frozen=True)
 class Local(Form):
     """Each rank's interval of a vector as ``ShardedTensor`` over ``group``, in the shard's own memory unless it is on
     another device."""
 
-    device: torch.device | None
-    group: Any
+    kind, called, stays, is_cut, is_flat = StateDictType.LOCAL_STATE_DICT, "a local state dict", True, True, True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return None
 
     def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
-        ranges = [(start, end) for _, start, end in held.spans or ()]
+        assert held.spans is not None
+        ranges = [(start, end) for _, start, end in held.spans()]
         return one_chunk_each(held.part.local.to(device=self.device), ranges, held.part.shape, self.group)
 
     read = Rows.read
+
+    @staticmethod
+    def problem(value: Any, held: Held, groups: Groups) -> str | None:
+        problem = form_of(value).problem(value, held, groups)
+        if problem is not None or not is_sharded(value):
+            return problem
+        expected, found = held.placement(groups.shard_size), read(value, groups.shard).placement
+        if found == expected:
+            return None
+        return (
+            f"of its elements {expected}, but in what was given {found}: a local state dict fits only the model it was "
+            "made from, at the same number of ranks; use a sharded or full one"
+        )
+
+
+FORMS: tuple[type[Form], ...] = (Full, Rows, Ragged, Local)
+
+
+def form_of(value: torch.Tensor) -> type[Form]:
+    """The form of a value in a state dict."""
+    return Ragged if isinstance(value, RaggedTensor) else Rows if is_sharded(value) else Full
 
 
 def read(value: torch.Tensor, group: Any) -> Source:
@@ -193,8 +256,7 @@ def read(value: torch.Tensor, group: Any) -> Source:
     Raises:
         AssertionError: nobody can tell who has what.
     """
-    found = (form.read(value, group) for form in (Ragged, Rows, Full))
-    return next(source for source in found if source is not None)
+    return form_of(value).read(value, group)
 
 
 @dataclass(frozen=True)
@@ -222,27 +284,16 @@ class Wanted:
         """
         if kind is StateDictType.LOCAL_STATE_DICT and mesh is not None:
             raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
-        forms: dict[StateDictType, type[Form]] = {
-            StateDictType.FULL_STATE_DICT: Full,
-            StateDictType.SHARDED_STATE_DICT: Rows,
-            StateDictType.LOCAL_STATE_DICT: Local,
-        }
-        ragged = isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig))
-        form: type[Form] = Ragged if ragged else forms[kind]
         if not getattr(config, "_use_dtensor", True) and isinstance(config, OptimStateDictConfig):
             mesh = None
+        ragged = isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig))
+        form = Ragged if ragged else next(form for form in FORMS if form.kind is kind)
         return cls(form, getattr(config, "rank0_only", False), config.offload_to_cpu, mesh)
 
-    def of_unit(self, unit: Unit, channel: Channel, first: int) -> Form:
-        """For the tensors of ``unit``; ``first`` is the rank in ``channel`` that gets what one rank alone gets."""
-        device = torch.device("cpu") if self.offload_to_cpu else unit.device
-        if self.form is Ragged:
-            return Ragged(device if self.offload_to_cpu else None)
-        if self.form is Local:
-            return Local(device if self.offload_to_cpu else None, channel.group)
-        if self.form is Rows:
-            return Rows(device, channel.group, self.mesh)
-        return Full(device, first if self.rank0_only else None)
+    def of_unit(self, unit: Unit, group: Any, first: int) -> Form:
+        """For the tensors of ``unit``; ``first`` is the rank in ``group`` that gets what one rank alone gets."""
+        device = torch.device("cpu") if self.offload_to_cpu else None if self.form.stays else unit.device
+        return self.form(device, group, self.mesh, first if self.rank0_only else None)
 
 
 def sharers(unit: Unit) -> Any:

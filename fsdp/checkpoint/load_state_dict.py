@@ -1,14 +1,22 @@
-"""``load_state_dict()`` of a wrapped module: with a dict on every rank, or with one on rank 0 alone.
+"""``load_state_dict()`` of a wrapped module: all or nothing, with a dict on every rank or with one on rank 0 alone.
 
-In the latter case rank 0 loads like any rank but writes nothing; it tells the others what it found, and then hands out
-the values, a unit at a time.
+[Note: All or nothing]
+``nn.Module`` walks the modules and copies as it goes; what does not fit it reports at the end. So that nothing is
+loaded unless everything fits, on every rank, it meets recorders in place of the parameters. They have the shapes of the
+whole parameters, note what is to be copied into them, and hold no memory. When the outermost module is through and all
+ranks are content, each rank copies its own part of what was noted into its shard. Where everybody has the whole values
+that takes no communication and no unit's memory; rows of torch's sharded tensors are exchanged unit by unit.
+
+Where rank 0 alone has a dict, it loads like any rank but writes nothing; it tells the others what it found, and then
+hands out the values, a unit at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +27,24 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp.api import FullStateDictConfig, StateDictType
 from fsdp.checkpoint.forms import Held, Source, fill
-from fsdp.checkpoint.loading import Loading, alike_on_all_ranks, persistent_buffers
+from fsdp.checkpoint.placeholders import Opaque, RestLoading, UnitLoading, persistent_buffers
 from fsdp.checkpoint.placement import Placement
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
-from fsdp.checkpoint.state_dict import held_params
+from fsdp.checkpoint.state_dict import Key, check_at_rest, copied_ref, held_tensors
 from fsdp.comm.collectives import broadcast
-from fsdp.comm.consensus import broadcast_object
+from fsdp.comm.consensus import broadcast_object, failures_in
 from fsdp.comm.groups import default_group
-from fsdp.flat.names import clean, clean_text, joined, unit_of, wrappers_in
+from fsdp.flat.names import (
+    CHECKPOINTED_MODULE,
+    WRAPPED_MODULE,
+    clean,
+    clean_text,
+    joined,
+    own_modules,
+    unit_of,
+    wrappers_in,
+)
 from fsdp.flat.registration import registered_params
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
@@ -118,6 +135,235 @@ def prepare(
     return loading
 
 
+# -- a whole load ------------------------------------------------------------------------------------------------------
+
+
+class Loading:
+    """One call of ``load_state_dict()``, from ``opener``, the outermost module that is a wrapper or in a unit.
+
+    Attributes:
+        strict: whether missing and unexpected keys are errors; None if that is for the caller alone to know.
+        alone: the other ranks wait for what this one has to load: nothing is agreed on, and nothing is written.
+        incompatible: what ``load_state_dict`` returns, once it is through.
+    """
+
+    incompatible: Any = None
+
+    def __init__(self, opener: nn.Module, strict: bool | None = None, *, assign: bool = False, alone: bool = False):
+        self.opener, self.strict, self.assign, self.alone = opener, strict, assign, alone
+        self.error_messages: list[str] | None = None
+        self.prefix = ""  # of the opener, in the names that nn.Module goes by
+        self.units: list[UnitLoading] = []
+        self._hooks: list[LoadingHooks] = []
+        self._rest: RestLoading | None = None
+        self._shown = False
+
+    def begin(self, wrappers: list[Any]) -> None:
+        """Register the recorders.
+
+        Raises:
+            RuntimeError: a unit is running.
+        """
+        for wrapper in wrappers:
+            join(unit_of(wrapper))
+            check_at_rest(unit_of(wrapper), "load_state_dict()")
+            wrapper._fsdp_loading.abandon()
+        self._shown = True
+        try:
+            for wrapper in wrappers:
+                wrapper._fsdp_loading.active = self
+                self._hooks.append(wrapper._fsdp_loading)
+                unit: Unit = unit_of(wrapper)
+                if unit.phase is Phase.SUMMONED:
+                    continue  # the whole parameters are there, and nn.Module copies into them
+                self.units.append(UnitLoading(unit, self.opener))
+            self._rest = RestLoading(self.opener)
+        except BaseException:
+            self.close()
+            raise
+
+    def hears_of(self, module: nn.Module) -> bool:
+        """Whether ``module`` is a part of a unit that is loaded, so that its own hooks begin and finish the load."""
+        return any(hooks.belongs_to(module) for hooks in self._hooks)
+
+    def close(self) -> None:
+        """Register the parameters again; idempotent."""
+        if self._shown:
+            self._shown = False
+            for unit in self.units:
+                unit.hide()
+            if self._rest is not None:
+                self._rest.hide()
+                with torch.no_grad():
+                    self._rest.undo()
+        for hooks in self._hooks:
+            hooks.active = None
+
+    def finish(self, missing: list[str], unexpected: list[str]) -> None:
+        """``nn.Module`` is through: write what was noted if every rank can; else add to the error messages."""
+        messages = self.error_messages
+        assert messages is not None and self._rest is not None
+        missing[:] = [self.clean(key) for key in missing]
+        unexpected[:] = [self.clean(key) for key in unexpected]
+        for unit in self.units:
+            unit.take_sources()
+        self._rest.take_sources()
+        self._shown = False
+        messages += [problem for unit in self.units for problem in unit.problems(assign=self.assign)]
+        messages[:] = map(clean_text, messages)
+        words = list(messages)
+        if self.strict:
+            words += [f'Missing key(s) in state_dict: "{key}"' for key in missing]
+            words += [f'Unexpected key(s) in state_dict: "{key}"' for key in unexpected]
+        elsewhere = None if self.alone else self._problem_elsewhere(RuntimeError("; ".join(words)) if words else None)
+        if words or elsewhere is not None:
+            self.undo()
+            if not words:
+                messages.append(f"Nothing was loaded, because on another rank: {elsewhere}")
+        elif not self.alone:
+            self.write()
+        self.close()
+
+    def _problem_elsewhere(self, error: BaseException | None) -> str | None:
+        """A parameter of which one rank would load its part and another would not is a problem as well."""
+        given = {unit.unit: list(unit.given()) for unit in self.units}
+        return problem_elsewhere([hooks.unit for hooks in self._hooks], error, given)
+
+    def write(self) -> None:
+        """Write what was noted."""
+        assert self._rest is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in self.units:
+                unit.commit()
+                unit.unit.shards_were_written()
+            self._rest.commit(assign=self.assign)
+
+    def undo(self) -> None:
+        """Take back what was loaded without being noted: buffers and extra state."""
+        assert self._rest is not None
+        with torch.inference_mode(False), torch.no_grad():
+            self._rest.undo()
+
+    def clean(self, key: str) -> str:
+        """``key`` without the parts that wrappers between it and the root have added."""
+        if not key.startswith(self.prefix):
+            return key
+        module: nn.Module | None = self.opener
+        kept = []
+        for part in key.removeprefix(self.prefix).split("."):
+            child = module._modules.get(part) if module is not None else None
+            if child is None or part not in (WRAPPED_MODULE, CHECKPOINTED_MODULE):
+                kept.append(part)
+            module = child
+        return self.prefix + ".".join(kept)
+
+
+def problem_elsewhere(
+    units: Iterable[Unit], error: BaseException | None, given: Mapping[Unit, Iterable[str]]
+) -> str | None:
+    """What is wrong on some other rank of the units' groups, or None. All of their ranks have to call.
+
+    Args:
+        error: what is wrong here.
+        given: names what this rank was given for each unit, which has to be the same on all ranks.
+    """
+    alike: dict[Any, list[str]] = {}
+    for unit in units:
+        unit.watch_call()
+        for group in (unit.groups.shard, unit.groups.replica):
+            alike.setdefault(group, []).extend(given.get(unit, ()))
+    device = next((unit.device for unit in units), torch.device("cpu"))
+    failures = failures_in(list(alike), error, "load a state dict", device, alike)
+    return next((failure.text for failure in failures.values()), None)
+
+
+@contextlib.contextmanager
+def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[dict[Unit, list[str]]]:
+    """What raises inside on one rank of the units' groups raises on all. So does what differs between them in the dict
+    that is yielded: what each was given for each unit, in words."""
+    given: dict[Unit, list[str]] = {}
+    for unit in units:  # one that no other rank comes to raises here, and asks nobody
+        unit.watch_call()
+    try:
+        yield given
+    except BaseException as error:
+        if units:
+            problem_elsewhere(units, error, given)
+        raise
+    problem = problem_elsewhere(units, None, given) if units else None
+    if problem is not None:
+        raise RuntimeError(f"Nothing was loaded, because on another rank: {problem}")
+
+
+# -- the hooks ---------------------------------------------------------------------------------------------------------
+
+
+class LoadingHooks:
+    """Lets ``load_state_dict()`` of a wrapped module, of a parent, and of every module in its unit load what
+    ``state_dict()`` of the same module gives."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
+        self.active: Loading | None = None
+        for owner in dict.fromkeys([wrapper, *(owner for _, owner in own_modules(unit_of(wrapper).module))]):
+            owner.register_load_state_dict_pre_hook(self._before)
+            owner.register_load_state_dict_post_hook(self._after)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoadingHooks:
+        """Those of the wrapper's copy, which is under way; of a module that is copied alone, none."""
+        copied = memo[id(self)] = LoadingHooks.__new__(LoadingHooks)
+        copied._wrapper, copied.active = copied_ref(self._wrapper(), memo), None
+        return copied
+
+    def _before(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_messages: list[str],
+    ) -> None:
+        wrapper = self._wrapper()
+        if wrapper is None:
+            return
+        if self.active is not None and self.active.opener is module and self.active.error_messages is not None:
+            self.abandon()  # that one ended in an exception
+        if self.active is None:
+            assign = bool(local_metadata.get("assign_to_params_buffers", False))
+            Loading(module, assign=assign).begin(list(dict.fromkeys([wrapper, *wrappers_in(module)])))
+        assert self.active is not None
+        if self.active.error_messages is None:
+            self.active.error_messages, self.active.prefix = error_messages, prefix
+        for key, value in state_dict.items():
+            if isinstance(value, ShardedTensor):
+                state_dict[key] = Opaque(value)
+        if module is wrapper:  # the names that nn.Module goes by have the wrapper's part
+            for key in [key for key in state_dict if key.startswith(prefix)]:
+                state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+    def belongs_to(self, module: nn.Module) -> bool:
+        return module is self._wrapper() or any(module is owner for _, owner in own_modules(self.unit.module))
+
+    @property
+    def unit(self) -> Unit:
+        wrapper = self._wrapper()
+        assert wrapper is not None  # it is being loaded
+        unit: Unit = unit_of(wrapper)
+        return unit
+
+    def abandon(self) -> None:
+        """Let go of a load that ended in an exception, if there is one."""
+        if self.active is not None:
+            self.active.close()
+
+    def _after(self, module: nn.Module, incompatible_keys: Any) -> None:
+        if self.active is not None and self.active.opener is module:
+            self.active.finish(incompatible_keys.missing_keys, incompatible_keys.unexpected_keys)
+
+
 # -- from rank 0 alone -------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +409,7 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
         undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
         for position, unit in enumerate(units):
-            _scatter(unit, present[position], loading.units[position].sources if loading is not None else None)
+            _scatter(unit, present[position], loading.units[position].sources if loading is not None else {})
             unit.shards_were_written()
         if loading is not None and loading._rest is not None:
             loading._rest.commit(assign=False)
@@ -189,9 +435,9 @@ def _ranks_of(model: nn.Module, units: list[Unit]) -> tuple[list[Any], torch.dev
     return groups, units[0].device
 
 
-def _plan(loading: Loading, state_dict: Mapping[str, Any]) -> tuple[Any, list[list[list[int]]], set[str], Any]:
-    """What is to be loaded: the keys that do not fit, the parameters by unit and bucket, the names of the rest, and the
-    extra state.
+def _plan(loading: Loading, state_dict: Mapping[str, Any]) -> tuple[Any, list[list[Key]], set[str], Any]:
+    """What is to be loaded: the keys that do not fit, the parameters of each unit, the names of the rest, and the extra
+    state.
 
     Raises:
         RuntimeError: a value is sharded.
@@ -199,7 +445,7 @@ def _plan(loading: Loading, state_dict: Mapping[str, Any]) -> tuple[Any, list[li
     sharded = [key for key, value in state_dict.items() if isinstance(value, (ShardedTensor, DTensor, RaggedTensor))]
     if sharded:
         raise RuntimeError(f"{', '.join(map(repr, sharded))}: sharded, and only rank 0 has a dict")
-    present = [[sorted(sources) for sources in unit.sources] for unit in loading.units]
+    present = [list(unit.sources) for unit in loading.units]
     rest = {name for name, _ in rest_of(loading.opener) if name in state_dict}
     extra = {key: value for key, value in state_dict.items() if key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX}
     return loading.incompatible, present, rest, extra
@@ -216,14 +462,10 @@ def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _scatter(unit: Unit, present: list[list[int]], sources: list[dict[int, torch.Tensor]] | None) -> None:
-    """Give every rank its part of the parameters ``present``, by bucket, whose values the first rank has."""
-    groups, label = unit.groups, f"scatter {unit.name}"
-    several = [
-        (held_params(handle)[index], sources[bucket][index] if sources is not None else None)
-        for bucket, (handle, indices) in enumerate(zip(unit.handles, present))
-        for index in indices
-    ]
+def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor]) -> None:
+    """Give every rank its part of the parameters ``present``, whose values the first rank has in ``sources``."""
+    groups, held, label = unit.groups, held_tensors(unit), f"scatter {unit.name}"
+    several = [(held[key], sources.get(key)) for key in present]
     if groups.replica_rank == 0:
         channel = Channel(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
         arriving = [(held, Source.of_first(value, held.part.shape, channel.size)) for held, value in several]
@@ -235,5 +477,5 @@ def _scatter(unit: Unit, present: list[list[int]], sources: list[dict[int, torch
         of_first = [Source(Placement.on_first(part.boxes, channel.size), part.parts) for part in parts]
         fill([(Held(part, None), source) for part, source in zip(parts, of_first)], channel, label)
         channel.flush()
-    for views, indices in zip(unit.views, present):
-        views.note_writes(indices)
+    for bucket, views in enumerate(unit.views):
+        views.note_writes([index for its, index in present if its == bucket])

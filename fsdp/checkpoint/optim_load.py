@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.checkpoint.forms import Held, Source, fill, is_sharded, kind_of, read, sharers
-from fsdp.checkpoint.loading import alike_on_all_ranks
+from fsdp.checkpoint.load_state_dict import alike_on_all_ranks
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_groups import lay_out
 from fsdp.checkpoint.optim_params import (

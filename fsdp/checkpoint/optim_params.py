@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class Holder:
 
     def held(self, member: Member, elements: torch.Tensor) -> Held:
         """``elements`` of ``member``, those of this rank, 1-D and in memory order, with which rank has which."""
-        spans = self.handle.layout.owners(member.index) if self.sharded else None
+        spans = partial(self.handle.layout.owners, member.index) if self.sharded else None
         record = member.record
         return Held(RaggedTensor(elements, record.shape, self.piece(member).start, record.stride), spans)
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fsdp.api import StateDictSettings
-from fsdp.checkpoint.forms import Full, Leaving, Local, Rows, Wanted, export, sharers
+from fsdp.checkpoint.forms import Full, Leaving, Rows, Wanted, export, sharers
 from fsdp.checkpoint.optim_params import (
     Holder,
     Key,
@@ -247,7 +247,7 @@ def wanted(settings: StateDictSettings | None, mesh: DeviceMesh | None) -> Wante
     if settings is None:
         return Wanted()
     found = Wanted.of(settings.state_dict_type, settings.optim_state_dict_config, mesh)
-    return replace(found, form=Rows) if found.form is Local else found
+    return replace(found, form=Rows) if found.form.is_flat else found
 
 
 @torch.no_grad()
@@ -378,10 +378,10 @@ def _send(
         tensors.append(holder.held(member, elements))
     groups = unit.groups
     cut = groups.sharded or (next(iter(states)).is_flat and (groups.shard or groups.replica) is not None)
-    if wanted.form is Rows and not cut:
+    if wanted.form.is_cut and not cut:
         wanted = replace(wanted, form=Full)
     saving, ranks = group_ranks(group)[0], group_ranks(channel.group)
-    form = wanted.of_unit(unit, channel, first=ranks.index(saving) if saving in ranks else -1)
+    form = wanted.of_unit(unit, channel.group, first=ranks.index(saving) if saving in ranks else -1)
     leaving = export(tensors, form, channel, label)
     return {(member, name): one for (_, member, name), one in zip(keys, leaving)}
 

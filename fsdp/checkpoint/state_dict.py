@@ -1,13 +1,12 @@
-"""Model state as it leaves: what ``state_dict()`` of a wrapped module holds. :mod:`fsdp.checkpoint.loading` is the way
-back.
+"""Model state as it leaves: what ``state_dict()`` of a wrapped module holds. :mod:`fsdp.checkpoint.load_state_dict` is
+the way back.
 
-[Note: Stand-ins]
+[Note: Placeholders]
 ``nn.Module`` walks the modules, and users' modules and hooks have their say in it; so names and order are its, here as
-for a plain model. While it walks a unit's modules, stand-ins are registered on them in place of the parameters, in the
-parameters' places and under their names. For a full state dict those are copies of the whole parameters, which go into
-the result as they are. Otherwise they hold nothing that could be read, and when the unit's last module is through they
-are found in the result, under whatever name, and replaced. So a unit is gathered at most once, and for no longer than
-it takes to copy out what the result needs: the peak is the result and one unit.
+for a plain model. While it walks a unit's modules, placeholders are registered on them in the parameters' places and
+under their names. For a full state dict those are copies of the whole parameters, which go into the result as they are.
+Otherwise they hold nothing that could be read, and when the unit's last module is through they are found in the result,
+under whatever name, and replaced. So a unit is gathered at most once: the peak is the result and what travels at once.
 """
 
 from __future__ import annotations
@@ -15,23 +14,89 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp.checkpoint.forms import Full, Held, Leaving, Local, Ragged, Rows, Wanted, export
+from fsdp.checkpoint.forms import Full, Held, Leaving, Wanted, export
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, clean, joined, own_modules, unit_of, wrappers_in
+from fsdp.flat.registration import registered_params
 from fsdp.runtime.agreement import GATHER
 from fsdp.runtime.build import inside_checkpoint, join
 from fsdp.runtime.unit import Phase, Unit, units_of
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
+
+
+Key = tuple[int, int]  # of a tensor in a unit: its bucket, and its place there
+
+
+class UnitTensors:
+    """What state dicts have of one unit: its parameters, or with ``flat`` each bucket's flat vector."""
+
+    def __init__(self, unit: Unit, opener: nn.Module, *, flat: bool) -> None:
+        """``opener`` is the unit's outermost module that is walked.
+
+        Raises:
+            RuntimeError: ``flat``, and ``opener`` is a part of the unit without the module that has flat parameters.
+        """
+        self.unit = unit
+        self._home = flat_home(unit, opener) if flat else None
+        with torch.no_grad():
+            unit.follow_parameters()
+
+    @property
+    def held(self) -> dict[Key, Held]:
+        """What the ranks' shards hold of each."""
+        return held_tensors(self.unit, flat=self._home is not None)
+
+    def name(self, key: Key) -> str:
+        return flat_name(key[0]) if self._home is not None else self.unit.handles[key[0]].layout.params[key[1]].name
+
+    def requires_grad(self, key: Key) -> bool:
+        handle = self.unit.handles[key[0]]
+        return handle.flat_param.requires_grad if self._home is not None else handle.leaves[key[1]].requires_grad
+
+    def show(self, placeholders: Mapping[Key, torch.Tensor], *, keep_writes: bool = False) -> None:
+        """Register these in the tensors' places until ``hide``; ``keep_writes``: see ``BucketViews.show_stand_ins``."""
+        for bucket, views in enumerate(self.unit.views):
+            of_bucket = [placeholder for key, placeholder in placeholders.items() if key[0] == bucket]
+            if self._home is None:
+                views.show_stand_ins(of_bucket, keep_writes=keep_writes)
+            else:
+                views.show_flat_stand_in(self._home, flat_name(bucket), of_bucket[0])
+
+    def registered(self) -> dict[Key, torch.Tensor | None]:
+        """What is registered in the tensors' places now."""
+        if self._home is not None:
+            present = dict(registered_params(self._home))
+            return {key: present.get(self.name(key)) for key in self.held}
+        return {
+            (bucket, index): current
+            for bucket, views in enumerate(self.unit.views)
+            for index, current in enumerate(views.registered())
+        }
+
+    def hide(self) -> None:
+        """Register the tensors again; idempotent."""
+        for views in self.unit.views:
+            views.drop_stand_ins()
+
+
+def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:
+    """What the ranks' shards hold of each of the unit's parameters, or with ``flat`` of each bucket's flat vector."""
+    return {
+        (bucket, index): held
+        for bucket, handle in enumerate(unit.handles)
+        for index, held in enumerate([held_flat(handle)] if flat else held_params(handle))
+    }
 
 
 class Saving:
@@ -42,57 +107,49 @@ class Saving:
     """
 
     def __init__(self, unit: Unit, opener: nn.Module, wanted: Wanted) -> None:
-        """Shows the stand-ins.
+        """Shows the placeholders.
 
         Raises:
             RuntimeError: the unit is running.
         """
         self.opener, self.unit, self._wanted = opener, unit, wanted
         self._context = join(unit)
-        self._home = flat_home(unit, opener) if wanted.form is Local else None
         self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
         check_at_rest(self.unit, "state_dict()")
-        if wanted.form in (Local, Ragged) and self.unit.phase is Phase.SUMMONED:
-            what = "a local state dict" if wanted.form is Local else "a state dict without communication"
+        if wanted.form.stays and self.unit.phase is Phase.SUMMONED:
             raise RuntimeError(
-                f"{what} of {self.unit.name} inside summon_full_params, where the shards may be out of date: take it "
-                "outside"
+                f"{wanted.form.called} of {self.unit.name} inside summon_full_params, where the shards may be out of "
+                "date: take it outside"
             )
+        self._tensors = UnitTensors(unit, opener, flat=wanted.form.is_flat)
         with torch.no_grad():
-            self.unit.follow_parameters()
             self._show()
 
     def _show(self) -> None:
-        leaving = self._export() if self._wanted.form is Full else {}
-        for bucket, views in enumerate(self.unit.views):
-            if self._home is not None:
-                (stand_in,) = self._unreadable(bucket)
-                views.show_flat_stand_in(self._home, flat_name(bucket), stand_in)
-                continue
-            if (bucket, 0) not in leaving:
-                views.show_stand_ins(self._unreadable(bucket))
-                continue
-            values = [
-                nn.Parameter(leaving[bucket, index].value(), requires_grad=leaf.requires_grad)
-                for index, leaf in enumerate(views.handle.leaves)
-            ]
-            views.show_stand_ins(values, keep_writes=not self._wanted.rank0_only)
-            self._ours.update({_storage(value): False for value in values})
+        leaving = self._export() if self._wanted.form.is_readable else {}
+        placeholders: dict[Key, torch.Tensor] = {}
+        for key, one in leaving.items():
+            value = one.value()
+            self._ours[_storage(value)] = False
+            placeholders[key] = nn.Parameter(value, requires_grad=self._tensors.requires_grad(key))
+        for key, held in self._tensors.held.items() if not leaving else ():
+            held.part.origin = (self, key)  # what this rank's shard holds, known by its origin
+            placeholders[key] = held.part
+        self._tensors.show(placeholders, keep_writes=bool(leaving) and not self._wanted.rank0_only)
 
     def hide(self) -> None:
-        for views in self.unit.views:
-            views.drop_stand_ins()
+        self._tensors.hide()
 
     def collect(self, destination: dict[str, Any], prefix: str) -> None:
-        """Put into ``destination`` what belongs there in place of the stand-ins, and the unit's buffers as asked."""
-        leaving = self._export() if self._wanted.form is not Full else {}
-        taken: set[Any] = set()
+        """Put into ``destination`` what belongs there in place of the placeholders, and the unit's buffers as asked."""
+        leaving = self._export() if not self._wanted.form.is_readable else {}
+        taken: set[Key] = set()
         for key, value in list(destination.items()):
             if isinstance(value, RaggedTensor) and isinstance(value.origin, tuple) and value.origin[0] is self:
-                place = value.origin[1:]
+                ours = value.origin[1]
                 if leaving:
-                    destination[key] = leaving[place].value(again=place in taken)
-                    taken.add(place)
+                    destination[key] = leaving[ours].value(again=ours in taken)
+                    taken.add(ours)
                 else:
                     del destination[key]
             elif type(value) in (torch.Tensor, nn.Parameter) and _storage(value) in self._ours:
@@ -122,49 +179,34 @@ class Saving:
         groups = self.unit.groups
         return not self._wanted.rank0_only or (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
 
-    def _export(self) -> dict[tuple[int, int], Leaving]:
-        """What this rank's result has, by bucket and index: in the shards' dtype, by one collective."""
+    def _export(self) -> dict[Key, Leaving]:
+        """What this rank's result has: in the shards' dtype, by one collective."""
         unit, groups = self.unit, self.unit.groups
         place = (groups.shard, groups.shard_rank, groups.shard_size)
         if not groups.sharded:
             place = (groups.replica, groups.replica_rank, groups.replica_size)
         channel = Channel(*place, unit.device)
-        form, watch = self._wanted.of_unit(unit, channel, first=0), None
-        if unit.phase is Phase.SUMMONED:
-            held = self._shown()
-        else:
-            held = {(bucket, i): its for bucket in range(len(unit.handles)) for i, its in enumerate(self._held(bucket))}
-            if groups.sharded and self._wanted.form in (Full, Rows):
-                watch = self._context.about_to(GATHER, unit)
+        form, watch = self._wanted.of_unit(unit, channel.group, first=0), None
+        held = self._shown() if unit.phase is Phase.SUMMONED else self._tensors.held
+        if unit.phase is not Phase.SUMMONED and groups.sharded and not form.stays:
+            watch = self._context.about_to(GATHER, unit)
         leaving = export(held.values(), form, channel, f"gather {unit.name}", watch=watch)
         channel.flush()
         return dict(zip(held, leaving)) if self._receives else {}
 
-    def _shown(self) -> dict[tuple[int, int], Held]:
+    def _shown(self) -> dict[Key, Held]:
         """What summoned parameters show, with the changes made to it; on ranks where they do."""
         held = {
             (bucket, index): Held(RaggedTensor.of_whole(param.detach(), views.handle.layout.params[index].stride), None)
             for bucket, views in enumerate(self.unit.views)
             for index, (_, param) in enumerate(views.shown())
         }
-        if not held and self._wanted.form is Rows:
+        if not held and self._wanted.form.is_cut:
             raise RuntimeError(
-                f"a sharded state dict of {self.unit.name} inside summon_full_params(rank0_only=True): this rank "
+                f"{self._wanted.form.called} of {self.unit.name} inside summon_full_params(rank0_only=True): this rank "
                 "has no part of the values that are shown"
             )
         return held
-
-    def _held(self, bucket: int) -> list[Held]:
-        """What the shard holds: of each parameter, or of the flat vector."""
-        handle = self.unit.handles[bucket]
-        return [held_flat(handle)] if self._home is not None else held_params(handle)
-
-    def _unreadable(self, bucket: int) -> list[RaggedTensor]:
-        """A stand-in for each tensor, known by ``(self, bucket, index)``: what this rank's shard holds of it."""
-        parts = [held.part for held in self._held(bucket)]
-        for index, part in enumerate(parts):
-            part.origin = (self, bucket, index)
-        return parts
 
 
 def held_params(handle: FlatParamHandle) -> list[Held]:
@@ -173,7 +215,7 @@ def held_params(handle: FlatParamHandle) -> list[Held]:
     held = []
     for index, (record, piece) in enumerate(zip(layout.params, layout.pieces(handle.groups.shard_rank))):
         local = shard[piece.shard_offset : piece.shard_offset + piece.numel]
-        spans = layout.owners(index) if handle.groups.sharded else None
+        spans = partial(layout.owners, index) if handle.groups.sharded else None
         held.append(Held(RaggedTensor(local, record.shape, piece.start, record.stride), spans))
     return held
 
@@ -184,7 +226,7 @@ def held_flat(handle: FlatParamHandle) -> Held:
     ranges = (layout.shard_range(rank) for rank in range(layout.world_size))
     spans = [(rank, min(start, layout.numel), min(end, layout.numel)) for rank, (start, end) in enumerate(ranges)]
     _, start, end = spans[handle.groups.shard_rank]
-    return Held(RaggedTensor(handle.shard[: end - start], (layout.numel,), start), spans)
+    return Held(RaggedTensor(handle.shard[: end - start], (layout.numel,), start), lambda: spans)
 
 
 def flat_name(bucket: int) -> str:
@@ -230,7 +272,7 @@ def begin_saving(unit: Unit, opener: nn.Module) -> Saving:
     """Start to collect the state of ``unit`` from ``opener`` on, in the form that its settings ask for."""
     settings = unit.state_settings
     wanted = Wanted.of(settings.state_dict_type, settings.state_dict_config, unit.mesh)
-    if wanted.form in (Rows, Local) and not (unit.groups.sharded and unit.handles):
+    if wanted.form.is_cut and not (unit.groups.sharded and unit.handles):
         if unit.handles:
             warnings.warn(
                 f"{settings.state_dict_type} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is "

@@ -1,10 +1,7 @@
-"""Save and load checkpoints: at any number of ranks, from any to any other.
+"""Loading checkpoints: at any number of ranks, whatever the number that saved them, or whole and without a model.
 
-Every rank writes what its shards hold, without any communication of tensor data, through the storage of
-``torch.distributed.checkpoint``, which can read the result too: model state is under ``"model.<name>"``, optimizer
-state under ``"optim.state.<name>.<state>"``. The ranks exchange only what they are about to write, and whether it went
-well: an error on one is an error on all.
-:mod:`fsdp.checkpoint.files` tells how directories are written and verified.
+Files are verified before they are read, each rank reads what it needs into memory of its own, and the model is given
+all of it or nothing: an error on one rank is an error on all.
 """
 
 from __future__ import annotations
@@ -12,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-import threading
-import traceback
 from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,18 +22,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import files, index
+from fsdp.checkpoint import files
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, prepare_model_state_dict
 from fsdp.checkpoint.dcp_optim import kept_if_it_fails, optimizers_to_load, trained_parts
 from fsdp.checkpoint.files import Entry, Manifest
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
-from fsdp.checkpoint.loading import Loading
-from fsdp.checkpoint.outcome import Outcome
+from fsdp.checkpoint.load_state_dict import Loading
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.writing import Saving, extra_name, held_nbytes
+from fsdp.checkpoint.save_checkpoint import extra_name, held_nbytes
 from fsdp.comm.consensus import Ranks
-from fsdp.comm.streams import default_device, streams_for
 
 
 class Plain(NamedTuple):
@@ -62,117 +54,6 @@ class _Like(NamedTuple):
 
     model: dict[str, Any]
     trained: dict[str, Any]
-
-
-def save(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    extra: Any = None,
-    *,
-    keep: int | None = None,
-    process_group: Any = None,
-    progress: bool = True,
-) -> Path:
-    """Add a checkpoint to the directory ``path``, which is made if need be. All ranks have to call.
-
-    Each call makes a new directory in ``path``, and then has the file ``latest`` in ``path`` name it. Until the very
-    end, and after any error, ``latest`` names the checkpoint before, whole; so also after a crash or a loss of power at
-    any moment. The directory has to be one that all ranks see.
-
-    Args:
-        path: rank 0's counts; if relative, then to what is rank 0's working directory at the call.
-        model: a wrapped module, a module with wrapped ones in it, or a plain one, whose parameters may be ``DTensor``
-            (``fully_shard`` makes such models). Each rank writes its shards; what is not sharded (buffers, ignored
-            parameters, extra state) is written as rank 0 has it.
-        optimizer: one of the model's parameters, or several of different ones. Its states come back bit for bit.
-            Entries of its state that belong to no parameter are written as rank 0 has them.
-        extra: what this rank wants to have back, like the step, the state of random generators, the position in the
-            data: anything that ``torch.load(weights_only=True)`` takes, as there are tensors, numbers, strings, bytes,
-            None, and lists, tuples, sets and dicts of them, but no NumPy arrays or objects of other classes. May
-            differ from rank to rank.
-        keep: how many checkpoints are to stay in ``path``, this one included; None for all. Older ones, and what saves
-            that died have left, are removed after this one is published, with a warning where that fails. Whatever else
-            is there stays. Two jobs that save into one directory at the same time may do so only without it.
-        process_group: the ranks that save; None for the default group, or for this process alone if there is none.
-        progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
-
-    Returns:
-        the directory of the new checkpoint, as an absolute path; its name is ``checkpoint_`` and a number.
-
-    Raises, on every rank if on one, with the checkpoint before intact, and the model as it was:
-        OSError: something could not be written. (``PermissionError``, ``FileNotFoundError`` and so on.)
-        TypeError: ``extra`` holds what is not loaded safely, or ``model`` is no module.
-        ValueError: ``keep`` is no positive number.
-        RuntimeError: a forward or backward is under way; or another process has removed or changed what was written; or
-            another rank is gone or was interrupted. The next save works.
-        NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
-    """
-    ranks = Ranks.of(process_group)
-    saving = Saving(ranks, path, keep)
-    with ranks.call("save a checkpoint"):
-        saving.take(model, optimizer, extra, stage=False)
-        return saving.write(progress=progress)
-
-
-def async_save(
-    path: str | Path,
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer] | None = None,
-    extra: Any = None,
-    *,
-    keep: int | None = None,
-    process_group: Any = None,
-) -> Future[Path]:
-    """As :func:`save`, but returns as soon as everything is copied to CPU memory; a thread does the rest.
-
-    The checkpoint is what model and optimizer are when this is called, whatever is done with them afterwards. It is
-    published, and ``latest`` names it, when the future is done. One at a time: this, :func:`save` and :func:`load` wait
-    first for a save that is still under way on the same ranks. A process does not end before its saves have.
-
-    Returns:
-        the future of what ``save`` returns; ``result()`` waits and raises what ``save`` raises. An error that nobody
-        asked for is raised by the next save on these ranks, which does nothing else, or told in a warning at the
-        process's exit.
-
-    Raises: at once, and on every rank if on one, what ``save`` raises before it writes.
-    """
-    ranks = Ranks.of(process_group)
-    saving = Saving(ranks, path, keep)
-    begun: Future[Outcome | None] = Future()
-    streams = streams_for(default_device())  # those of the caller: a thread begins with the first device
-
-    def rest() -> None:
-        outcome = begun.result()
-        if outcome is None:  # a rank has no thread
-            return
-        try:
-            with streams.on_device(), ranks.call("save a checkpoint in the background", resumed=True):
-                path = saving.write(progress=False)
-        except BaseException as error:
-            outcome.set_exception(_without_variables(error))
-        else:
-            outcome.set_result(path)
-
-    outcome: Outcome | None = None
-    with ranks.call("save a checkpoint in the background"):
-        saving.take(model, optimizer, extra, stage=True)
-        try:
-            thread = threading.Thread(target=rest, name=f"saving to {path}", daemon=False)
-            ranks.together("begin to save in the background", thread.start)
-            outcome = ranks.underway = Outcome()
-        finally:
-            begun.set_result(outcome)
-    return outcome
-
-
-def _without_variables(error: BaseException) -> BaseException:
-    """The copies of what was to be saved are in them, and who asks for the error may keep it."""
-    link: BaseException | None = error
-    while link is not None:
-        traceback.clear_frames(link.__traceback__)
-        link = link.__cause__ or link.__context__
-    return error
 
 
 def load(
@@ -356,7 +237,7 @@ def _read(directory: Path, manifest: Manifest, like: _Like | None, reading: _Rea
         RuntimeError: names or shapes do not fit, or a value could run code and nobody said that it may.
     """
     reader = FileSystemReader(directory)
-    metadata = index.read(directory, manifest, trusted=reading.trusted) or reader.read_metadata()
+    metadata = files.read_index(directory, manifest, trusted=reading.trusted) or reader.read_metadata()
     in_file = metadata.state_dict_metadata
     of_model = {key.removeprefix(MODEL): key for key in in_file if key.startswith(MODEL)}
     has_optimizer = optimizer and GROUPS in in_file

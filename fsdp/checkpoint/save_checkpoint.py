@@ -1,4 +1,10 @@
-"""One rank's share in a save: what it takes of model and optimizer, and the files that it writes.
+"""Saving checkpoints: at any number of ranks, waited for or in the background.
+
+Every rank writes what its shards hold, without any communication of tensor data, through the storage of
+``torch.distributed.checkpoint``, which can read the result too: model state is under ``"model.<name>"``, optimizer
+state under ``"optim.state.<name>.<state>"``. The ranks exchange only what they are about to write, and whether it went
+well: an error on one is an error on all.
+:mod:`fsdp.checkpoint.files` tells how directories are written and verified.
 
 [Note: Staging]
 A save in the background writes copies, in CPU memory, which are made before the call returns: whatever the training
@@ -8,12 +14,17 @@ is waited for writes from the shards' own memory.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import io
 import pickle
+import threading
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,16 +37,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp.checkpoint import files, index
+from fsdp.checkpoint import files
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict
 from fsdp.checkpoint.dcp_optim import optimizer_state_as_it_is
 from fsdp.checkpoint.files import Entry
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, state_key
-from fsdp.checkpoint.outcome import Outcome
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm.consensus import Ranks
-from fsdp.comm.streams import Event, streams_for
+from fsdp.comm.streams import Event, default_device, streams_for
 
 _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
 
@@ -43,6 +53,162 @@ _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
 def extra_name(rank: int) -> str:
     """The file of what a rank added."""
     return f"extra_{rank}.pt"
+
+
+def save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    extra: Any = None,
+    *,
+    keep: int | None = None,
+    process_group: Any = None,
+    progress: bool = True,
+) -> Path:
+    """Add a checkpoint to the directory ``path``, which is made if need be. All ranks have to call.
+
+    Each call makes a new directory in ``path``, and then has the file ``latest`` in ``path`` name it. Until the very
+    end, and after any error, ``latest`` names the checkpoint before, whole; so also after a crash or a loss of power at
+    any moment. The directory has to be one that all ranks see.
+
+    Args:
+        path: rank 0's counts; if relative, then to what is rank 0's working directory at the call.
+        model: a wrapped module, a module with wrapped ones in it, or a plain one, whose parameters may be ``DTensor``
+            (``fully_shard`` makes such models). Each rank writes its shards; what is not sharded (buffers, ignored
+            parameters, extra state) is written as rank 0 has it.
+        optimizer: one of the model's parameters, or several of different ones. Its states come back bit for bit.
+            Entries of its state that belong to no parameter are written as rank 0 has them.
+        extra: what this rank wants to have back, like the step, the state of random generators, the position in the
+            data: anything that ``torch.load(weights_only=True)`` takes, as there are tensors, numbers, strings, bytes,
+            None, and lists, tuples, sets and dicts of them, but no NumPy arrays or objects of other classes. May
+            differ from rank to rank.
+        keep: how many checkpoints are to stay in ``path``, this one included; None for all. Older ones, and what saves
+            that died have left, are removed after this one is published, with a warning where that fails. Whatever else
+            is there stays. Two jobs that save into one directory at the same time may do so only without it.
+        process_group: the ranks that save; None for the default group, or for this process alone if there is none.
+        progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
+
+    Returns:
+        the directory of the new checkpoint, as an absolute path; its name is ``checkpoint_`` and a number.
+
+    Raises, on every rank if on one, with the checkpoint before intact, and the model as it was:
+        OSError: something could not be written. (``PermissionError``, ``FileNotFoundError`` and so on.)
+        TypeError: ``extra`` holds what is not loaded safely, or ``model`` is no module.
+        ValueError: ``keep`` is no positive number.
+        RuntimeError: a forward or backward is under way; or another process has removed or changed what was written; or
+            another rank is gone or was interrupted. The next save works.
+        NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
+    """
+    ranks = Ranks.of(process_group)
+    saving = Saving(ranks, path, keep)
+    with ranks.call("save a checkpoint"):
+        saving.take(model, optimizer, extra, stage=False)
+        return saving.write(progress=progress)
+
+
+def async_save(
+    path: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    extra: Any = None,
+    *,
+    keep: int | None = None,
+    process_group: Any = None,
+) -> Future[Path]:
+    """As :func:`save`, but returns as soon as everything is copied to CPU memory; a thread does the rest.
+
+    The checkpoint is what model and optimizer are when this is called, whatever is done with them afterwards. It is
+    published, and ``latest`` names it, when the future is done. One at a time: this, :func:`save` and :func:`load` wait
+    first for a save that is still under way on the same ranks. A process does not end before its saves have.
+
+    Returns:
+        the future of what ``save`` returns; ``result()`` waits and raises what ``save`` raises. An error that nobody
+        asked for is raised by the next save on these ranks, which does nothing else, or told in a warning at the
+        process's exit.
+
+    Raises: at once, and on every rank if on one, what ``save`` raises before it writes.
+    """
+    ranks = Ranks.of(process_group)
+    saving = Saving(ranks, path, keep)
+    begun: Future[Outcome | None] = Future()
+    streams = streams_for(default_device())  # those of the caller: a thread begins with the first device
+
+    def rest() -> None:
+        outcome = begun.result()
+        if outcome is None:  # a rank has no thread
+            return
+        try:
+            with streams.on_device(), ranks.call("save a checkpoint in the background", resumed=True):
+                path = saving.write(progress=False)
+        except BaseException as error:
+            outcome.set_exception(_without_variables(error))
+        else:
+            outcome.set_result(path)
+
+    outcome: Outcome | None = None
+    with ranks.call("save a checkpoint in the background"):
+        saving.take(model, optimizer, extra, stage=True)
+        try:
+            thread = threading.Thread(target=rest, name=f"saving to {path}", daemon=False)
+            ranks.together("begin to save in the background", thread.start)
+            outcome = ranks.underway = Outcome()
+        finally:
+            begun.set_result(outcome)
+    return outcome
+
+
+def _without_variables(error: BaseException) -> BaseException:
+    """The copies of what was to be saved are in them, and who asks for the error may keep it."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return error
+
+
+class Outcome(Future[Path]):
+    """The new checkpoint's directory, or an error that somebody will be told of: whoever asks, or else the next save,
+    or else whoever reads what the process says at its exit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = False
+        self.set_running_or_notify_cancel()
+        atexit.register(self._tell)
+        self.add_done_callback(self._need_not_tell)
+
+    def result(self, timeout: float | None = None) -> Path:
+        try:
+            return super().result(timeout)
+        finally:
+            self._is_asked()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self._is_asked()
+
+    def unasked(self) -> BaseException | None:
+        """The error that nobody has asked for, if there is one. Waits until the save has ended."""
+        error = super().exception()
+        return None if self._asked else error
+
+    def _is_asked(self) -> None:
+        if self.done():
+            self._asked = True
+            atexit.unregister(self._tell)
+
+    def _need_not_tell(self, ended: Future[Path]) -> None:
+        if self.unasked() is None:
+            atexit.unregister(self._tell)
+
+    def _tell(self) -> None:
+        if (error := self.unasked()) is not None:
+            warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=1)
+
+
+# -- one rank's share --------------------------------------------------------------------------------------------------
 
 
 class _Task(NamedTuple):
@@ -171,7 +337,7 @@ class Saving:
         entries = {name: entry for theirs in written for name, entry in theirs.entries.items()}
         writer = _Writer(self._directory, True)
         writer.finish(self._metadata, [theirs.results for theirs in written])
-        files.write_durably(self._directory / files.INDEX, index.packed(self._metadata), writer.entries)
+        files.write_durably(self._directory / files.INDEX, files.packed_index(self._metadata), writer.entries)
         files.seal(self._directory, entries | writer.entries, len(written))
         return [files.publish(self._directory)] * len(written)
 

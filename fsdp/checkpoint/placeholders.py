@@ -1,0 +1,286 @@
+"""What ``nn.Module`` meets in the places of parameters while it loads a state dict, and what becomes of what it puts
+there: for a unit, and for what no unit owns."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from fsdp.api import StateDictType
+from fsdp.checkpoint.forms import Local, fill, form_of, is_sharded, kind_of, read
+from fsdp.checkpoint.redistribute import Channel
+from fsdp.checkpoint.state_dict import Key, UnitTensors
+from fsdp.flat.registration import register_instead, registered_params
+from fsdp.runtime.unit import Unit
+
+_SAME_VALUES: tuple[Any, ...] = (getattr(torch.Tensor.data, "__get__"), torch.Tensor.detach)  # noqa: B009, mypy
+
+
+class Recorder(torch.Tensor):
+    """Stands for a parameter while a state dict is loaded: ``copy_`` notes its argument as ``source``."""
+
+    source: torch.Tensor | None
+    _is_param: bool
+
+    @staticmethod
+    def __new__(
+        cls, dtype: torch.dtype, shape: Sequence[int], device: torch.device, *, requires_grad: bool
+    ) -> Recorder:
+        recorder: Recorder = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device, requires_grad=requires_grad
+        )
+        recorder.source = None
+        recorder._is_param = True  # an nn.Parameter, as far as nn.Module is concerned
+        return recorder
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and isinstance(args[0], Recorder):
+            into, source = args[0], args[1]
+            if into.shape != source.shape:
+                raise RuntimeError(f"a tensor of shape {tuple(source.shape)} for one of shape {tuple(into.shape)}")
+            if source is not into:
+                into.source = torch.detach(source)  # what is not loaded yet has no such method
+            return into
+        if func in _SAME_VALUES:  # what is copied into these counts as well
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            f"{func} on a parameter while a state dict is loaded into a sharded module: only copy_() of the whole "
+            "parameter is possible. For more, load inside FullyShardedDataParallel.summon_full_params"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Recorder(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class Opaque(torch.Tensor):
+    """A ``ShardedTensor`` as ``nn.Module`` may look at it: that type warns when it is asked for its shape."""
+
+    sharded: ShardedTensor
+
+    @staticmethod
+    def __new__(cls, sharded: ShardedTensor) -> Opaque:
+        metadata = sharded.metadata()
+        opaque: Opaque = torch.Tensor._make_wrapper_subclass(
+            cls, metadata.size, dtype=metadata.tensor_properties.dtype, device=torch.device("cpu")
+        )
+        opaque.sharded = sharded
+        return opaque
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return Opaque(args[0].sharded)
+        raise RuntimeError(f"{func} on a ShardedTensor that is being loaded")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Opaque(ShardedTensor of shape {tuple(self.shape)})"
+
+
+# -- one unit ----------------------------------------------------------------------------------------------------------
+
+
+class UnitLoading:
+    """What is to be loaded into one unit: ``sources``, by bucket and index."""
+
+    def __init__(self, unit: Unit, opener: nn.Module) -> None:
+        """Registers recorders in place of the parameters."""
+        self.unit = unit
+        self._is_local = unit.state_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and unit.groups.sharded
+        self._tensors = UnitTensors(unit, opener, flat=self._is_local)
+        self.sources: dict[Key, torch.Tensor] = {}
+        self._recorders: dict[Key, Recorder] = {}
+        self._held = self._tensors.held
+        for key, held in self._held.items():
+            device, requires_grad = unit.handles[key[0]].device, self._tensors.requires_grad(key)
+            self._recorders[key] = Recorder(held.part.dtype, held.part.shape, device, requires_grad=requires_grad)
+        self._tensors.show(self._recorders)
+
+    def hide(self) -> None:
+        self._tensors.hide()
+
+    def take_sources(self) -> None:
+        """Note what was copied or assigned; the parameters are registered again."""
+        for key, current in self._tensors.registered().items():
+            recorder = self._recorders[key]
+            source = torch.detach(current) if current is not None and current is not recorder else recorder.source
+            if source is not None:
+                self.sources[key] = _as_given(source)
+        self.hide()
+
+    def named_sources(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((self._tensors.name(key), source) for key, source in self.sources.items())
+
+    def given(self) -> Iterator[str]:
+        """What this rank was given, in words: equal on all ranks, which then exchange alike."""
+        for name, source in self.named_sources():
+            kind = "rows of " if isinstance(source, (ShardedTensor, DTensor)) else ""
+            yield f"{kind}{name!r} of {self.unit.name}"
+
+    def problems(self, *, assign: bool) -> Iterator[str]:
+        """What cannot be loaded, in words."""
+        held, groups = self._held, self.unit.groups
+        for key, source in self.sources.items():
+            dtype, own = kind_of(source)[0], held[key].part.dtype
+            if assign and dtype != own:
+                problem: str | None = (
+                    f"assign=True would make it {dtype}, and the parameters it is sharded with are {own}; use "
+                    "assign=False"
+                )
+            else:
+                problem = (Local if self._is_local else form_of(source)).problem(source, held[key], groups)
+            if problem is not None:
+                yield f"While copying the parameter named {self._tensors.name(key)!r} of {self.unit.name}: {problem}."
+
+    def commit(self) -> None:
+        """Copy this rank's parts into its shards, by one collective where ranks have been given rows."""
+        unit, groups, held = self.unit, self.unit.groups, self._tensors.held
+        channel = Channel(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
+        arriving = [(held[key], read(source, groups.shard)) for key, source in self.sources.items()]
+        exchanged = any(source.placement is not None for _, source in arriving)
+        fill(arriving, channel, f"gather {unit.name}", watch=unit.watch_call() if exchanged else None)
+        channel.flush()
+        written = {bucket for bucket, _ in self.sources}
+        for bucket, views in enumerate(unit.views):
+            views.note_writes(range(len(views.handle.layout.params)) if bucket in written else ())
+
+
+def _as_given(source: torch.Tensor) -> torch.Tensor:
+    """What stood in the state dict; of what is whole on this rank, the values."""
+    if isinstance(source, Opaque):
+        return source.sharded
+    return source.to_local().detach() if isinstance(source, DTensor) and not is_sharded(source) else source
+
+
+# -- the rest of the tree ----------------------------------------------------------------------------------------------
+
+
+class RestLoading:
+    """What no unit owns below a module: recorders for the parameters, and copies of what is loaded at once, to go back
+    to: buffers, extra state, and parameters that others look after (DTensors, modules that load themselves)."""
+
+    def __init__(self, opener: nn.Module) -> None:
+        modules = list(opener.modules())
+        own = [
+            (module, attribute, param)
+            for module in modules
+            for attribute, param in registered_params(module)
+            if not isinstance(param, Recorder) and not is_lazy(param)
+        ]
+        self._others = [
+            (module, attribute, param, _local_part(param).to("cpu", copy=True))
+            for module, attribute, param in own
+            if _loads_itself(module, param)
+        ]
+        self.params = [
+            (
+                module,
+                attribute,
+                param,
+                Recorder(param.dtype, param.shape, param.device, requires_grad=param.requires_grad),
+            )
+            for module, attribute, param in own
+            if not _loads_itself(module, param)
+        ]
+        for module, attribute, _, recorder in self.params:
+            register_instead(module, attribute, recorder)
+        self._buffers = [
+            (module, attribute, buffer, buffer.detach().clone())
+            for module in modules
+            for attribute, buffer in persistent_buffers(module)
+        ]
+        self.sources: list[torch.Tensor | None] = []
+        self._extra_state: list[tuple[nn.Module, Any]] = []  # as it was, of what has been given another
+        self._noted = [module for module in modules if _takes_extra_state(module)]
+        for module in self._noted:
+            module.__dict__["set_extra_state"] = functools.partial(self._set_extra_state, module)
+
+    def _set_extra_state(self, module: nn.Module, state: Any) -> None:
+        before = module.get_extra_state()
+        try:
+            before = copy.deepcopy(before)
+        except (NotImplementedError, RuntimeError, TypeError):  # some cannot be copied
+            pass
+        self._extra_state.append((module, before))
+        type(module).set_extra_state(module, state)
+
+    def take_sources(self) -> None:
+        self.sources = []
+        for module, attribute, _, recorder in self.params:
+            current: torch.Tensor | None = dict(registered_params(module)).get(attribute)
+            self.sources.append(recorder.source if current is recorder else current)
+        self.hide()
+
+    def hide(self) -> None:
+        for module, attribute, param, _ in self.params:
+            register_instead(module, attribute, param)
+        for module in self._noted:
+            module.__dict__.pop("set_extra_state", None)
+
+    def commit(self, *, assign: bool) -> None:
+        for (module, attribute, param, _), source in zip(self.params, self.sources):
+            if source is None:
+                continue
+            if assign:
+                setattr(module, attribute, source)
+            else:
+                param.copy_(source)
+
+    def undo(self) -> None:
+        """Give back what was loaded at once."""
+        for owner, attribute, param, values in self._others:
+            register_instead(owner, attribute, param)
+            _local_part(param).copy_(values)
+        while self._extra_state:
+            module, state = self._extra_state.pop()
+            try:
+                module.set_extra_state(state)
+            except Exception as error:  # the module's own
+                warnings.warn(
+                    f"a state dict was not loaded, but the extra state of {type(module).__name__} has changed: its "
+                    f"set_extra_state() refuses what its get_extra_state() had returned before: {error}",
+                    stacklevel=2,
+                )
+        for module, attribute, buffer, values in self._buffers:
+            if buffer.shape == values.shape:
+                module._buffers[attribute] = buffer.copy_(values)
+            else:
+                module._buffers[attribute] = values
+
+
+def _local_part(param: torch.Tensor) -> torch.Tensor:
+    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
+
+
+def _loads_itself(module: nn.Module, param: torch.Tensor) -> bool:
+    """Whether a recorder in the place of ``param`` would be in somebody's way."""
+    method = type(module)._load_from_state_dict
+    return isinstance(param, DTensor) or method.__module__.partition(".")[0] != "torch"
+
+
+def _takes_extra_state(module: nn.Module) -> bool:
+    own, base = type(module), nn.Module
+    overridden = own.get_extra_state is not base.get_extra_state and own.set_extra_state is not base.set_extra_state
+    return overridden and "set_extra_state" not in module.__dict__
+
+
+def persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [
+        (name, buffer)
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    ]
