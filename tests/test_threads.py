@@ -127,6 +127,27 @@ def test_fd22_works_that_take_no_timeout(monkeypatch: pytest.MonkeyPatch) -> Non
         wait_for(BlockingWork([failing]), "gather", Impatient(failing))
 
 
+class Late(dist.Work):
+    """Work that ends just after the first wait for it was given up."""
+
+    waits = 0
+
+    def wait(self, *timeout: Any) -> bool:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+
+def test_what_ends_just_after_a_wait_was_given_up_has_not_failed() -> None:
+    work = Late()
+    wait_for(work, "gather", Impatient(WithoutTimeout()))
+    assert work.waits == 2
+
+
 def test_fd22_a_label_is_what_its_own_thread_communicates_for() -> None:
     """FD22: what other ranks of the process begin and end changes nothing of it."""
     meet = threading.Barrier(2, timeout=30)

@@ -105,13 +105,15 @@ def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None) -> N
             return
         deadline = time.monotonic() + group_timeout(group).total_seconds()
         while True:
+            was_over = work.is_completed()  # asked before: it may end just after a wait was given up
             try:
                 work.wait(PATIENCE)
                 return
             except RuntimeError:
-                if work.is_completed() or time.monotonic() > deadline:  # failed, not just slow
+                if was_over or time.monotonic() > deadline:  # failed, not just slow
                     raise
-            watch.slow()
+            if not work.is_completed():
+                watch.slow()
     except OutOfStep:
         raise
     except RuntimeError as error:
