@@ -304,17 +304,34 @@ def sharers(unit: Unit) -> Any:
 # -- out and in --------------------------------------------------------------------------------------------------------
 
 
+class _NewMemory(Sequence[Part]):
+    """Uninitialised memory for boxes of a tensor, which is there from its first use on: so what travels through buffers
+    is not in memory twice."""
+
+    def __init__(self, boxes: Sequence[Box], like: torch.Tensor, device: torch.device) -> None:
+        self._boxes, self._like, self._device = boxes, like, device
+        self._parts: list[Part] | None = None
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._parts is None:
+            self._parts = [(box, _memory_for(box, self._like, self._device)) for box in self._boxes]
+        return self._parts[index]
+
+
 class Leaving(NamedTuple):
     """A tensor on its way into a state dict."""
 
     form: Form
     held: Held
-    local: torch.Tensor | None
+    memory: Sequence[Part]
 
     def value(self, *, again: bool = False) -> Any:
         """What stands in the state dict, when the channel has been flushed. ``again``: under one more name."""
-        local = self.local.clone() if again and self.local is not None else self.local
-        return self.form.wrap(self.held, local)
+        local = self.memory[0][1] if self.memory else None
+        return self.form.wrap(self.held, local.clone() if again and local is not None else local)
 
 
 def export(
@@ -324,17 +341,16 @@ def export(
     leaving, items = [], []
     for held in tensors:
         part, target = held.part, form.place(tuple(held.part.shape), channel.size)
-        local = None
+        gets: Sequence[Part] = ()
         if target is not None:
             assert form.device is not None
-            gets = [(box, _memory_for(box, part, form.device)) for box in target.boxes[channel.rank]]
-            local = gets[0][1] if gets else None
+            gets = _NewMemory(target.boxes[channel.rank], part, form.device)
             source = held.placement(channel.size)
             if source is None:
                 copy_parts(part.parts, gets)
             else:
                 items.append(Item(part.dtype, part.stride(), source, target, part.parts, gets))
-        leaving.append(Leaving(form, held, local))
+        leaving.append(Leaving(form, held, gets))
     redistribute(items, channel, label, watch=watch)
     return leaving
 

@@ -95,8 +95,9 @@ class _Message:
 class Channel:
     """The ranks of a group as they redistribute tensors, batch after batch, through memory that is reused.
 
-    While a batch travels, the one before it is put in place: two are there at a time. What is large goes directly from
-    where it lies to where it belongs, where the group moves large messages best so.
+    While a batch travels, the one before it is put in place: two are there at a time, and one where each is flushed
+    before the next. What is large goes directly from where it lies to where it belongs, where the group moves large
+    messages best so.
     """
 
     def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
@@ -108,6 +109,7 @@ class Channel:
         self._direct_min = direct_threshold(group, device) if direct else float("inf")  # bytes
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
         self._batches = 0
+        self._turn = 0  # whose memory the last batch has
         self._numbers: dict[tuple[int, bool], int] = {}  # of the direct messages from or to each rank
         self._finish: Callable[[], None] | None = None  # of the batch that travels
 
@@ -121,6 +123,7 @@ class Channel:
         """Start moving a batch, by one collective: a gather or a broadcast where every rank gets all."""
         items = sorted(items, key=lambda item: -item.dtype.itemsize)
         self._batches += 1
+        self._turn ^= self._finish is not None
         tag = Tag(label, _TAGS + self._batches)
         if not all(item.target.is_everywhere for item in items):
             finish = self._exchange(items, tag, watch)
@@ -236,12 +239,13 @@ class Channel:
         return finish
 
     def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
-        """Memory that the batch before the last one used."""
-        place = name, self._batches % 2
-        if place not in self._memory or self._memory[place].numel() < nbytes:
-            self._memory.pop(place, None)
-            self._memory[place] = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        return self._memory[place][:nbytes]
+        """Memory that no batch under way has: that of an earlier one, unless it is too small, or twice as large."""
+        kept = self._memory.pop((name, self._turn), None)
+        if kept is None or not nbytes <= kept.numel() < 2 * nbytes:
+            kept = None  # before there is another one
+            kept = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._memory[name, self._turn] = kept
+        return kept[:nbytes]
 
 
 class Channels:
@@ -252,7 +256,8 @@ class Channels:
 
     def over(self, group: Any, device: torch.device) -> Channel:
         if (group, device) not in self._by_group:
-            self._by_group[group, device] = Channel(group, group.rank(), group.size(), device)
+            rank, size = (0, 1) if group is None else (group.rank(), group.size())
+            self._by_group[group, device] = Channel(group, rank, size, device)
         return self._by_group[group, device]
 
     def flush(self) -> None:

@@ -24,12 +24,13 @@ from torch import nn
 
 from fsdp.checkpoint.forms import Full, Held, Leaving, Wanted, export
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.redistribute import Channel
+from fsdp.checkpoint.redistribute import Channels
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, clean, joined, own_modules, unit_of, wrappers_in
 from fsdp.flat.registration import registered_params
 from fsdp.runtime.agreement import GATHER
 from fsdp.runtime.build import inside_checkpoint, join
+from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Phase, Unit, units_of
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
@@ -182,10 +183,8 @@ class Saving:
     def _export(self) -> dict[Key, Leaving]:
         """What this rank's result has: in the shards' dtype, by one collective."""
         unit, groups = self.unit, self.unit.groups
-        place = (groups.shard, groups.shard_rank, groups.shard_size)
-        if not groups.sharded:
-            place = (groups.replica, groups.replica_rank, groups.replica_size)
-        channel = Channel(*place, unit.device)
+        channels = _channels.get(self._context) or Channels()
+        channel = channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
         form, watch = self._wanted.of_unit(unit, channel.group, first=0), None
         held = self._shown() if unit.phase is Phase.SUMMONED else self._tensors.held
         if unit.phase is not Phase.SUMMONED and groups.sharded and not form.stays:
@@ -356,13 +355,23 @@ def collecting(wrapper: Any) -> Iterator[None]:
     unit = unit_of(wrapper)
     settings = unit.state_settings
     alone = ", rank0_only" if getattr(settings.state_dict_config, "rank0_only", False) else ""
+    context = join(unit)
+    outermost = context not in _channels
     try:
-        with join(unit).calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
+        with context.calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
+            _channels.setdefault(context, Channels())
             yield
     except BaseException:
         for inner in wrappers_in(wrapper):
             inner._fsdp_saving.abandon()
         raise
+    finally:
+        if outermost:
+            _channels.pop(context, None)
+
+
+# What the units of a tree travel by while its state is collected, so that each has the memory of the one before.
+_channels: weakref.WeakKeyDictionary[RootContext, Channels] = weakref.WeakKeyDictionary()
 
 
 def strip_wrapper(destination: dict[str, Any], prefix: str) -> None:

@@ -1,6 +1,31 @@
 """One bucket of a unit: its shard, its full buffer and its leaves; gathering and releasing them.
 
 See [Note: Permanent tensors, lent memory] in ``full_copy.py``.
+
+[Note: The tensors of a bucket]
+Of each bucket there are, of ``shard_numel`` elements (1/N of the padded flat vector) or ``padded_numel`` (all of it):
+
+===================  ========  =============  ==============================================  ========================
+tensor               elements  dtype          has memory                                      its memory belongs to
+===================  ========  =============  ==============================================  ========================
+shard, the data of   shard     parameter      always; in host memory with CPU offload         the compute stream
+``flat_param``
+cast shard           shard     compute        during a gather; where ``no_sync`` gathers      the gather stream
+                                              again what has not changed, until it has
+full buffer, and     padded    compute        while the unit is gathered                      the gather stream's pool
+its leaves
+reduce buffer, and   padded    reduce         from a backward's first gradient until it is    the compute stream's pool
+its slots                                     reduced
+accumulator          padded    reduce         under ``no_sync``, until it is reduced or the   the compute stream
+                                              user drops it; it is ``.grad`` meanwhile
+reduced gradient     shard     parameter      from the reduction on; ``.grad`` from the end   the compute stream
+                                              of the backward until the user drops it
+===================  ========  =============  ==============================================  ========================
+
+The original parameters (``use_orig_params=True``) are views of the shard, placeholders (False) have no memory. Each
+dtype that was computed in has a full buffer of its own, and one that is as the shard (one rank, same dtype and device)
+is the shard. A stream that reads memory of another one's leaves an event, for which the owner waits before it uses
+that memory again: see [Note: Memory across streams] in ``fsdp/comm/streams.py``.
 """
 
 from __future__ import annotations
@@ -337,7 +362,7 @@ class FlatParamHandle:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
         return streams.upload(self._shard).to(dtype)
 
-    def gather_in_vain(
+    def take_part_in_gather(
         self, communicator: Communicator, tag: Tag, watch: Watch | None, *, full_precision: bool
     ) -> tuple[Pending, torch.Tensor]:
         """Take part in a gather that only other ranks need, in the dtype that they need; the full buffer is left

@@ -1,8 +1,7 @@
-"""The doors through which autograd and optimizers enter the engine, and what the engine asks autograd. Hooks are
-registered here only.
+"""Callbacks that autograd and optimizers call, how their errors are reported, and what the engine asks autograd.
 
-An error raised behind a door is logged here once, with the rank and the unit, and goes on to the caller of
-``backward()``.
+Hooks are registered here only. An error raised in one is logged once, with the rank and the unit, and goes on to the
+caller of ``backward()``.
 """
 
 from __future__ import annotations
@@ -133,9 +132,9 @@ def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
     tensor.register_hook(hook)
 
 
-def on_accumulated(leaf: torch.Tensor, door: Callable[[torch.Tensor], None]) -> Any:
-    """Call ``door`` each time a gradient has been added to ``leaf.grad``."""
-    return leaf.register_post_accumulate_grad_hook(untraced(door))
+def on_accumulated(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Any:
+    """Call ``callback`` each time a gradient has been added to ``leaf.grad``."""
+    return leaf.register_post_accumulate_grad_hook(untraced(callback))
 
 
 def around_forward(
@@ -208,6 +207,6 @@ def report(error: BaseException, unit_name: str, event: str) -> None:
     try:
         error._fsdp_reported = True  # type: ignore[attr-defined]
     except AttributeError:
-        pass  # an exception type without a dictionary is reported at each door it passes
+        pass  # an exception type without a dictionary is reported by each hook it passes
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     logger.error("rank %d, %s of %s: %s: %s", rank, event, unit_name, type(error).__name__, error)

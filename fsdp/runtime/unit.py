@@ -135,7 +135,9 @@ class Unit(UnitBuffers):
             return
         with context.streams.on_gather_stream():
             gathers = [
-                handle.gather_in_vain(communicator, self._tag(bucket, "gather"), ticket, full_precision=full_precision)
+                handle.take_part_in_gather(
+                    communicator, self._tag(bucket, "gather"), ticket, full_precision=full_precision
+                )
                 for bucket, handle in enumerate(self.handles)
             ]
         for pending, _ in gathers:  # on the compute stream: whoever writes to the shard next must not overtake it
@@ -434,7 +436,7 @@ class Unit(UnitBuffers):
             gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"), ticket)
 
     def backward_failed(self, error: BaseException, event: str) -> None:
-        """A door of the unit raises ``error``: the backward ends here."""
+        """A hook of the unit raises ``error``: the backward ends here."""
         hooks.report(error, self.name, event)
         context = self.context
         if context is not None:
