@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import fsdp.checkpoint.load_state_dict as loading
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import (
     StateDictOptions,
     get_optimizer_state_dict,
-    loading,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
