@@ -1100,7 +1100,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        "        begin_anew(self._group)\n",
+        "        go_on_from(self._group, max(calls for _, calls, _ in said.values()))\n",
         "",
         "the call after one that was interrupted is taken for another",
         _tests("agreement", "rank_that_is_interrupted_in_a_call"),

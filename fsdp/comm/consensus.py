@@ -109,9 +109,15 @@ def failures_in(
 _numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the calls in each group
 
 
-def begin_anew(group: Any) -> None:
-    """All ranks of ``group`` have met after a failure: their next call is their first."""
-    _numbers.pop(group, None)
+def calls_in(group: Any) -> int:
+    """How many calls this rank has made in ``group``, of those that are agreed on here."""
+    return _numbers.get(group, 0)
+
+
+def go_on_from(group: Any, number: int) -> None:
+    """All ranks of ``group`` have met after a failure, and some had made ``number`` calls, the most: their next one has
+    a number that no call had before, as what was said in each stays in the store."""
+    _numbers[group] = number
 
 
 def _failures_of(

@@ -39,7 +39,7 @@ import torch
 from fsdp.comm import ledger
 from fsdp.comm.board import Board
 from fsdp.comm.collectives import Agreeing, OutOfStep, agree, debug_detail, gather_numbers
-from fsdp.comm.consensus import begin_anew
+from fsdp.comm.consensus import calls_in, go_on_from
 from fsdp.comm.groups import group_timeout
 from fsdp.comm.streams import Streams
 from fsdp.comm.waiting import watches
@@ -311,7 +311,7 @@ class Agreement:
             self._board.tell(f"issued/{self._recoveries}", self._issued())
 
     def _issued(self) -> list[Any]:
-        return [self._passes, ledger.told(self._group)]
+        return [self._passes, calls_in(self._group), ledger.told(self._group)]
 
     def meet(self) -> None:
         """Wait until all ranks have given up, wherever they were, and go on together as if nothing had been agreed on
@@ -325,9 +325,9 @@ class Agreement:
         self._meet(f"come/{self._recoveries}", "after a pass that failed")
         self._raise_if_broken()  # others may have come without this rank having looked around
         said = {self._rank: self._issued()} | self._board.told(f"issued/{self._recoveries}")
-        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in said.items()}, self.ticket)
-        self._passes = max(passes for passes, _ in said.values())
-        begin_anew(self._group)
+        ledger.catch_up(self._group, self._device, {rank: issued for rank, (*_, issued) in said.items()}, self.ticket)
+        self._passes = max(passes for passes, *_ in said.values())
+        go_on_from(self._group, max(calls for _, calls, _ in said.values()))
         self._record.clear()
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
