@@ -1391,7 +1391,7 @@ MUTATIONS = [
         "local = shard[piece.shard_offset : piece.shard_offset + piece.numel]",
         "local = shard[: piece.numel]",
         "what a shard holds of a parameter is taken from its start",
-        _tests("optim_state", "direct_messages_carry_the_same[3]"),
+        _tests("state_dict", "r40_every_kind_gives_back_what_was_there"),
     ),
     Mutation(
         "fsdp/checkpoint/forms.py",
