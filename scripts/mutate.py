@@ -24,7 +24,7 @@ from pathlib import Path
 from mutations import MUTATIONS, Mutation
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TIMEOUT = 300.0  # seconds for one run of the selected tests; a mutation that hangs them is noticed
+TIMEOUT = 300.0  # seconds for a mutation's tests, and for a file without any; a mutation that hangs them is noticed
 SKIPPED = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.egg-info", ".mypy_cache", ".ruff_cache", "build")
 
 
@@ -57,7 +57,7 @@ def find_fault(mutation: Mutation, root: Path) -> str | None:
     return None
 
 
-def run_tests(root: Path, tests: tuple[str, ...]) -> tuple[int | None, float, str]:
+def run_tests(root: Path, tests: tuple[str, ...], timeout: float) -> tuple[int | None, float, str]:
     """pytest's exit code (None: timeout), the seconds it took, and the last lines of its output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", *tests]
     # The copy comes before an installed package, in the tests and in the processes they start.
@@ -74,7 +74,7 @@ def run_tests(root: Path, tests: tuple[str, ...]) -> tuple[int | None, float, st
         start_new_session=True,
     )
     try:
-        output, _ = process.communicate(timeout=TIMEOUT)
+        output, _ = process.communicate(timeout=timeout)
         code: int | None = process.returncode
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
@@ -93,7 +93,7 @@ def try_mutation(mutation: Mutation) -> Outcome:
         shutil.copytree(REPOSITORY, root, ignore=SKIPPED)
         path = root / mutation.file
         path.write_text(path.read_text().replace(mutation.old, mutation.new))
-        code, seconds, tail = run_tests(root, mutation.tests)
+        code, seconds, tail = run_tests(root, mutation.tests, TIMEOUT)
     if code == 1:
         failed = [line for line in tail.splitlines() if line.startswith("FAILED")]
         return Outcome(mutation, "noticed", f"{seconds:.0f} s  {failed[0] if failed else tail}")
@@ -121,7 +121,8 @@ def main() -> int:
         return int(any(fault is not None for fault in faults))
 
     every = tuple(sorted({test for mutation in chosen for test in mutation.tests}))
-    code, seconds, tail = run_tests(REPOSITORY, every)
+    files = {test.partition("::")[0] for test in every}
+    code, seconds, tail = run_tests(REPOSITORY, every, TIMEOUT * len(files))
     if code != 0:
         print(f"the tests must pass before they can judge: pytest ended with {code}\n{tail}")
         return 2
