@@ -31,7 +31,7 @@ from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import HostBuffers, locked_pages, place
 from fsdp.comm.streams import AcceleratorStreams, HostStreams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.comm.waiting import OutOfStep, Watcher
+from fsdp.comm.waiting import OutOfStep, Watcher, Work
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import Ignored, move_to, owned_params
 from fsdp.runtime.nested import to_device
@@ -76,7 +76,7 @@ def talk_beside_nccl() -> list[Any]:
         collectives_module.agree(values, group, AWAY, "agree")
         every = collectives_module.gather_numbers([rank, 7], group, AWAY, "gather")
         same, other = (collectives_module.Agreeing(value, group, AWAY, "ask", streams) for value in (1, rank))
-        answers = [same.differs(mock.Mock()), other.differs(mock.Mock())]
+        answers = [same.differs(), other.differs()]
         done = same.answered()
     return [values.tolist(), every, answers, done, set(calls)]
 
@@ -124,7 +124,7 @@ def test_a_rank_catches_up_where_the_others_have_issued() -> None:
         full, shard = torch.ones(8, dtype=torch.bfloat16, device=AWAY), torch.ones(4, dtype=torch.bfloat16, device=AWAY)
         ledger.issue(REDUCE_SCATTER, shard, full, op=dist.ReduceOp.AVG, **usual)
         said = {rank: json.loads(json.dumps(ledger.told(group))) for rank, group in enumerate(ranks)}
-        ledger.catch_up(ranks[1], AWAY, said, mock.Mock())
+        ledger.catch_up(ranks[1], AWAY, said)
     assert issued[1] == issued[0] and [beside for _, beside, *_ in issued[1]] == [False, True, False]
     assert ledger.told(ranks[1]) == ledger.told(ranks[0])
 
@@ -152,9 +152,9 @@ def leave_the_order() -> tuple[str, int]:
     context.enter_forward(context.root)
     units = [unit for unit in context.units if unit.handles]
     try:
-        ticket = context.about_to("gather", units[dist.get_rank()])
-        watcher.follow(Over(), ticket, group, "what is over")
-        watcher.follow(NeverOver(), ticket, group, f"gather {units[0].name}")
+        context.about_to("gather", units[dist.get_rank()])
+        watcher.follow(Over(), Work((), group, "what is over", AWAY))
+        watcher.follow(NeverOver(), Work((), group, f"gather {units[0].name}", AWAY))
         ended.wait(30)
         watcher.check(mock.Mock())  # other groups go on
         watcher.check(group)
@@ -176,7 +176,7 @@ def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
     """FD66: asking for an event spoils a capture."""
     watcher, looked = Watcher(mock.Mock()), threading.Event()
     event = mock.Mock(query=lambda: looked.set() or False)
-    watcher.follow(event, mock.Mock(), mock.Mock(), "a gather")
+    watcher.follow(event, mock.Mock())
     assert looked.wait(30)
     watcher.pause()
     assert not watcher._under_way

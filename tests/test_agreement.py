@@ -822,7 +822,7 @@ def fail_apart(farther: int) -> dict[str, Tensor]:
     for _ in range(2):
         train(model)
     train_and_raise(model, 2 if dist.get_rank() == farther else 1)
-    look = Agreement.look_around
+    look = Agreement.slow
 
     def look_once(self: Agreement) -> None:
         look(self)
@@ -835,9 +835,9 @@ def fail_apart(farther: int) -> dict[str, Tensor]:
     if dist.get_rank() == 1:
         store.wait(["looked"], timedelta(seconds=SHORT))
     else:
-        with mock.patch.object(Agreement, "look_around", look_once), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Agreement, "slow", look_once), pytest.raises(KeyboardInterrupt):
             state_dict_by(False)(model)
-    with mock.patch.object(Agreement, "look_around", look_and_tell):
+    with mock.patch.object(Agreement, "slow", look_and_tell):
         state: dict[str, Tensor] = state_dict_by(False)(model)
     train(model)
     return state

@@ -21,7 +21,7 @@ from fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import load, save
 from fsdp.comm import waiting
 from fsdp.comm.ledger import current_label, labelled
-from fsdp.comm.waiting import BlockingWork, OutOfStep, wait_for
+from fsdp.comm.waiting import OutOfStep, Work, watch
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
 from tests.harness.pool import RankFailure
@@ -97,15 +97,19 @@ class WithoutTimeout(dist.Work):
         return True
 
 
+class Group:
+    """Tells nothing of itself."""
+
+
 class Impatient:
     """Watches a wait that others are slow in, and sees to it that it is over."""
 
     def __init__(self, work: WithoutTimeout, error: Exception | None = None) -> None:
-        self._work, self._error = work, error
+        self._work, self.error = work, error
 
     def slow(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         self._work.over.set()
 
     def explain(self) -> str:
@@ -115,16 +119,21 @@ class Impatient:
 def test_fd22_works_that_take_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """FD22: they are waited for once, by a thread; this one looks around, and learns how they end."""
     monkeypatch.setattr(waiting, "PATIENCE", timedelta(seconds=0.01))
-    work = WithoutTimeout()
-    blocking = BlockingWork([work])
+    work, group = WithoutTimeout(), Group()
+    watcher = Impatient(work, OutOfStep("gone"))
+    watch(group, watcher)
+    blocking = Work([work], group, "gather", torch.device("cpu"))
     for _ in range(2):
         with pytest.raises(OutOfStep, match="gone"):
-            wait_for(blocking, "gather", Impatient(work, OutOfStep("gone")))
-    wait_for(blocking, "gather", Impatient(work))
+            blocking.wait()
+    watcher.error = None
+    blocking.wait()
     assert work.waits == 1 and blocking.is_completed()
     failing = WithoutTimeout(RuntimeError("closed"))
+    watcher = Impatient(failing)
+    watch(group, watcher)
     with pytest.raises(RuntimeError, match=r"gather: the collective failed or timed out: closed\. so far, so good"):
-        wait_for(BlockingWork([failing]), "gather", Impatient(failing))
+        Work([failing], group, "gather", torch.device("cpu")).wait()
 
 
 class Late(dist.Work):
@@ -143,8 +152,9 @@ class Late(dist.Work):
 
 
 def test_what_ends_just_after_a_wait_was_given_up_has_not_failed() -> None:
-    work = Late()
-    wait_for(work, "gather", Impatient(WithoutTimeout()))
+    work, group, watcher = Late(), Group(), Impatient(WithoutTimeout())
+    watch(group, watcher)
+    Work([work], group, "gather", torch.device("cpu"), ends_alone=True).wait()
     assert work.waits == 2
 
 

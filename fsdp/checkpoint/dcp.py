@@ -236,7 +236,7 @@ def told_by_rank0(value: Any, model: nn.Module, what: str) -> Any:
     """What rank 0 has as ``value``."""
     units = units_of(model)
     for unit in units:
-        unit.watch_call()
+        unit.announce()
     device = units[0].device if units else torch.device("cpu")
     return broadcast_object(value, default_group(), what, device)
 

@@ -27,7 +27,6 @@ from fsdp.api import OptimStateDictConfig, RaggedOptimStateDictConfig, RaggedSta
 from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel, Item, redistribute
-from fsdp.comm.collectives import Watch
 from fsdp.comm.groups import Groups, default_group
 from fsdp.flat.layout import contiguous_stride
 from fsdp.runtime.unit import Unit
@@ -334,9 +333,7 @@ class Leaving(NamedTuple):
         return self.form.wrap(self.held, local.clone() if again and local is not None else local)
 
 
-def export(
-    tensors: Iterable[Held], form: Form, channel: Channel, label: str, watch: Watch | None = None
-) -> list[Leaving]:
+def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str) -> list[Leaving]:
     """Start moving ``tensors`` to whoever gets them in ``form``; see :func:`redistribute`."""
     leaving, items = [], []
     for held in tensors:
@@ -351,11 +348,11 @@ def export(
             else:
                 items.append(Item(part.dtype, part.stride(), source, target, part.parts, gets))
         leaving.append(Leaving(form, held, gets))
-    redistribute(items, channel, label, watch=watch)
+    redistribute(items, channel, label)
     return leaving
 
 
-def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str, watch: Watch | None = None) -> None:
+def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) -> None:
     """Start moving what each source has to where the ranks hold the tensor, in the dtype in which they do; see
     :func:`redistribute`."""
     items = []
@@ -366,7 +363,7 @@ def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str, 
             continue
         target = held.placement(channel.size) or Placement.whole(part.shape, channel.size)
         items.append(Item(part.dtype, part.stride(), source.placement, target, source.parts, part.parts))
-    redistribute(items, channel, label, watch=watch)
+    redistribute(items, channel, label)
 
 
 def _memory_for(box: Box, like: torch.Tensor, device: torch.device) -> torch.Tensor:

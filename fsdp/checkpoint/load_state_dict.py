@@ -269,7 +269,7 @@ def problem_elsewhere(
     """
     alike: dict[Any, list[str]] = {}
     for unit in units:
-        unit.watch_call()
+        unit.announce()
         for group in (unit.groups.shard, unit.groups.replica):
             alike.setdefault(group, []).extend(given.get(unit, ()))
     device = next((unit.device for unit in units), torch.device("cpu"))
@@ -283,7 +283,7 @@ def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[dict[Unit, list[str]
     that is yielded: what each was given for each unit, in words."""
     given: dict[Unit, list[str]] = {}
     for unit in units:  # one that no other rank comes to raises here, and asks nobody
-        unit.watch_call()
+        unit.announce()
     try:
         yield given
     except BaseException as error:
@@ -376,7 +376,7 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
     units = units_of(model)
     groups, device = _ranks_of(model, units)
     for unit in units:
-        unit.watch_call()
+        unit.announce()
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"loading what only rank 0 has while {unit.name} is in {unit.phase.name}: load it outside"
@@ -469,7 +469,8 @@ def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor]
     if groups.replica_rank == 0:
         channel = Channel(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
         arriving = [(held, Source.of_first(value, held.part.shape, channel.size)) for held, value in several]
-        fill(arriving, channel, label, watch=unit.watch_call())
+        unit.announce()
+        fill(arriving, channel, label)
         channel.flush()
     if groups.replica is not None:
         channel = Channel(groups.replica, groups.replica_rank, groups.replica_size, unit.device)

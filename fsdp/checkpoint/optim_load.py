@@ -128,7 +128,7 @@ def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelPara
         except Exception as caught:
             error = caught
     for unit in params.units:
-        unit.watch_call()
+        unit.announce()
     told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has", params.device)
     if error is not None:
         raise error

@@ -182,7 +182,7 @@ def _agree(
         told = [local[holder] for holder in holders]
         ranks, everyone = [0], [(told, problems, unknown)]
         if group is not None:
-            holders[0].unit.watch_call()
+            holders[0].unit.announce()
             several = all_gather_object(_packed(told, problems, unknown), group, label, device)
             ranks, everyone = group_ranks(group), [pickle.loads(theirs) for theirs in several]
         problems_of.update({rank: theirs for rank, (_, theirs, _) in zip(ranks, everyone) if theirs})

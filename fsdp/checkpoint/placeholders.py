@@ -151,8 +151,9 @@ class UnitLoading:
         unit, groups, held = self.unit, self.unit.groups, self._tensors.held
         channel = Channel(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
         arriving = [(held[key], read(source, groups.shard)) for key, source in self.sources.items()]
-        exchanged = any(source.placement is not None for _, source in arriving)
-        fill(arriving, channel, f"gather {unit.name}", watch=unit.watch_call() if exchanged else None)
+        if any(source.placement is not None for _, source in arriving):
+            unit.announce()
+        fill(arriving, channel, f"gather {unit.name}")
         channel.flush()
         written = {bucket for bucket, _ in self.sources}
         for bucket, views in enumerate(unit.views):

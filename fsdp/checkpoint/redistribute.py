@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, memory_order
-from fsdp.comm.collectives import Communicator, Letter, Pending, Tag, Watch, broadcast, direct_threshold, exchange, mail
+from fsdp.comm.collectives import Communicator, Letter, Tag, broadcast, direct_threshold, exchange, mail
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
 
@@ -119,20 +119,20 @@ class Channel:
         if finish is not None:
             finish()
 
-    def send(self, items: Sequence[Item], label: str, watch: Watch | None) -> None:
+    def send(self, items: Sequence[Item], label: str) -> None:
         """Start moving a batch, by one collective: a gather or a broadcast where every rank gets all."""
         items = sorted(items, key=lambda item: -item.dtype.itemsize)
         self._batches += 1
         self._turn ^= self._finish is not None
         tag = Tag(label, _TAGS + self._batches)
         if not all(item.target.is_everywhere for item in items):
-            finish = self._exchange(items, tag, watch)
+            finish = self._exchange(items, label)
         elif not any(any(item.source.boxes[1:]) for item in items):
             finish = self._broadcast(items)
         elif any(self._goes_directly(item, box) for item in items for its in item.source.boxes for box in its):
-            finish = self._exchange(items, tag, watch)
+            finish = self._exchange(items, label)
         else:
-            finish = self._gather(items, tag, watch)
+            finish = self._gather(items, tag)
         self.flush()
         self._finish = finish
 
@@ -142,7 +142,7 @@ class Channel:
 
     # -- the three ways to move a batch: each starts, and returns what waits and puts in place -------------------------
 
-    def _exchange(self, items: list[Item], tag: Tag, watch: Watch | None) -> Callable[[], None]:
+    def _exchange(self, items: list[Item], label: str) -> Callable[[], None]:
         outgoing, incoming = [_Message() for _ in range(self.size)], [_Message() for _ in range(self.size)]
         letters: list[Letter] = []
         late: list[tuple[Item, Box, torch.Tensor]] = []  # what cannot arrive where it belongs
@@ -173,9 +173,9 @@ class Channel:
             letters += [self._letter(True, to, piece) for to, piece in enumerate(sent.split(leaving)) if leaving[to]]
             pieces = enumerate(received.split(arriving))
             letters += [self._letter(False, giver, piece) for giver, piece in pieces if arriving[giver]]
-            pending = mail(letters, self.group, self._streams, tag.label, watch)
+            pending = mail(letters, self.group, self._streams, label, self.device)
         else:
-            pending = exchange(received, sent, arriving, leaving, self.group, self._streams, tag, watch)
+            pending = exchange(received, sent, arriving, leaving, self.group, self._streams, label)
 
         def finish() -> None:
             for item in items:
@@ -219,7 +219,7 @@ class Channel:
         broadcast([buffer], self.group)
         return lambda: message.unpack(buffer)
 
-    def _gather(self, items: list[Item], tag: Tag, watch: Watch | None) -> Callable[[], None]:
+    def _gather(self, items: list[Item], tag: Tag) -> Callable[[], None]:
         messages = [_Message() for _ in range(self.size)]
         for item in items:
             for message, boxes in zip(messages, item.source.boxes):
@@ -229,7 +229,7 @@ class Channel:
         received = self._buffer("received", nbytes * self.size)
         pieces = received.view(self.size, nbytes)
         messages[self.rank].pack(pieces[self.rank])
-        pending: Pending = self._communicator.gather(received, pieces[self.rank], tag, watch)
+        pending = self._communicator.gather(received, pieces[self.rank], tag)
 
         def finish() -> None:
             pending.wait()
@@ -265,9 +265,7 @@ class Channels:
             channel.flush()
 
 
-def redistribute(
-    items: Sequence[Item], channel: Channel, label: str, *, watch: Watch | None = None, limit: int = 32 << 20
-) -> None:
+def redistribute(items: Sequence[Item], channel: Channel, label: str, *, limit: int = 32 << 20) -> None:
     """Start moving ``items``. All ranks of the channel have to come with the same placements.
 
     One collective per ``limit`` bytes, or per item that is larger; none for what does not travel. All has arrived when
@@ -282,11 +280,11 @@ def redistribute(
     batch: list[Item] = []
     for item in travelling:
         if batch and sum(other.nbytes for other in batch) + item.nbytes > limit:
-            channel.send(batch, label, watch)
+            channel.send(batch, label)
             batch = []
         batch.append(item)
     if batch:
-        channel.send(batch, label, watch)
+        channel.send(batch, label)
 
 
 def _in_one_run(values: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor | None:

@@ -185,11 +185,11 @@ class Saving:
         unit, groups = self.unit, self.unit.groups
         channels = _channels.get(self._context) or Channels()
         channel = channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
-        form, watch = self._wanted.of_unit(unit, channel.group, first=0), None
+        form = self._wanted.of_unit(unit, channel.group, first=0)
         held = self._shown() if unit.phase is Phase.SUMMONED else self._tensors.held
         if unit.phase is not Phase.SUMMONED and groups.sharded and not form.stays:
-            watch = self._context.about_to(GATHER, unit)
-        leaving = export(held.values(), form, channel, f"gather {unit.name}", watch=watch)
+            self._context.about_to(GATHER, unit)
+        leaving = export(held.values(), form, channel, f"gather {unit.name}")
         channel.flush()
         return dict(zip(held, leaving)) if self._receives else {}
 

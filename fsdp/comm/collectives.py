@@ -29,8 +29,7 @@ from fsdp.comm.ledger import issue, issue_letters
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import OutOfStep as OutOfStep
-from fsdp.comm.waiting import Watch as Watch
-from fsdp.comm.waiting import wait_for, watcher, watches
+from fsdp.comm.waiting import Work, watcher
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
 _TRAVEL_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -48,25 +47,17 @@ class Pending:
     """A collective under way. ``wait()`` before its result is used: on CPU the host waits, else the current stream, as
     every stream has to that uses it."""
 
-    __slots__ = ("_event", "_finish", "_group", "_label", "_streams", "_watch", "_works")
+    __slots__ = ("_event", "_finish", "_streams", "_work")
 
-    def __init__(
-        self,
-        works: Sequence[Any],
-        finish: Callable[[], None] | None,
-        streams: Streams,
-        tag: Tag,
-        watch: Watch | None = None,
-        group: Any = None,
-    ) -> None:
-        self._works, self._finish, self._streams, self._label = works, finish, streams, tag.label
-        self._watch, self._group = watch, group
+    def __init__(self, work: Work | None, streams: Streams, finish: Callable[[], None] | None = None) -> None:
+        """``work`` is None where nothing travels. ``finish`` is called when it is over."""
+        self._work, self._finish, self._streams = work, finish, streams
         self._event: Event = None if streams.asynchronous_work else streams.record()
-        if self._event is not None and watch is not None:
+        if self._event is not None and work is not None and work.watch is not None:
             if streams.is_capturing():
                 watcher.pause()
             else:
-                watcher.follow(self._event, watch, group, tag.label)
+                watcher.follow(self._event, work)
 
     def extend(self) -> None:
         """What the current stream has been given since belongs to it as well."""
@@ -75,17 +66,8 @@ class Pending:
 
     def wait(self) -> None:
         """Where it is interrupted, or the ranks are out of step, this is still under way: memory stays in use."""
-        watch = self._watch if self._streams.asynchronous_work else None  # an accelerator's host does not wait
-        while self._works:
-            work, *rest = self._works
-            try:
-                wait_for(work, self._label, watch, self._group)
-            except OutOfStep:
-                raise
-            except Exception:
-                self._works = ()  # it has failed
-                raise
-            self._works = rest
+        if self._work is not None:
+            self._work.wait()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -102,21 +84,21 @@ class Communicator:
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag, watch: Watch | None = None) -> Pending:
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Pending:
         """Start filling ``full`` (shard_size * n elements) with every rank's ``shard`` (n), in rank order.
 
         Runs on the current stream; neither tensor may be touched before ``wait()``.
         """
         if not self.groups.sharded:
             full.copy_(shard)
-            return Pending((), None, self.streams, tag)
+            return Pending(None, self.streams)
         if self._goes_direct(full):
-            works = self._direct_gather(full, shard, tag)
+            work = self._direct_gather(full, shard, tag)
         else:
-            works = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=self.groups.shard)
-        return Pending(works, None, self.streams, tag, watch, self.groups.shard)
+            work = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=self.groups.shard)
+        return Pending(work, self.streams)
 
-    def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag, watch: Watch | None = None) -> Pending:
+    def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Pending:
         """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``. ``full`` is used up.
 
         Sharded: ``out`` has ``full.numel() / shard_size`` elements. Not sharded: ``out`` is ``full``.
@@ -127,13 +109,13 @@ class Communicator:
         if before != 1:
             full.div_(before)
         finish: Callable[[], None] | None = None
-        works: Sequence[Any] = ()  # one rank alone: the mean is what it has
+        work: Work | None = None  # one rank alone: the mean is what it has
         if not groups.sharded and groups.replica is not None:
-            works = self._issue(tag, "all_reduce", _wire(full), op=op, group=groups.replica)
+            work = self._issue(tag, "all_reduce", _wire(full), op=op, group=groups.replica)
         elif groups.sharded and self._goes_direct(full):
-            works, finish = self._direct_reduce(out, full, tag)
+            work, finish = self._direct_reduce(out, full, tag)
         elif groups.sharded:
-            works = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=groups.shard)
+            work = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=groups.shard)
 
         def complete() -> None:
             if finish is not None:
@@ -142,16 +124,15 @@ class Communicator:
                 out.div_(after)
 
         if self.streams.asynchronous_work:
-            group = groups.shard if groups.sharded else groups.replica
-            return Pending(works, complete, self.streams, tag, watch, group)
+            return Pending(work, self.streams, complete)
         complete()
-        return Pending((), None, self.streams, tag)
+        return Pending(None, self.streams)
 
-    def maximum(self, values: torch.Tensor, device: torch.device, label: str, watch: Watch | None = None) -> None:
+    def maximum(self, values: torch.Tensor, device: torch.device, label: str) -> None:
         """Replace ``values`` (int64, on CPU) by the largest of all ranks, element by element. The host waits."""
         for group in (self.groups.shard, self.groups.replica):
             if group is not None and group.size() > 1:
-                agree(values, group, device, label, watch)
+                agree(values, group, device, label)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
@@ -174,7 +155,7 @@ class Communicator:
             return dist.ReduceOp.AVG, 1.0, 1.0
         return dist.ReduceOp.SUM, 1.0, float(size)
 
-    def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Sequence[Any]:
+    def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Work:
         return issue(name, *tensors, label=tag.label, asynchronous=self.streams.asynchronous_work, **options)
 
     def _goes_direct(self, full: torch.Tensor) -> bool:
@@ -184,7 +165,7 @@ class Communicator:
             )
         return full.numel() * full.element_size() >= self._direct_min and self.groups.shard_size > 1
 
-    def _exchange(self, tag: Tag, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> Sequence[Any]:
+    def _exchange(self, tag: Tag, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> Work:
         """Send ``sends[i]`` to and receive ``receives[i]`` from each other rank i, all at once."""
         rank, size = self.groups.shard_rank, self.groups.shard_size
         letters = []
@@ -192,30 +173,28 @@ class Communicator:
             to, source = (rank + distance) % size, (rank - distance) % size
             letters.append(Letter(True, to, sends[to], tag.number))
             letters.append(Letter(False, source, receives[source], tag.number))
-        return issue_letters(letters, self.groups.shard, tag.label)
+        return issue_letters(letters, self.groups.shard, tag.label, sends[rank].device)
 
-    def _direct_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Sequence[Any]:
+    def _direct_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         pieces = list(_wire(full).view(self.groups.shard_size, -1).unbind())
         source = _wire(shard)
         pieces[self.groups.shard_rank].copy_(source)
         return self._exchange(tag, [source] * self.groups.shard_size, pieces)
 
-    def _direct_reduce(
-        self, out: torch.Tensor, full: torch.Tensor, tag: Tag
-    ) -> tuple[Sequence[Any], Callable[[], None]]:
+    def _direct_reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> tuple[Work, Callable[[], None]]:
         rank = self.groups.shard_rank
         pieces = list(full.view(self.groups.shard_size, -1).unbind())
         staging = full.new_empty(self.groups.shard_size - 1, out.numel())
         received = list(staging.unbind())
         received.insert(rank, pieces[rank])
-        works = self._exchange(tag, [_wire(piece) for piece in pieces], [_wire(piece) for piece in received])
+        work = self._exchange(tag, [_wire(piece) for piece in pieces], [_wire(piece) for piece in received])
+        return work, lambda: sum_in_rank_order(out, received)
 
-        return works, lambda: sum_in_rank_order(out, received)
 
-
-def mail(letters: list[Letter], group: Any, streams: Streams, label: str, watch: Watch | None = None) -> Pending:
-    """Start sending and receiving ``letters``, all at once. No tensor may be touched before ``wait()``."""
-    return Pending(issue_letters(letters, group, label), None, streams, Tag(label, 0), watch, group)
+def mail(letters: list[Letter], group: Any, streams: Streams, label: str, device: torch.device) -> Pending:
+    """Start sending and receiving ``letters``, all at once, from and to memory on ``device``. No tensor may be touched
+    before ``wait()``."""
+    return Pending(issue_letters(letters, group, label, device), streams)
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
@@ -259,15 +238,14 @@ def reduce_compressed(
 _MAXIMUM: dict[str, Any] = {"control": True, "op": dist.ReduceOp.MAX}
 
 
-def agree(values: torch.Tensor, group: Any, device: torch.device, label: str, watch: Watch | None = None) -> None:
+def agree(values: torch.Tensor, group: Any, device: torch.device, label: str) -> None:
     """Replace ``values`` (int64, on CPU) by the largest of ``group``'s ranks, element by element. The host waits.
 
     ``device`` is where the ranks' models compute.
     """
     on_device = values.to(control_device(group, device))
     on_host = on_device.device.type == "cpu"
-    for work in issue("all_reduce", on_device, group=group, label=label, asynchronous=on_host, **_MAXIMUM):
-        wait_for(work, label, watch or watches.get(group), group)
+    issue("all_reduce", on_device, group=group, label=label, asynchronous=on_host, **_MAXIMUM).wait()
     values.copy_(on_device)
 
 
@@ -276,8 +254,7 @@ def gather_numbers(values: list[int], group: Any, device: torch.device, label: s
     own = torch.tensor(values, device=control_device(group, device))
     every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
     on_host = own.device.type == "cpu"
-    for work in issue(ALL_GATHER, every, own, group=group, label=label, asynchronous=on_host, control=True):
-        wait_for(work, label, watches.get(group), group)
+    issue(ALL_GATHER, every, own, group=group, label=label, asynchronous=on_host, control=True).wait()
     return every.view(group.size(), -1).tolist()
 
 
@@ -290,41 +267,29 @@ class Agreeing:
 
     def __init__(self, value: int, group: Any, device: torch.device, label: str, streams: Streams) -> None:
         """``device`` is where the ranks' models compute, and ``streams`` are its."""
-        self._value, self._group, self._label = value, group, label
+        self._value = value
         self._host_may_wait = streams.asynchronous_work
         self._votes = torch.tensor([value, -value, 0], device=control_device(group, device))
-        self._works = issue("all_reduce", self._votes, group=group, label=label, asynchronous=True, **_MAXIMUM)
+        self._work = issue("all_reduce", self._votes, group=group, label=label, asynchronous=True, **_MAXIMUM)
 
     def answered(self) -> bool:
         """Whether ``differs()`` can tell, where an accelerator's host should not be made to wait."""
-        works = (work for work in self._works if isinstance(work, dist.Work))  # a stand-in is only waited for
-        return self._host_may_wait or all(work.is_completed() for work in works)
+        return self._host_may_wait or self._work.is_completed()
 
-    def differs(self, watch: Watch) -> bool:
+    def differs(self) -> bool:
         """Whether some rank has another number. On CPU it waits for the answer."""
-        works, self._works = self._works, ()
-        for work in works:
-            wait_for(work, self._label, watch if self._votes.device.type == "cpu" else None, self._group)
+        self._work.wait()
         return bool(self._votes[:2].tolist() != [self._value, -self._value])
 
 
-def combine(
-    values: torch.Tensor,
-    group: Any,
-    streams: Streams,
-    label: str,
-    watch: Watch | None = None,
-    *,
-    largest: bool = False,
-) -> None:
+def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, largest: bool = False) -> None:
     """Replace ``values`` by their sum over ``group``'s ranks, or with ``largest`` by the largest, element by element.
 
     On CPU the host waits, else the current stream does. ``streams`` are those of the device of ``values``.
     """
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     host_waits = streams.asynchronous_work
-    for work in issue("all_reduce", values, group=group, label=label, asynchronous=host_waits, control=True, op=op):
-        wait_for(work, label, watch, group)
+    issue("all_reduce", values, group=group, label=label, asynchronous=host_waits, control=True, op=op).wait()
 
 
 def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
@@ -343,8 +308,7 @@ def broadcast(tensors: list[torch.Tensor], group: Any) -> None:
         for batch in (batch for several in batches.values() for batch in several):
             message = torch.cat([tensor.reshape(-1) for tensor in batch])
             on_host, label = message.device.type == "cpu", "broadcast"
-            for work in issue(label, _wire(message), group=group, label=label, asynchronous=on_host, src=source):
-                wait_for(work, label, watches.get(group), group)
+            issue(label, _wire(message), group=group, label=label, asynchronous=on_host, src=source).wait()
             for tensor, part in zip(batch, message.split([tensor.numel() for tensor in batch])):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -356,8 +320,7 @@ def exchange(
     sent_nbytes: list[int],
     group: Any,
     streams: Streams,
-    tag: Tag,
-    watch: Watch | None = None,
+    label: str,
 ) -> Pending:
     """Start sending each rank of ``group`` its piece of ``sent`` and receiving a piece of ``received`` from each.
 
@@ -365,9 +328,8 @@ def exchange(
     ``wait()``.
     """
     pieces = received_nbytes, sent_nbytes
-    options = {"group": group, "label": tag.label, "asynchronous": streams.asynchronous_work}
-    works = issue("all_to_all_single", received, sent, *pieces, **options)
-    return Pending(works, None, streams, tag, watch, group)
+    options = {"group": group, "label": label, "asynchronous": streams.asynchronous_work}
+    return Pending(issue("all_to_all_single", received, sent, *pieces, **options), streams)
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.groups import serving_group
+from fsdp.comm.groups import backend_of, serving_group
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.comm.waiting import Watch, patient, wait_for, watcher
+from fsdp.comm.waiting import Work, watcher
 
 _KEPT = 64  # of the latest of each group: ranks that agree are never so far apart
 _COMPLETED = (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "gather", "scatter", "broadcast")  # by ``catch_up``
@@ -81,9 +81,9 @@ def note(group: Any, name: str, tensor: torch.Tensor | None = None, **details: A
 
 def issue(
     name: str, *tensors: Any, group: Any, label: str, asynchronous: bool, control: bool = False, **options: Any
-) -> Sequence[Any]:
+) -> Work:
     """Call ``torch.distributed``'s function of that name over ``group``, or if it is a ``control`` message over what
-    serves the group on its device. Returns works for ``wait_for``: one if ``asynchronous``, else none."""
+    serves the group on its device. If it is not ``asynchronous`` there is nothing to wait for."""
     watcher.check(group)
     first, root = tensors[0], options.get("dst", options.get("src"))
     own = tensors[:1] if root is not None else tensors
@@ -93,7 +93,8 @@ def issue(
     serving = serving_group(group, first.device) if control else group
     with labelled(label):
         work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
-    return patient([work] if work is not None else [], serving, first.device, ends_alone=name != REDUCE_SCATTER)
+    ends_alone = name != REDUCE_SCATTER and backend_of(serving, first.device) == "gloo"
+    return Work([work] if work is not None else [], group, label, first.device, ends_alone=ends_alone)
 
 
 class Letter(NamedTuple):
@@ -105,8 +106,8 @@ class Letter(NamedTuple):
     number: int
 
 
-def issue_letters(letters: Sequence[Letter], group: Any, label: str) -> Sequence[Any]:
-    """Start sending and receiving them, all at once. Returns works for ``wait_for``."""
+def issue_letters(letters: Sequence[Letter], group: Any, label: str, device: torch.device) -> Work:
+    """Start sending and receiving them, all at once, from and to memory on ``device``."""
     operations = [
         dist.P2POp(
             dist.isend if letter.sent else dist.irecv,
@@ -119,11 +120,9 @@ def issue_letters(letters: Sequence[Letter], group: Any, label: str) -> Sequence
     ]
     told = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in letters]
     note(group, "messages", letters[0].tensor if letters else None, detail=told)
-    if not operations:
-        return ()
     with labelled(label):
-        works = dist.batch_isend_irecv(operations)
-    return patient(works, group, letters[0].tensor.device, ends_alone=False)
+        works = dist.batch_isend_irecv(operations) if operations else []
+    return Work(works, group, label, device)
 
 
 # -- ranks that have parted --------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ def told(group: Any) -> list[Any]:
     return [ledger.count, list(ledger.latest)]
 
 
-def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]], watch: Watch) -> None:
+def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]]) -> None:
     """Issue what other ranks of ``group`` have issued and this one has not, and wait for it.
 
     Args:
@@ -160,11 +159,10 @@ def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]],
         if len(found) < len(ahead):
             raise RuntimeError(f"rank {rank} is too far behind the others to catch up with them: start anew")
         what = next(iter(found.values()))
-        label, where = f"catch up with {what.name}", torch.device("cpu") if what.device == "cpu" else device
-        looking = watch if where.type == "cpu" else None  # the host does not wait for what is on an accelerator
-        under_way += [(work, label, looking) for work in _issue_again(found, group, where, label)]
-    for work, label, looking in under_way:
-        wait_for(work, label, looking, group)
+        where = torch.device("cpu") if what.device == "cpu" else device
+        under_way.append(_issue_again(found, group, where, f"catch up with {what.name}"))
+    for work in under_way:
+        work.wait()
 
 
 def _by_number(said: list[Any]) -> dict[int, Issued]:
@@ -176,7 +174,7 @@ def _useless(why: str) -> RuntimeError:
     return RuntimeError(f"{why}: this process group is of no use any more. Make a new one, and wrap the model on it")
 
 
-def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, label: str) -> Sequence[Any]:
+def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, label: str) -> Work:
     """What the ranks ``ahead`` have issued, with memory of its own."""
     what = next(iter(ahead.values()))
     if what.name == "messages":  # what they expect of this rank, and what they send to it
@@ -186,7 +184,7 @@ def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, l
             for sent, rank, numel, dtype, number in issued.detail
             if rank == group.rank()
         ]
-        return issue_letters(letters, group, label)
+        return issue_letters(letters, group, label, where)
     if what.name not in _COMPLETED:
         raise _useless(f"rank {group.rank()} has left the others in the middle of {what.name}, which none can complete")
     tensors: list[Any] = [torch.zeros(numel, dtype=_dtype(what.dtype), device=where) for numel in what.numels]

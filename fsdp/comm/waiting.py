@@ -1,6 +1,7 @@
-"""Collectives that do not end are looked after by threads, where the host cannot wait for them bit by bit.
+"""How a rank waits for a collective: it looks now and then at what the other ranks do.
 
-On CPU some works can only be waited for to the end (:class:`BlockingWork`): a thread does, and the rank looks around.
+Whoever knows that is the group's :class:`Watch`: the agreement of the latest pass or call there, see :func:`watch`. On
+CPU some works can only be waited for to the end (:class:`BlockingWork`): a thread does, and the rank looks around.
 
 A collective on an accelerator is over when its event is. Where the ranks are out of step it never is: the host that
 waits for the device, anywhere in the user's program, waits until the backend's own watchdog kills the process. So one
@@ -20,14 +21,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.groups import backend_of, group_timeout
+from fsdp.comm.groups import group_timeout
 
 logger = logging.getLogger("fsdp")
 
@@ -49,8 +49,13 @@ class Watch(Protocol):
         """What the ranks did last."""
 
 
-# For waits in a group that have no watch of their own: that of the latest pass or call of all its ranks.
-watches: weakref.WeakKeyDictionary[Any, Watch] = weakref.WeakKeyDictionary()
+_watches: weakref.WeakKeyDictionary[Any, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
+
+
+def watch(group: Any, by: Watch) -> None:
+    """What is issued in ``group`` from now on is watched ``by`` this one as long as it lives: of several trees that
+    communicate over the group, the one that does now."""
+    _watches[group] = weakref.ref(by)
 
 
 class BlockingWork:
@@ -85,25 +90,61 @@ class BlockingWork:
             work.wait()
 
 
-def patient(works: Sequence[Any], group: Any, device: torch.device, *, ends_alone: bool) -> Sequence[Any]:
-    """``works`` of ``group`` for ``wait_for``. ``ends_alone``: they do without being waited for, unlike messages and a
-    reduce-scatter of gloo's, and works of groups that are written in Python."""
-    if not works or device.type != "cpu" or (ends_alone and backend_of(group, device) == "gloo"):
-        return works
-    return (BlockingWork(works),)
+class Work:
+    """A collective of a group, or an exchange of messages, as a rank waits for it.
 
-
-def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None) -> None:
-    """Wait for a work of ``group``; with ``watch``, look around now and then as long as it takes.
-
-    Raises:
-        RuntimeError: the collective failed or timed out, with what ``label`` waited for and what the ranks did last.
+    Attributes:
+        label: what it is for.
     """
-    try:
-        if watch is None or not isinstance(work, (dist.Work, BlockingWork)):
-            work.wait()  # a stand-in is asked nothing else
+
+    __slots__ = ("_on_host", "_watch", "_works", "group", "label")
+
+    def __init__(
+        self, works: Sequence[Any], group: Any, label: str, device: torch.device, *, ends_alone: bool = False
+    ) -> None:
+        """``works`` are ``torch.distributed``'s, none where the current stream of ``device`` waits for it anyway.
+        ``ends_alone``: they end without being waited for, unlike messages and a reduce-scatter of gloo's, and works of
+        groups that are written in Python."""
+        self.group, self.label = group, label
+        self._on_host = device.type == "cpu"  # an accelerator's host does not wait
+        self._works = works if ends_alone or not works or not self._on_host else (BlockingWork(works),)
+        self._watch = _watches.get(group)
+
+    @property
+    def watch(self) -> Watch | None:
+        return None if self._watch is None else self._watch()
+
+    def is_completed(self) -> bool:
+        """As far as it can tell: what can only be waited for counts as completed."""
+        return all(work.is_completed() for work in self._works if isinstance(work, dist.Work))
+
+    def wait(self) -> None:
+        """Wait as long as the group's timeout allows, and have the watch look around now and then. Where that is
+        interrupted, or the ranks are out of step, it is still under way.
+
+        Raises:
+            RuntimeError: the collective failed or timed out, with what it was for and what the ranks did last.
+        """
+        while self._works:
+            work, *rest = self._works
+            try:
+                self._wait_for(work)
+            except OutOfStep:
+                raise
+            except Exception as error:
+                self._works = ()  # it has failed
+                if not isinstance(error, RuntimeError):
+                    raise
+                words = "" if self.watch is None or not self._on_host else f" {self.watch.explain()}"
+                raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}.{words}") from error
+            self._works = rest
+
+    def _wait_for(self, work: Any) -> None:
+        watch = self.watch
+        if watch is None or not self._on_host or not isinstance(work, (dist.Work, BlockingWork)):
+            work.wait()
             return
-        deadline = time.monotonic() + group_timeout(group).total_seconds()
+        deadline = time.monotonic() + group_timeout(self.group).total_seconds()
         while True:
             was_over = work.is_completed()  # asked before: it may end just after a wait was given up
             try:
@@ -114,11 +155,6 @@ def wait_for(work: Any, label: str, watch: Watch | None, group: Any = None) -> N
                     raise
             if not work.is_completed():
                 watch.slow()
-    except OutOfStep:
-        raise
-    except RuntimeError as error:
-        words = "" if watch is None else f" {watch.explain()}"
-        raise RuntimeError(f"{label}: the collective failed or timed out: {error}.{words}") from error
 
 
 class _Waiter:
@@ -156,12 +192,9 @@ class _Waiter:
 os.register_at_fork(after_in_child=_Waiter.idle.clear)  # a fork has none of the threads
 
 
-@dataclass(eq=False)
-class _UnderWay:
+class _UnderWay(NamedTuple):
     event: Any
-    watch: Watch
-    group: Any
-    label: str
+    work: Work
 
 
 class Watcher:
@@ -180,10 +213,10 @@ class Watcher:
         if self._broken and group in self._broken:
             raise OutOfStep(str(self._broken[group]))
 
-    def follow(self, event: Any, watch: Watch, group: Any, label: str) -> None:
-        """``event`` comes after a collective of ``group``."""
+    def follow(self, event: Any, work: Work) -> None:
+        """``event`` comes after ``work``."""
         with self._changed:
-            self._under_way.append(_UnderWay(event, watch, group, label))
+            self._under_way.append(_UnderWay(event, work))
             self._changed.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._look_after, name="fsdp collectives", daemon=True)
@@ -205,19 +238,20 @@ class Watcher:
                     self._under_way.popleft()
 
     def _see_to_the_end(self, collective: _UnderWay) -> None:
-        looked = time.monotonic()
+        looked, work = time.monotonic(), collective.work
         while collective in self._under_way and not collective.event.query():
             time.sleep(_PAUSE)
             if time.monotonic() - looked < PATIENCE.total_seconds():
                 continue
             looked = time.monotonic()
             try:
-                collective.watch.slow()
+                if (watch := work.watch) is not None:
+                    watch.slow()
             except OutOfStep as error:
-                words = f"{collective.label}: the ranks are out of step, and the group was ended: {error}"
+                words = f"{work.label}: the ranks are out of step, and the group was ended: {error}"
                 logger.error("%s", words)
-                self._broken[collective.group] = OutOfStep(words)
-                self._end_group(collective.group)
+                self._broken[work.group] = OutOfStep(words)
+                self._end_group(work.group)
                 return
             except RuntimeError:
                 pass  # the program went on meanwhile, or the store is gone: it will show

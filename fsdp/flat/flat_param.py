@@ -39,7 +39,7 @@ import torch
 from torch import nn
 
 from fsdp.api import CPUOffload, MixedPrecision
-from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
+from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import place
 from fsdp.comm.streams import Event, Streams, streams_for
@@ -330,9 +330,7 @@ class FlatParamHandle:
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
-    def gather(
-        self, pool: MemoryPool, communicator: Communicator, tag: Tag, watch: Watch | None, *, keep_cast: bool = False
-    ) -> None:
+    def gather(self, pool: MemoryPool, communicator: Communicator, tag: Tag, *, keep_cast: bool = False) -> None:
         """Start filling the full buffer, on the current stream; refills it where it is filled already.
 
         With ``keep_cast`` the shard in the compute dtype is kept for the next gather, which is to see the same values;
@@ -356,20 +354,20 @@ class FlatParamHandle:
                 shard = self._shard_as(copy.tensor.dtype, communicator.streams)
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
-        copy.pending = communicator.gather(copy.tensor, shard, tag, watch)
+        copy.pending = communicator.gather(copy.tensor, shard, tag)
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
         return streams.upload(self._shard).to(dtype)
 
     def take_part_in_gather(
-        self, communicator: Communicator, tag: Tag, watch: Watch | None, *, full_precision: bool
+        self, communicator: Communicator, tag: Tag, *, full_precision: bool
     ) -> tuple[Pending, torch.Tensor]:
         """Take part in a gather that only other ranks need, in the dtype that they need; the full buffer is left
         alone. Returns what to wait for and the memory to hold until then."""
         dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
         unread = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        return communicator.gather(unread, self._shard_as(dtype, communicator.streams), tag, watch), unread
+        return communicator.gather(unread, self._shard_as(dtype, communicator.streams), tag), unread
 
     def forget_cast(self) -> None:
         """The shard may have changed: the next gather casts it again."""

@@ -42,7 +42,7 @@ from fsdp.comm.collectives import Agreeing, OutOfStep, agree, debug_detail, gath
 from fsdp.comm.consensus import calls_in, go_on_from
 from fsdp.comm.groups import group_timeout
 from fsdp.comm.streams import Streams
-from fsdp.comm.waiting import watches
+from fsdp.comm.waiting import watch
 from fsdp.runtime.diagnosis import (
     Did,
     Said,
@@ -84,26 +84,8 @@ class Member(Protocol):
     def reduction(self) -> str:
         """What a backward that begins now would reduce of it, in words."""
 
-    def take_part(self, kind: str, ticket: Ticket, *, full_precision: bool) -> None:
+    def take_part(self, kind: str, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit, and this one has no use for it: see that they can."""
-
-
-class Ticket:
-    """Watches whoever waits for what an agreement has agreed on; it may outlive the agreement."""
-
-    def __init__(self, agreement: Agreement) -> None:
-        self._agreement = weakref.ref(agreement)
-
-    def slow(self) -> None:
-        """The collective takes long: raises if the ranks turn out to be out of step."""
-        agreement = self._agreement()
-        if agreement is not None:
-            agreement.look_around()
-
-    def explain(self) -> str:
-        """What the ranks did last, for the error of a collective that failed."""
-        agreement = self._agreement()
-        return agreement.last_words() if agreement is not None else ""
 
 
 class Pass(NamedTuple):
@@ -151,7 +133,10 @@ class Habit:
 
 
 class Agreement:
-    """What the ranks of one group have agreed on; its members are the tree's units that communicate over the group."""
+    """What the ranks of one group have agreed on; its members are the tree's units that communicate over the group.
+
+    It watches what they wait for; see :mod:`fsdp.comm.waiting`.
+    """
 
     REMEDY = (
         "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
@@ -159,7 +144,6 @@ class Agreement:
 
     def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
         """``device`` is where the members compute, and ``streams`` are its."""
-        self.ticket = Ticket(self)
         self._group = group
         self._device = device
         self._streams = streams
@@ -227,6 +211,13 @@ class Agreement:
         """The pass that has begun here and not ended."""
         return self._under_way
 
+    def come_to(self, what: Pass | None) -> None:
+        """The group is about to be communicated over in ``what``, which begins here if it has not."""
+        self.check_layout()
+        watch(self._group, self)
+        if what is not None and self._under_way is not what:
+            self.begin(what)
+
     def begin(self, what: Pass) -> None:
         """A pass begins, or a call. What does not come as before is announced, and so are most calls: whoever is alone
         with it sends nothing, and the others, who wait for this rank, hear what it waits for."""
@@ -237,7 +228,6 @@ class Agreement:
         self._pass, self._position = (number, what.words, bool(what.call)), 0
         self._passes += 1
         self._under_way = what
-        watches[self._group] = self.ticket
         self._detailed = what.trains and not self._trained and debug_detail()
         self._trained = self._trained or what.trains
         together, self._together = self._together, bool(what.call)
@@ -271,6 +261,7 @@ class Agreement:
         Raises:
             RuntimeError: they are not through, or this pass was not the same.
         """
+        watch(self._group, self)
         self._detailed = False
         if not self._pass[2]:  # what a call communicates is the same wherever it is called
             self._next(END_WORDS, PER_MEMBER * len(self._members))
@@ -285,7 +276,7 @@ class Agreement:
 
     def _look_at_answers(self) -> None:
         while self._questions and self._questions[0].answered():
-            if self._questions.popleft().differs(self.ticket):
+            if self._questions.popleft().differs():
                 raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
     def give_up(self) -> None:
@@ -325,7 +316,8 @@ class Agreement:
         self._meet(f"come/{self._recoveries}", "after a pass that failed")
         self._raise_if_broken()  # others may have come without this rank having looked around
         said = {self._rank: self._issued()} | self._board.told(f"issued/{self._recoveries}")
-        ledger.catch_up(self._group, self._device, {rank: issued for rank, (*_, issued) in said.items()}, self.ticket)
+        watch(self._group, self)
+        ledger.catch_up(self._group, self._device, {rank: issued for rank, (*_, issued) in said.items()})
         self._passes = max(passes for passes, *_ in said.values())
         go_on_from(self._group, max(calls for _, calls, _ in said.values()))
         self._record.clear()
@@ -339,11 +331,11 @@ class Agreement:
         started = time.monotonic()
 
         def look() -> None:
-            self.look_around()
+            self.slow()
             if time.monotonic() - started > group_timeout(self._group).total_seconds():
                 raise RuntimeError(
                     f"rank {self._rank} is at {self._own().where}, {why}, and waited in vain for the other ranks to do "
-                    f"the same. {self.last_words()}"
+                    f"the same. {self.explain()}"
                 )
 
         self._board.meet(key, look, sign)
@@ -389,7 +381,7 @@ class Agreement:
 
     def _ask_all(self, words: str, event: int) -> None:
         votes = torch.tensor([event, -event, 0], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {words}", self.ticket)
+        agree(votes, self._group, self._device, f"agree to {words}")
         if votes[:2].tolist() != [event, -event]:
             raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
@@ -403,9 +395,9 @@ class Agreement:
         self._announces = None
         self._announced.append((self._passes, position))
 
-    def look_around(self) -> None:
-        """Tell the others how far this rank is; raises if another one has said that it did something else, or is
-        dead."""
+    def slow(self) -> None:
+        """A wait takes long. Tell the others how far this rank is; raises if another one has said that it did something
+        else, or is dead."""
         self._raise_if_broken()
         found = self._first_mismatch(self._talk(timedelta(0)))
         if found is not None:
@@ -415,7 +407,7 @@ class Agreement:
             ended = ", ".join(f"rank {rank}" for rank in dead)
             raise OutOfStep(
                 f"the process of {ended} has ended, and rank {self._rank} waits for it at {self._own().where}. "
-                f"{self.last_words()}"
+                f"{self.explain()}"
             )
 
     def _raise_if_broken(self) -> None:
@@ -477,7 +469,7 @@ class Agreement:
         self._board.write(f"broken/{self._recoveries}", message)
         return OutOfStep(message)
 
-    def last_words(self) -> str:
+    def explain(self) -> str:
         """What the ranks did last, as far as they have told."""
         words: list[str] = []
         said, dead = self._talk(HEARING), self._board.dead()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp.comm.streams import Streams
-from fsdp.runtime.agreement import Agreement, Member, Pass, Ticket
+from fsdp.runtime.agreement import Agreement, Member, Pass
 from fsdp.runtime.negotiation import Negotiation
 
 
@@ -34,31 +34,24 @@ class Agreements:
         self.meetings = 0  # after which whatever the ranks have each done before does not count
         self._passes: list[Pass] = []  # under way: a backward may run inside a forward
 
-    def about_to(self, kind: str, group: Any, member: Member) -> Ticket | None:
+    def about_to(self, kind: str, group: Any, member: Member) -> None:
         """``member`` is about to communicate over ``group``; outside of passes and calls that is a call by itself."""
         agreement = self._by_group.get(id(group))
         if agreement is None:
-            return None
+            return
         if not self._passes:
             with self.calling(kind, f"{kind} of {member.name}", often=True):
-                return self.about_to(kind, group, member)
-        self._begin(agreement)
+                self.about_to(kind, group, member)
+            return
+        agreement.come_to(self._passes[-1])
         agreement.about_to(kind, member)
-        return agreement.ticket
 
-    def announce(self, group: Any) -> Ticket | None:
+    def announce(self, group: Any) -> None:
         """The call under way is about to communicate over ``group`` in a manner of its own: see that all ranks of it
-        make this call. Returns what to watch while waiting."""
+        make this call."""
         agreement = self._by_group.get(id(group))
-        if agreement is None:
-            return None
-        self._begin(agreement)
-        return agreement.ticket
-
-    def _begin(self, agreement: Agreement) -> None:
-        agreement.check_layout()
-        if self._passes and agreement.under_way is not self._passes[-1]:
-            agreement.begin(self._passes[-1])
+        if agreement is not None:
+            agreement.come_to(self._passes[-1] if self._passes else None)
 
     @contextlib.contextmanager
     def calling(self, call: str, words: str, *, often: bool = False) -> Iterator[None]:
@@ -85,8 +78,7 @@ class Agreements:
     def _begin_at_once(self) -> None:
         if self._negotiate and self._passes and not self._passes[-1].call:
             for agreement in self._by_group.values():
-                agreement.check_layout()
-                agreement.begin(self._passes[-1])
+                agreement.come_to(self._passes[-1])
 
     def end(self, *, wait: bool) -> None:
         """The innermost pass or call is over, unless it failed; see :meth:`Agreement.end`."""

@@ -134,8 +134,8 @@ def clip_grad_norm_(
     assert context is not None
 
     def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
-        watch = context.announce(group)
-        combine(value, group, context.streams, "sum up the gradient norm", watch, largest=order.largest)
+        context.announce(group)
+        combine(value, group, context.streams, "sum up the gradient norm", largest=order.largest)
         return value
 
     parts = {group: part(grads) for group, grads in sharded.items()}

@@ -17,7 +17,7 @@ from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.memory import pool_for
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import Pass, Ticket
+from fsdp.runtime.agreement import Pass
 from fsdp.runtime.agreements import Agreements
 from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.order import ExecutionOrder
@@ -86,7 +86,7 @@ class TreeUnit(Protocol):
     @property
     def in_full_precision(self) -> bool: ...
 
-    def take_part(self, kind: str, ticket: Ticket, *, full_precision: bool) -> None: ...
+    def take_part(self, kind: str, *, full_precision: bool) -> None: ...
 
     def join(self, context: RootContext, index: int, name: str, ancestors: frozenset[int]) -> None: ...
 
@@ -172,13 +172,13 @@ class RootContext:
                 unit.reshard(self)
         self._trim()
 
-    def about_to(self, kind: str, unit: TreeUnit) -> Ticket | None:
+    def about_to(self, kind: str, unit: TreeUnit) -> None:
         """``unit`` is about to communicate: see that its group's ranks agree."""
-        return self._agreements.about_to(kind, unit.group, unit)
+        self._agreements.about_to(kind, unit.group, unit)
 
-    def announce(self, group: Any) -> Ticket | None:
+    def announce(self, group: Any) -> None:
         """In a call: it is about to communicate over ``group``; see :meth:`Agreements.announce`."""
-        return self._agreements.announce(group)
+        self._agreements.announce(group)
 
     @contextlib.contextmanager
     def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
@@ -186,7 +186,7 @@ class RootContext:
         nothing: it raises, and so do the others, with the name of the call.
 
         Whoever communicates inside, other than by a unit's gathers, asks :meth:`announce` before. With ``often`` the
-        ranks are not asked where the call comes in the same place of a step as before: for what waits with a watch.
+        ranks are not asked where the call comes in the same place of a step as before.
         """
         if self.in_backward and hooks.current_backward() == hooks.NO_BACKWARD:
             self.reset()  # the backward raised, and nobody has told

@@ -9,6 +9,7 @@ import torch
 
 from fsdp.comm.collectives import agree
 from fsdp.comm.streams import Streams
+from fsdp.comm.waiting import watch
 from fsdp.runtime.agreement import (
     BACKWARD,
     END_WORDS,
@@ -62,6 +63,7 @@ class Negotiation(Agreement):
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
+        watch(self._group, self)
         if self._pass[2]:  # all ranks do the same in a call
             self._under_way = None
             return
@@ -96,14 +98,14 @@ class Negotiation(Agreement):
             self._position += 1
             if chosen == event:
                 return
-            member.take_part(what, self.ticket, full_precision=bool(chosen % 2))
+            member.take_part(what, full_precision=bool(chosen % 2))
 
     def _choose(self, words: str, event: int) -> int:
         """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""
         turn = self._end if event == self._end else self._turn(event)
         understood = hash_of(f"{self._passes} {self._pass[0]} {self._understood.partition(chr(10))[2]}")
         votes = torch.tensor([(self._end - turn) << 24 | event, understood, -understood], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {words}", self.ticket)
+        agree(votes, self._group, self._device, f"agree to {words}")
         if votes[1:].tolist() != [understood, -understood]:
             found = self._first_misunderstanding(self._all_texts(self._understood))
             raise self._out_of_step(self._in_words(found, {self._rank: self._own()}))

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdp.comm.collectives import Communicator, Pending, Tag, Watch
+from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle
@@ -190,7 +190,7 @@ class BucketGradients:
             slot.copy_(grad)
             self._written[index] = True
 
-    def reduce(self, communicator: Communicator, queue: ReductionQueue, tag: Tag, watch: Watch | None) -> None:
+    def reduce(self, communicator: Communicator, queue: ReductionQueue, tag: Tag) -> None:
         """Start the reduction of what the slots hold; the result is attached when the queue is drained."""
         source = self._seal()
         if self._continues:
@@ -204,14 +204,14 @@ class BucketGradients:
         with streams.on_reduce_stream():
             streams.wait(written)
             if self._hook is None:
-                pending = communicator.reduce(shard, source.flat, tag, watch)
+                pending = communicator.reduce(shard, source.flat, tag)
             else:
                 self._target = source  # until the hook is through: if it raises, this goes where an open one goes
                 self._hook.reduce(shard, source.flat, tag.label)
                 self._target = None
                 for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
                     shard[start:end].zero_()
-                pending = Pending((), None, streams, tag)
+                pending = Pending(None, streams)
             offloaded = None
             if self.handle.keeps_gradients_on_host:
                 grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory

@@ -22,7 +22,7 @@ from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import plain_children, unit_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import REDUCE, Ticket
+from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.backward import ForwardCall, Place, close_passed
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext, UnitPolicy
@@ -120,7 +120,7 @@ class Unit(UnitBuffers):
         for gradients in self.gradients:
             gradients.use_hook(hook)
 
-    def take_part(self, kind: str, ticket: Ticket, *, full_precision: bool) -> None:
+    def take_part(self, kind: str, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit and this one need not: let the values go; add to the sum what there is.
 
         A gradient that is not complete goes in two parts.
@@ -131,13 +131,11 @@ class Unit(UnitBuffers):
             if self.phase is Phase.IDLE:
                 self.compute_in_full_precision(context, full_precision)
             with context.joined():
-                self._reduce(context, ticket)
+                self._reduce(context)
             return
         with context.streams.on_gather_stream():
             gathers = [
-                handle.take_part_in_gather(
-                    communicator, self._tag(bucket, "gather"), ticket, full_precision=full_precision
-                )
+                handle.take_part_in_gather(communicator, self._tag(bucket, "gather"), full_precision=full_precision)
                 for bucket, handle in enumerate(self.handles)
             ]
         for pending, _ in gathers:  # on the compute stream: whoever writes to the shard next must not overtake it
@@ -416,7 +414,8 @@ class Unit(UnitBuffers):
         if not any(gradients.is_open for gradients in self.gradients):
             return
         if self.synchronize and self._reduces:
-            self._reduce(context, context.about_to(REDUCE, self))
+            context.about_to(REDUCE, self)
+            self._reduce(context)
         elif at_end:
             for gradients in self.gradients:
                 if gradients.trainable:
@@ -424,7 +423,7 @@ class Unit(UnitBuffers):
                         gradients.open(context.reductions, synchronize=False)
                     gradients.expose(complete=self.synchronize)
 
-    def _reduce(self, context: RootContext, ticket: Ticket | None) -> None:
+    def _reduce(self, context: RootContext) -> None:
         """Start to reduce what this backward has written so far, and zeros where that is nothing."""
         for bucket, gradients in enumerate(self.gradients):
             if not gradients.is_open:
@@ -433,7 +432,7 @@ class Unit(UnitBuffers):
                 # unused, but not by all: zeros, on every rank alike; or frozen after a backward without synchronisation
                 gradients.open(context.reductions, synchronize=True)
             assert self._communicator is not None
-            gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"), ticket)
+            gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"))
 
     def backward_failed(self, error: BaseException, event: str) -> None:
         """A hook of the unit raises ``error``: the backward ends here."""

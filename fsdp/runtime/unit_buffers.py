@@ -19,7 +19,7 @@ from fsdp.comm.streams import streams_for
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.views import BucketViews
-from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, Ticket
+from fsdp.runtime.agreement import GATHER, MAX_BUCKETS
 from fsdp.runtime.context import RootContext, TreeUnit, UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.residency import Residence
@@ -127,13 +127,14 @@ class UnitBuffers(TreeUnit):
     def gather(self, context: RootContext, why: Residence = Residence.IN_USE) -> None:
         """Start filling the full buffers."""
         streams = context.streams
-        ticket = context.about_to(GATHER, self) if self.groups.sharded else None
+        if self.groups.sharded:
+            context.about_to(GATHER, self)
         again = context.backward_follows and not self._stays(context)
         with streams.on_gather_stream():
             for bucket, handle in enumerate(self.handles):
                 assert self._communicator is not None
                 tag = self._tag(bucket, "gather")
-                handle.gather(context.gather_pool, self._communicator, tag, ticket, keep_cast=again)
+                handle.gather(context.gather_pool, self._communicator, tag, keep_cast=again)
         self._generation = context.generation
         self._kept_versions = None
         context.residency.gathers(self, why)
@@ -262,17 +263,20 @@ class UnitBuffers(TreeUnit):
     def gather_now(self, bucket: int, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Fill ``full`` with every rank's ``shard``, outside of the step's schedule."""
         assert self._communicator is not None
-        self._communicator.gather(full, shard, self._tag(bucket, "gather"), self.watch_call()).wait()
+        self.announce()
+        self._communicator.gather(full, shard, self._tag(bucket, "gather")).wait()
 
-    def watch_call(self) -> Ticket | None:
-        """For what the call under way communicates over the unit's group, apart from gathers; see
+    def announce(self) -> None:
+        """The call under way is about to communicate over the unit's group, other than by ``gather``; see
         ``RootContext.announce``."""
-        return self.context.announce(self.group) if self.context is not None else None
+        if self.context is not None:
+            self.context.announce(self.group)
 
     def agree_on_maximum(self, values: torch.Tensor) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""
         communicator = self._communicator or Communicator(self.groups, streams_for(self.device))  # before its first use
-        communicator.maximum(values, self.device, f"agree on {self.name}", self.watch_call())
+        self.announce()
+        communicator.maximum(values, self.device, f"agree on {self.name}")
 
     def _compute_in(self, context: RootContext, full_precision: bool) -> None:
         self.compute_in_full_precision(context, full_precision)
