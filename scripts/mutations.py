@@ -202,8 +202,8 @@ MUTATIONS = [
         "fsdp/runtime/unit.py",
         "(gradients.trainable or gradients.accumulates)",
         "gradients.trainable",
-        "what was accumulated and then frozen stays unreduced",
-        _tests("writes", "what_is_frozen_keeps_its_gradient"),
+        "what was accumulated and then frozen is reduced alone, and zeros for the rest of its unit once more",
+        _tests("writes", "what_is_frozen_after_no_sync_is_reduced_with_the_rest_of_its_unit"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -217,7 +217,7 @@ MUTATIONS = [
         "frozen = not visible.param.requires_grad and position not in adopted",
         "frozen = not visible.param.requires_grad",
         "a gradient accumulated before its parameter was frozen is dropped",
-        _tests("writes", "what_is_frozen_keeps_its_gradient"),
+        _tests("writes", "what_is_frozen_after_no_sync_is_reduced_with_the_rest_of_its_unit"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",

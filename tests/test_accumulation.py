@@ -680,6 +680,10 @@ def _written_under_no_sync() -> None:
                 for param in model.parameters():
                     param.mul_(0.5)
 
+        def assigned(model: nn.Module) -> None:  # leaves no trace on the parameter: the engine writes to the shard
+            for param in model.parameters():
+                param.data = param.data * 0.5
+
         def summoned(model: nn.Module) -> None:
             with FullyShardedDataParallel.summon_full_params(model):
                 in_place(model)
@@ -693,7 +697,7 @@ def _written_under_no_sync() -> None:
             model.load_state_dict(state)
 
         with model.no_sync():
-            for write in (in_place, summoned, summoned_past_versions, loaded, in_place):
+            for write in (in_place, summoned, assigned, summoned_past_versions, loaded, in_place):
                 model(x).sum().backward()
                 write(model)
                 write(plain)

@@ -30,6 +30,7 @@ from fsdp.api import TrainingState
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
 
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
@@ -176,6 +177,39 @@ def _adversarial() -> None:
 def test_what_is_frozen_keeps_its_gradient() -> None:
     """FD05: a backward, frozen for another one, unfrozen, a third one."""
     run_ranks(2, _adversarial)
+
+
+class _TwoDtypes(nn.Module):
+    """Two buckets in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.broad = nn.Linear(5, 3), nn.Linear(5, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(x) + self.broad(x.double()).float()
+
+
+def _frozen_bucket() -> None:
+    for mode in MODES:
+        torch.manual_seed(3)
+        plain = _TwoDtypes()
+        model = wrap(copy.deepcopy(plain), *mode)
+        for net in (plain, model):
+            with contextlib.nullcontext() if net is plain else net.no_sync():
+                loss_of(net, 0).backward()
+            for param in net.parameters():
+                param.requires_grad_(param.dtype is not torch.float64)
+            with record_collectives() as log:
+                loss_of(net, 1).backward()
+        reduced = [r for r in log.records if str(r.label).startswith("reduce") and "int" not in str(r.dtype)]
+        assert len(reduced) == 2, f"{describe(mode)}: not each bucket once, but {reduced}"
+        assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, describe(mode))
+
+
+def test_what_is_frozen_after_no_sync_is_reduced_with_the_rest_of_its_unit() -> None:
+    """FD05: the frozen bucket has nothing new, and what it accumulated is reduced with the other's gradients."""
+    run_ranks(2, _frozen_bucket)
 
 
 def _replace_in_forward(linear: nn.Linear) -> None:
