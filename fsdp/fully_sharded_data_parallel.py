@@ -369,12 +369,12 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         unit = self._fsdp_unit
         unit.precision.release_buffers(self.compute_device)
         for views in unit.views:
-            views.unregister()
+            views.registration.unregister()
         try:
             super()._apply(fn, recurse)
         finally:
             for views in unit.views:
-                views.use_resting()
+                views.registration.use_resting()
         with torch.no_grad():
             device = unit.apply_to_shards(fn) if unit.handles else fn(torch.empty(0, device=unit.device)).device
         if unit.context is not None:

@@ -307,8 +307,8 @@ def memory_in_flat_param(source: Source) -> list[str]:
     return wrong + [f"line {line}: {name}" for line, name in source.attributes(REPLACES_MEMORY)]
 
 
-def registrations_in_views(source: Source) -> list[str]:
-    if source.name in ("fsdp/flat/registration.py", "fsdp/flat/views.py"):
+def registrations_in_registration(source: Source) -> list[str]:
+    if source.name == "fsdp/flat/registration.py":
         return []
     wrong = [f"line {line}: {name}" for line, name in source.attributes({"_parameters", "register_parameter"})]
     if source.name != "fsdp/flat/ownership.py":
@@ -329,9 +329,7 @@ def registrations_in_views(source: Source) -> list[str]:
 def hooks_in_hooks(source: Source) -> list[str]:
     if source.name == "fsdp/runtime/hooks.py":
         return []
-    # Who uses a unit's modules while they are sharded is noticed by what is registered in the parameters' place.
-    forward = set() if source.name == "fsdp/flat/views.py" else FORWARD_HOOKS
-    return [f"line {line}: {name}" for line, name in source.attributes(AUTOGRAD_HOOKS | forward)]
+    return [f"line {line}: {name}" for line, name in source.attributes(AUTOGRAD_HOOKS | FORWARD_HOOKS)]
 
 
 def names_in_names(source: Source) -> list[str]:
@@ -357,7 +355,7 @@ RULES: list[Rule] = [
     stores_in_board,
     streams_in_streams,
     memory_in_flat_param,
-    registrations_in_views,
+    registrations_in_registration,
     hooks_in_hooks,
     names_in_names,
     privates_of_the_wrapper,
@@ -460,19 +458,21 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (memory_in_flat_param, VIEWS, "storage._swap_data_ptr_(block)"),
     (memory_in_flat_param, VIEWS, "getattr(storage, '_swap_data_ptr_')(block)"),
     (memory_in_flat_param, VIEWS, "tensor.set_(storage)"),
-    (registrations_in_views, RUNTIME, "for name, param in module._parameters.items(): pass"),
-    (registrations_in_views, RUNTIME, "module.__dict__['_parameters'][name] = p"),
-    (registrations_in_views, RUNTIME, "module.register_parameter(name, p)"),
-    (registrations_in_views, OWNERSHIP, "module._parameters[name] = p"),
-    (registrations_in_views, OWNERSHIP, "del module._parameters[name]"),
-    (registrations_in_views, OWNERSHIP, "module._parameters.pop(name)"),
-    (registrations_in_views, OWNERSHIP, "module._parameters = {}"),
-    (registrations_in_views, OWNERSHIP, "module.register_parameter(name, p)"),
+    (registrations_in_registration, RUNTIME, "for name, param in module._parameters.items(): pass"),
+    (registrations_in_registration, RUNTIME, "module.__dict__['_parameters'][name] = p"),
+    (registrations_in_registration, RUNTIME, "module.register_parameter(name, p)"),
+    (registrations_in_registration, OWNERSHIP, "module._parameters[name] = p"),
+    (registrations_in_registration, OWNERSHIP, "del module._parameters[name]"),
+    (registrations_in_registration, OWNERSHIP, "module._parameters.pop(name)"),
+    (registrations_in_registration, OWNERSHIP, "module._parameters = {}"),
+    (registrations_in_registration, OWNERSHIP, "module.register_parameter(name, p)"),
     (hooks_in_hooks, RUNTIME, "tensor.register_hook(f)"),
     (hooks_in_hooks, RUNTIME, "leaf.register_post_accumulate_grad_hook(f)"),
     (hooks_in_hooks, RUNTIME, "getattr(leaf, 'register_hook')(f)"),
     (hooks_in_hooks, "fsdp/wrap.py", "module.register_forward_pre_hook(f, prepend=True)"),
     (hooks_in_hooks, RUNTIME, "module._forward_hooks[0] = f"),
+    (hooks_in_hooks, VIEWS, "module._forward_pre_hooks[key] = f"),
+    (registrations_in_registration, VIEWS, "module._parameters[name] = p"),
     (hooks_in_hooks, RUNTIME, "Variable._execution_engine.queue_callback(f)"),
     (names_in_names, RUNTIME, "part == '_orig_mod'"),
     (names_in_names, "fsdp/checkpoint/dcp.py", "getattr(module, '_checkpoint_wrapped_module', module)"),
@@ -501,8 +501,8 @@ KEPT: list[tuple[Rule, str, str]] = [
     (memory_in_flat_param, VIEWS, "x = param.data\nx.data.copy_(y)"),
     (memory_in_flat_param, OWNERSHIP, "param.data = x"),
     (memory_in_flat_param, "fsdp/comm/versions.py", "SWAP = hasattr(torch.UntypedStorage, '_swap_data_ptr_')"),
-    (registrations_in_views, OWNERSHIP, "x = module._parameters[name]\nmodule._parameters.items()"),
-    (registrations_in_views, VIEWS, "module._parameters[name] = p"),
+    (registrations_in_registration, OWNERSHIP, "x = module._parameters[name]\nmodule._parameters.items()"),
+    (registrations_in_registration, "fsdp/flat/registration.py", "module._parameters[name] = p"),
     (hooks_in_hooks, RUNTIME, "hooks.on_gradient(tensor, f)\nmodule.register_state_dict_pre_hook(f)"),
     (names_in_names, RUNTIME, "self._fsdp_wrapped_module = clean(name)"),
     (privates_of_the_wrapper, "fsdp/checkpoint/dcp.py", "unit_of(module).mesh"),

@@ -66,13 +66,11 @@ class UnitTensors:
         return handle.flat_param.requires_grad if self._home is not None else handle.leaves[key[1]].requires_grad
 
     def show(self, placeholders: Mapping[Key, torch.Tensor], *, keep_writes: bool = False) -> None:
-        """Register these in the tensors' places until ``hide``; ``keep_writes``: see ``BucketViews.show_stand_ins``."""
+        """Register these in the tensors' places until ``hide``; see ``BucketViews.put_placeholders``."""
         for bucket, views in enumerate(self.unit.views):
             of_bucket = [placeholder for key, placeholder in placeholders.items() if key[0] == bucket]
-            if self._home is None:
-                views.show_stand_ins(of_bucket, keep_writes=keep_writes)
-            else:
-                views.show_flat_stand_in(self._home, flat_name(bucket), of_bucket[0])
+            flat = None if self._home is None else (self._home, flat_name(bucket))
+            views.put_placeholders(of_bucket, flat=flat, keep_writes=keep_writes)
 
     def registered(self) -> dict[Key, torch.Tensor | None]:
         """What is registered in the tensors' places now."""
@@ -82,13 +80,13 @@ class UnitTensors:
         return {
             (bucket, index): current
             for bucket, views in enumerate(self.unit.views)
-            for index, current in enumerate(views.registered())
+            for index, current in enumerate(views.registration.registered())
         }
 
     def hide(self) -> None:
         """Register the tensors again; idempotent."""
         for views in self.unit.views:
-            views.drop_stand_ins()
+            views.drop_placeholders()
 
 
 def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:
@@ -198,7 +196,7 @@ class Saving:
         held = {
             (bucket, index): Held(RaggedTensor.of_whole(param.detach(), views.handle.layout.params[index].stride), None)
             for bucket, views in enumerate(self.unit.views)
-            for index, (_, param) in enumerate(views.shown())
+            for index, (_, param) in enumerate(views.summoned())
         }
         if not held and self._wanted.form.is_cut:
             raise RuntimeError(

@@ -1,14 +1,19 @@
-"""What is registered on the modules: leaves while a unit is gathered, and in between what ``use_orig_params`` asks for.
+"""Where a bucket's parameters are registered on the modules, and what is registered there now.
 
-``views.py`` says what that is, and what users do to it. These two files alone write ``module._parameters``.
+[Note: What is registered]
+Leaves while the unit computes. While it does not, whatever is uppermost of: placeholders, while a state dict is made or
+loaded; parameters in full shape, while they are summoned; and what *rests* there: the user's own parameters, which
+hold the shard (``use_orig_params=True``), or :class:`ShardedPlaceholder` s beside a flat parameter (False).
+
+``views.py`` says what users do to it. This file alone writes ``module._parameters``.
 """
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +22,8 @@ from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import FullCopy
 from fsdp.flat.names import own_modules
 from fsdp.flat.ownership import OwnedParam, Place
+
+Write = tuple[Any, Any, Any]  # what is put where: dictionary, key, value
 
 
 class ShardedPlaceholder(torch.Tensor):
@@ -47,56 +54,36 @@ class ShardedPlaceholder(torch.Tensor):
         return f"ShardedPlaceholder(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-class AtRest:
-    """Forward pre-hook of a module that owns sharded parameters, while they are sharded: the module was called by
-    itself, and would compute with this rank's part of them."""
-
-    KEY = "fsdp_at_rest"  # torch's own keys are integers
-
-    def __init__(self, handle: FlatParamHandle, index: int) -> None:
-        self._handle, self._index = handle, index
-
-    def __call__(self, module: nn.Module, inputs: Any) -> NoReturn:
-        raise RuntimeError(
-            f"a {type(module).__name__} was called by itself: {self._handle.describe_sharded(self._index)}"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AtRest:
-        return self
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"cannot pickle a module: {self._handle.describe_sharded(self._index)}")
-
-
 class _InUnit:
     """Stands in the ``__dict__`` of a module that owns parameters of a unit, where a copy of the module alone would not
     have them: ``copy.deepcopy`` comes by here, unless the unit is being copied, and it is refused."""
 
     ATTRIBUTE = "_fsdp_in_unit"
 
-    def __init__(self, views: Registration, module: nn.Module, index: int) -> None:
-        self._views, self._kind, self._index = weakref.ref(views), type(module).__name__, index
+    def __init__(self, registration: Registration, module: nn.Module, index: int) -> None:
+        self._registration, self._kind, self._index = weakref.ref(registration), type(module).__name__, index
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        views = self._views()
-        if views is not None and not views.shows_whole:
+        registration = self._registration()
+        if registration is not None and registration.summoned is None:
+            handle = registration.handle
             raise RuntimeError(
                 f"copy.deepcopy of a {self._kind} alone would be without its parameters: parameter "
-                f"{views.handle.name_of(self._index)!r} of {views.handle.unit_name} belongs to the unit. Copy the "
-                "wrapped model, copy.deepcopy(model), which copies shards; or copy inside summon_full_params(model), "
-                "which gives a plain module"
+                f"{handle.name_of(self._index)!r} of {handle.unit_name} belongs to the unit. Copy the wrapped model, "
+                "copy.deepcopy(model), which copies shards; or copy inside summon_full_params(model), which gives a "
+                "plain module"
             )
 
 
 class Slot:
-    """One registration: the dictionary that holds it, and what goes there."""
+    """One registration: the dictionary that holds it, and the parameter of the layout that it is of."""
 
-    __slots__ = ("attribute", "index", "module", "name", "owner", "plain", "sharded")
+    __slots__ = ("attribute", "index", "module", "name", "owner", "plain")
 
-    def __init__(self, owner: dict[str, Any], place: Place, index: int, sharded: Any) -> None:
-        """``index``: of the parameter in the layout."""
-        self.owner, self.module, self.attribute, self.name = owner, place.module, place.attribute, place.name
-        self.index, self.sharded = index, sharded
+    def __init__(self, place: Place, index: int, *, hidden: bool) -> None:
+        """``hidden``: ``parameters()`` does not show what is there, a plain attribute."""
+        self.module, self.attribute, self.name, self.index = place.module, place.attribute, place.name, index
+        self.owner: dict[str, Any] = place.module.__dict__ if hidden else place.module._parameters
         # A class with a __setattr__ of its own (torch's RNNs) keeps books that a dictionary write would pass by.
         self.plain = type(place.module).__setattr__ is nn.Module.__setattr__
 
@@ -115,53 +102,241 @@ class Slot:
         self.owner[self.attribute] = value
 
 
-class Registration:
-    """The places in which a bucket's parameters are registered, and switching between what can be there."""
+@dataclass(frozen=True)
+class Home:
+    """The module that a unit's flat parameters are registered on, and the order of what each of its modules had
+    registered before the first bucket changed it."""
 
-    def __init__(self, handle: FlatParamHandle, slots: list[Slot]) -> None:
+    module: nn.Module
+    orders: dict[nn.Module, list[str]]
+
+    @staticmethod
+    def of(unit_module: nn.Module, module: nn.Module) -> Home:
+        return Home(module, {owner: list(owner._parameters) for _, owner in own_modules(unit_module)})
+
+    def free_name(self) -> str:
+        """The first of ``_flat_param``, ``_flat_param_1``, ... that is free."""
+        name, count = "_flat_param", 0
+        while name in self.module._parameters:
+            count += 1
+            name = f"_flat_param_{count}"
+        return name
+
+
+@dataclass(eq=False)
+class Layer:
+    """Tensors that are registered over what rests there, one per parameter of the layout.
+
+    Attributes:
+        values: the memory of those that are in the place of the parameters; what users put in theirs goes there.
+        flat: where the only tensor is registered, if it stands for the whole flat vector.
+        before: how they looked, and which required grad; None where changes do not count.
+    """
+
+    tensors: list[Any]
+    values: Sequence[torch.Tensor] | None = None
+    flat: tuple[nn.Module, str] | None = None
+    before: tuple[list[Any], list[Any]] | None = None
+
+
+class Registration:
+    """The places of one bucket's parameters; see [Note: What is registered].
+
+    Attributes:
+        name: the flat parameter's.
+        resting: what rests there, one tensor per parameter of the layout.
+        summoned, placeholders: what is registered over it, if something is.
+    """
+
+    def __init__(
+        self, handle: FlatParamHandle, owned: list[OwnedParam], home: Home | None, guards: Sequence[Write] = ()
+    ) -> None:
+        """``home`` is for buckets that show a flat parameter; ``guards`` are put while what rests there is registered,
+        and taken away else."""
         self.handle = handle
-        self._slots = slots
+        self._home, self._guards = home, guards
+        self._slots = [
+            Slot(place, index, hidden=home is not None) for index, item in enumerate(owned) for place in item.places
+        ]
         self._slots_of: dict[int, list[Slot]] = {}  # by parameter of the layout
-        for slot in slots:
+        for slot in self._slots:
             self._slots_of.setdefault(slot.index, []).append(slot)
-        self._copy: FullCopy | None = None  # whose leaves the next line holds
-        self._leaf_writes: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-        self._note_sharded()
-        self._careful = [slot for slot in slots if not slot.plain]
-        for slot in slots:
+            if home is not None:
+                del slot.module._parameters[slot.attribute]
             if isinstance(slot.module, nn.RNNBase):  # it would move the leaves' memory into a buffer of its own
                 slot.module.__dict__["flatten_parameters"] = _keep_layout
+        self.name = "" if home is None else home.free_name()
+        self._orders = {} if home is None else {slot.module: home.orders[slot.module] for slot in self._slots}
+        self._careful = [slot for slot in self._slots if not slot.plain]
+        self._copy: FullCopy | None = None  # whose leaves the next line holds
+        self._leaf_writes: list[Write] = []
+        self.resting: list[Any] = []
+        self._resting_writes: list[Write] = []
+        self.summoned: Layer | None = None
+        self.placeholders: Layer | None = None
         self._in_unit: list[_InUnit] = []
-        self._shown: list[nn.Parameter] | None = None
-        self._drop: Callable[[], None] | None = None  # takes away what stands in for the parameters, if something does
-        self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
-    def _note_sharded(self) -> None:
-        """``use_sharded`` is to register what the slots have now."""
-        self._sharded_writes = [(slot.owner, slot.attribute, slot.sharded) for slot in self._slots]
+    def _writes(self, tensors: Sequence[Any], flat: Any) -> list[Write]:
+        writes: list[Write] = [(slot.owner, slot.attribute, tensors[slot.index]) for slot in self._slots]
+        return writes if self._home is None else [*writes, (self._home.module._parameters, self.name, flat)]
 
-    def use_leaves(self) -> None:
-        """The modules compute with the full parameters from here on.
+    # -- switching -----------------------------------------------------------------------------------------------------
 
-        What users have put in the place of what was registered is taken over; if a gather was started before, it
-        counts from the next one on.
-        """
+    def rest(self, tensors: list[Any]) -> None:
+        """``tensors`` rest in the parameters' places from here on."""
+        self.resting = tensors
+        self._resting_writes = self._writes(tensors, self.handle.flat_param)
+
+    def use_resting(self) -> None:
+        """The modules show what they do while the unit does not run."""
+        layer = self.placeholders or self.summoned
+        if layer is not None:
+            self._register(layer)
+            return
+        for owner, attribute, tensor in self._resting_writes:
+            owner[attribute] = tensor
+        for slot in self._careful:
+            slot.put(self.resting[slot.index])
+        for dictionary, key, guard in self._guards:
+            dictionary[key] = guard
+
+    def use_leaves(self, take_over: Callable[[], None] | None) -> None:
+        """The modules compute with the full parameters from here on; ``take_over`` is called before, if users have put
+        something in the place of what was registered."""
         copy = self.handle.copy
         if copy is not self._copy:
-            self._copy = copy
-            self._leaf_writes = [(s.owner, s.attribute, copy.leaves[s.index]) for s in self._slots]
-        if self.check_writeback and self._shown is None:
-            for (owner, attribute, leaf), (_, _, sharded) in zip(self._leaf_writes, self._sharded_writes):
+            self._copy, self._leaf_writes = copy, self._writes(copy.leaves, copy.whole)
+        if self.summoned is None:
+            for (owner, attribute, leaf), (_, _, resting) in zip(self._leaf_writes, self._resting_writes):
                 current = owner.get(attribute)
-                if current is not sharded and current is not leaf:
-                    self.take_over()
+                if current is not resting and current is not leaf and take_over is not None:
+                    take_over()
                     break
+        elif self._home is not None:  # plain attributes come before registered parameters
+            self._unregister_originals()
         for owner, attribute, leaf in self._leaf_writes:
             owner[attribute] = leaf
         for slot in self._careful:
             slot.put(copy.leaves[slot.index])
+        self._unguard()
 
-    def _forbid_copies(self) -> None:
+    def _unguard(self) -> None:
+        for dictionary, key, _ in self._guards:
+            dictionary.pop(key, None)
+
+    def unregister(self) -> None:
+        """Nothing of the bucket is registered until ``use_resting``."""
+        if self._home is not None:
+            self._home.module._parameters[self.name] = None
+            return
+        for slot in self._slots:
+            if slot.attribute in slot.module._parameters:
+                slot.module._parameters[slot.attribute] = None  # which nn.Module passes over, and which keeps the place
+
+    def cover(self, layer: Layer, *, summoned: bool) -> None:
+        """Register ``layer`` over what is there until ``uncover``."""
+        if summoned:
+            self.summoned = layer
+        else:
+            self.placeholders = layer
+        self._register(layer)
+
+    def uncover(self, layer: Layer) -> list[torch.Tensor | None]:
+        """Register what is below ``layer``, the uppermost; returns what was registered."""
+        found = self.registered()
+        if layer is self.placeholders:
+            self.placeholders = None
+        else:
+            self.summoned = None
+        if layer.flat is not None:
+            module, name = layer.flat
+            del module._parameters[name]
+        elif self._home is not None:
+            self._unregister_originals()
+        self.use_resting()
+        return found
+
+    def _unregister_originals(self) -> None:
+        for slot in self._slots:
+            slot.module._parameters.pop(slot.attribute, None)
+
+    def _register(self, layer: Layer) -> None:
+        if layer.flat is not None:
+            self.unregister()
+            layer.flat[0]._parameters[layer.flat[1]] = layer.tensors[0]
+            return
+        if self._home is not None:
+            self._home.module._parameters.pop(self.name, None)
+        for slot in self._slots:
+            if self._home is not None:
+                slot.owner.pop(slot.attribute, None)
+            slot.module._parameters[slot.attribute] = layer.tensors[slot.index]
+        for module, order in self._orders.items():  # as the plain module has them
+            here = dict(module._parameters)
+            module._parameters.clear()
+            module._parameters.update({name: here.pop(name) for name in order if name in here})
+            module._parameters.update(here)
+        if layer is self.summoned:
+            self._unguard()
+
+    # -- what users have put there -------------------------------------------------------------------------------------
+
+    def registered(self) -> list[torch.Tensor | None]:
+        """What is registered in the (first) place of each parameter of the layout now."""
+        first = [self._slots_of[index][0] for index in range(len(self._slots_of))]
+        return [slot.module._parameters.get(slot.attribute) for slot in first]
+
+    def replaced(self) -> Iterator[tuple[int, Any]]:
+        """(index, the user's) of each parameter that is not what we have registered.
+
+        Raises:
+            NotImplementedError: one registration of a shared parameter was replaced.
+            RuntimeError: it was replaced by a parameter of another unit.
+        """
+        ours = self.resting if self.summoned is None else self.summoned.tensors
+        strange = {
+            slot.index: (slot.name, current)
+            for slot in self._slots
+            if (current := slot.current()) is not ours[slot.index]
+            and current is not None  # the module has to do without
+            and not self.handle.is_leaf(current, slot.index)
+        }
+        for index, (name, new) in strange.items():
+            slots = self._slots_of[index]
+            if any(slot.current() is not new for slot in slots):
+                raise NotImplementedError(
+                    f"Cannot writeback {name!r}: it is one registration of a shared parameter "
+                    f"({', '.join(slot.name for slot in slots)}); change the parameter in place instead, or replace "
+                    "all of them by the same one"
+                )
+            if getattr(new, "_fsdp_flattened", False) and not getattr(new, "_fsdp_replaced", False):
+                raise RuntimeError(
+                    f"Cannot writeback {name!r} of {self.handle.unit_name}: it was replaced by "
+                    f"{getattr(new, '_fsdp_owner', 'a flat parameter')}, which is sharded already. Share parameters "
+                    "before wrapping"
+                )
+            yield index, new
+
+    def put_back(self, index: int, tensor: Any) -> None:
+        """Put ``tensor`` in the places of parameter ``index``."""
+        for slot in self._slots_of[index]:
+            slot.put(tensor)
+
+    def put_back_leaves(self) -> list[int]:
+        """Put leaves where users have put something else while they are registered; returns the indices of those."""
+        if all(owner.get(attribute) is leaf for owner, attribute, leaf in self._leaf_writes):
+            return []
+        found = []
+        for slot in self._slots:
+            leaf, current = self.handle.leaves[slot.index], slot.current()
+            if current is not leaf and current is not None:
+                found.append(slot.index)
+                slot.put(leaf)
+        return found
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def forbid_copies(self) -> None:
         """Modules that own parameters of the bucket can be copied with their unit only, or while it is summoned."""
         for module, index in {slot.module: slot.index for slot in self._slots}.items():
             module.__dict__[_InUnit.ATTRIBUTE] = guard = _InUnit(self, module, index)
@@ -172,74 +347,24 @@ class Registration:
         them."""
         memo[id(self.handle.flat_param)] = handle.flat_param
         memo.update({id(guard): None for guard in self._in_unit})
+        if self._home is not None:
+            memo.update({id(tensor): tensor for tensor in self.resting})  # until they are replaced
 
-    def take_over(self) -> None:
-        """Take over the values of what users have put in the place of parameters or of their data."""
-        raise AssertionError("said by the views")
-
-    @property
-    def shows_whole(self) -> bool:
-        """Whether the parameters are summoned."""
-        return self._shown is not None
-
-    def unregister(self) -> None:
-        """Nothing of the bucket is registered until ``use_resting`` (or ``follow``)."""
-        for slot in self._slots:
-            if slot.attribute in slot.module._parameters:
-                slot.module._parameters[slot.attribute] = None  # which nn.Module passes over, and which keeps the place
-
-    def _register_originals(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Register these, one per parameter of the layout, until ``_hide_originals``."""
-        for slot in self._slots:
-            slot.module._parameters[slot.attribute] = tensors[slot.index]  # type: ignore[assignment]
-
-    def _hide_originals(self) -> None:
-        self.use_resting()
-
-    def show_flat_stand_in(self, home: nn.Module, name: str, stand_in: torch.Tensor) -> None:
-        """Register this alone, for the whole bucket, as ``name`` on ``home`` until ``drop_stand_ins``."""
-
-        def drop() -> None:
-            del home._parameters[name]
-            self.use_resting()
-
-        self._drop = drop
-        self.unregister()
-        home._parameters[name] = stand_in  # type: ignore[assignment]
-
-    @property
-    def has_stand_ins(self) -> bool:
-        """Whether stand-ins are registered."""
-        return self._drop is not None
-
-    def registered(self) -> list[torch.Tensor | None]:
-        """What is registered in the (first) place of each parameter of the layout now."""
-        first = {slot.index: slot for slot in reversed(self._slots)}
-        return [first[index].module._parameters.get(first[index].attribute) for index in range(len(first))]
-
-    def use_resting(self) -> None:
-        """The modules show what they do while the unit does not run: shards, or all of it if that was summoned."""
-        if self._shown is None:
-            self.use_sharded()
-        else:
-            self._register_shown(self._shown)
-
-    def _register_shown(self, shown: list[nn.Parameter]) -> None:
-        raise AssertionError("each mode has its own")
-
-    def _owned_in(self, memo: dict[int, Any]) -> list[OwnedParam]:
-        """Where each parameter is registered in the copies that ``memo`` has of the modules; without parameters."""
-        owned: list[Any] = [OwnedParam(None, []) for _ in self.handle.layout.params]  # type: ignore[arg-type]
+    def copied(self, memo: dict[int, Any]) -> tuple[list[OwnedParam], Home | None]:
+        """The places in the copies that ``memo`` has of the modules, without parameters; what is in the way of a new
+        registration is gone."""
+        unknown: Any = None
+        owned = [OwnedParam(unknown, []) for _ in self.handle.layout.params]
         for slot in self._slots:
             owned[slot.index].places.append(Place(memo[id(slot.module)], slot.attribute, slot.name))
-        return owned
-
-    def use_sharded(self) -> None:
-        """The modules show what stands for the parameters while they are sharded."""
-        for owner, attribute, sharded in self._sharded_writes:
-            owner[attribute] = sharded
-        for slot in self._careful:
-            slot.put(slot.sharded)
+        if self._home is None:
+            return owned, None
+        home = memo[id(self._home.module)]
+        del home._parameters[self.name]
+        for place in (place for item in owned for place in item.places):
+            place.module.__dict__.pop(place.attribute)
+            place.module._parameters[place.attribute] = None
+        return owned, Home(home, {memo[id(module)]: order for module, order in self._orders.items()})
 
 
 def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -247,14 +372,9 @@ def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(attribute, param) for attribute, param in module._parameters.items() if param is not None]
 
 
-def register_instead(module: nn.Module, attribute: str, stand_in: torch.Tensor) -> None:
-    """Register ``stand_in`` as ``attribute`` of ``module``, in the place of what is there."""
-    module._parameters[attribute] = stand_in  # type: ignore[assignment]
-
-
-def registration_orders(module: nn.Module) -> dict[nn.Module, list[str]]:
-    """The names of the parameters registered on each of the unit's modules, in order."""
-    return {owner: list(owner._parameters) for _, owner in own_modules(module)}
+def register_instead(module: nn.Module, attribute: str, placeholder: torch.Tensor) -> None:
+    """Register ``placeholder`` as ``attribute`` of ``module``, in the place of what is there."""
+    module._parameters[attribute] = placeholder  # type: ignore[assignment]
 
 
 def _keep_layout() -> None:

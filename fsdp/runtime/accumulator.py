@@ -46,7 +46,7 @@ class Accumulator:
         if not continues:
             self._parked = [None] * len(grads)
         for position, visible in enumerate(views.visible):
-            current = views.grad(position)
+            current = visible.param.grad
             if current is not None and current is before[position]:
                 grads[position] = current
             elif visible.param.requires_grad:
@@ -81,7 +81,7 @@ class Accumulator:
         for position in range(len(exposed)):
             if position not in positions:
                 self._parked[position] = None
-        held = any(grad is not None and self._views.grad(p) is not grad for p, grad in enumerate(exposed))
+        held = any(grad is not None and self._views.visible[p].param.grad is not grad for p, grad in enumerate(exposed))
         if flat is None or held or any(grad is not exposed[position] for position, grad in shown):
             # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
             handle = self._handle
@@ -96,7 +96,7 @@ class Accumulator:
     def conceal(self) -> None:
         """Restore the sharded ``.grad`` that this replaced."""
         for position, (exposed, parked) in enumerate(zip(self._grads(), self._parked)):
-            if exposed is not None and self._views.grad(position) is exposed:
+            if exposed is not None and self._views.visible[position].param.grad is exposed:
                 self._views.set_grad(position, parked)
         self.forget()
 
@@ -110,7 +110,7 @@ class Accumulator:
         accumulation makes one."""
         found = []
         for position, shape in enumerate(self._shapes if self._exposed else ()):
-            grad = self._views.grad(position)
+            grad = self._views.visible[position].param.grad
             if grad is not None and grad.shape == shape:
                 found.append((position, grad))
         return found

@@ -16,9 +16,10 @@ from fsdp.comm.groups import Groups
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE
 from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, owned_params, synchronize
-from fsdp.flat.registration import registration_orders
+from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext, UnitPolicy
+from fsdp.runtime.hooks import forward_refused
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import Unit, units_below, units_in
 
@@ -63,15 +64,15 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
     if options.sync_over is not None:
         synchronize(module, owned, options.sync_over)
-    orders = registration_orders(module)
+    home = Home.of(module, inside_checkpoint(module))
     buckets: list[tuple[Any, BucketViews]] = []
     for handle, members in build_handles(
         owned, options.groups, device, options.mixed_precision, options.cpu_offload, use_orig_params=use_orig_params
     ):
         if use_orig_params:
-            buckets.append((handle, OriginalViews(handle, members)))
+            buckets.append((handle, OriginalViews(handle, members, forward_refused)))
         else:
-            buckets.append((handle, FlatViews(handle, members, inside_checkpoint(module), orders)))
+            buckets.append((handle, FlatViews(handle, members, home)))
     for item in owned:
         item.param._fsdp_flattened = True  # type: ignore[attr-defined]
         item.param._fsdp_owner = f"{item.name!r} of {name}"  # type: ignore[attr-defined]

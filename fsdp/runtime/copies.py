@@ -31,7 +31,7 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
             f"{unit.name} is in {unit.phase.name}: a wrapped model can be copied only while it does not run, and "
             "outside of summon_full_params()"
         )
-    if any(views.has_stand_ins for views in unit.views):
+    if any(views.registration.placeholders is not None for views in unit.views):
         raise RuntimeError(
             f"the state dict of {unit.name} is being made: a wrapped model cannot be copied in its hooks"
         )

@@ -87,7 +87,7 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     try:
         for position, (handle, views, value) in enumerate(zip(unit.handles, unit.views, values)):
             grads = None if full_grads is None else full_grads[position]
-            views.show_full(parameter_views(handle.layout, value), grads)
+            views.summon(parameter_views(handle.layout, value), grads)
         yield
     finally:
         with torch.no_grad(), contextlib.ExitStack() as hidden:  # all of it, though a part may raise
@@ -102,7 +102,7 @@ def _hide(handle: FlatParamHandle, views: BucketViews, value: torch.Tensor, opti
         if options.writeback or not handle.groups.sharded:
             views.take_over()
     finally:
-        views.hide_full(write_grads=options.writeback or not handle.groups.sharded)
+        views.end_summon(write_grads=options.writeback or not handle.groups.sharded)
     if (options.writeback or not handle.groups.sharded) and handle.state is not BufferState.RESIDENT:
         start, end = handle.layout.shard_range(handle.groups.shard_rank)
         handle.shard.copy_(value[start:end])
@@ -145,5 +145,5 @@ def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[st
             context = join(unit)
         with summon([(unit, context)], SummonOptions(writeback)):
             for views in unit.views:
-                for name, param in views.shown():
+                for name, param in views.summoned():
                     yield joined(path, name), param

@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -144,6 +144,28 @@ def around_forward(
     and ``leave(module, args, output)`` after it."""
     module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     module.register_forward_hook(leave)
+
+
+def forward_refused(module: torch.nn.Module, why: Callable[[], str]) -> tuple[Any, str, _Refusal]:
+    """Where (a dictionary, a key) what is to be put to refuse forwards of ``module``; ``why`` gives the words."""
+    return module._forward_pre_hooks, "fsdp_sharded", _Refusal(why)  # torch's own keys are integers
+
+
+class _Refusal:
+    """Forward pre-hook of a module that owns sharded parameters, while they are sharded: the module was called by
+    itself, and would compute with this rank's part of them."""
+
+    def __init__(self, why: Callable[[], str]) -> None:
+        self._why = why
+
+    def __call__(self, module: torch.nn.Module, inputs: Any) -> NoReturn:
+        raise RuntimeError(f"a {type(module).__name__} was called by itself: {self._why()}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Refusal:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"cannot pickle a module: {self._why()}")
 
 
 class Stepped(Protocol):

@@ -105,11 +105,10 @@ class BucketGradients:
         self._keep_low_precision = keep_low_precision
         self._hook: CommHook | None = None  # reduces in place of the communicator
         self._on_host = HostBuffers()  # of offloaded gradients
-        count = len(handle.leaves)
         self._scratch: SlotBuffer | None = None  # the reduce buffer; its memory is lent for each backward
         self._target: SlotBuffer | None = None  # where this backward writes
         self._continues = False  # whether that is the accumulator of earlier backwards
-        self._written = [False] * count
+        self._written = [False] * len(handle.copy.all_leaves)
         self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
         self._accumulator = Accumulator(handle, views)
 
@@ -294,7 +293,7 @@ class BucketGradients:
             frozen = not visible.param.requires_grad and position not in adopted
             if visible.absent or frozen:  # what was accumulated before it was frozen is still its gradient
                 continue
-            current = self.views.grad(position)
+            current = visible.param.grad
             if current is None:
                 self.views.set_grad(position, grad)
             elif (current.shape, current.device) != (grad.shape, grad.device):

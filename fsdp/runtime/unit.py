@@ -171,7 +171,7 @@ class Unit(UnitBuffers):
                 handle.replace_shard(new, device, self.precision.asked)
                 self.device = device
                 gradients.forget_buffers()
-            views.follow()
+            views.follow_shard()
             for visible, grad in zip(views.visible, grads):
                 visible.param.grad = None if grad is None else change(grad).detach()
         self.expected.renew()
@@ -267,7 +267,7 @@ class Unit(UnitBuffers):
             if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
                 if self._stays(context) and context.expects_backward:
                     for view in self.views:  # what is changed before the backward comes is the shard, not the copy
-                        view.use_resting()
+                        view.registration.use_resting()
                     context.residency.becomes(self, Residence.KEPT)
                 else:
                     self.reshard(context)
@@ -458,7 +458,7 @@ class Unit(UnitBuffers):
         self._forget_backward()
         if self.is_gathering:
             for view in self.views:
-                view.use_resting()
+                view.registration.use_resting()
             context.residency.becomes(self, Residence.PREFETCHED)
         else:
             self.reshard(context)

@@ -181,14 +181,14 @@ class UnitBuffers(TreeUnit):
             self.reshard(context)
             return
         for view in self.views:
-            view.use_resting()
+            view.registration.use_resting()
         self._kept_versions = self._versions
         context.residency.becomes(self, Residence.KEPT)
 
     def reshard(self, context: RootContext) -> None:
         """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
         for view in self.views:
-            view.use_resting()
+            view.registration.use_resting()
         if self._shown or self._in_output:
             return
         if context.residency.becomes(self, Residence.SHARDED):
