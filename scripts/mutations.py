@@ -337,7 +337,7 @@ MUTATIONS = [
     Mutation(
         "fsdp/runtime/context.py",
         "        for unit in self.residency.idle if backward_follows else self.residency:\n",
-        "        self._agreements.end(wait=False)\n"
+        "        self.passes.end(wait=False)\n"
         "        for unit in self.residency.idle if backward_follows else self.residency:\n",
         "a rank that waits in vain for what it gathered ahead does not come to meet the others",
         _tests("differing_ranks", "one_rank_differs[2-seeds0]"),
@@ -431,8 +431,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "if self.in_backward else unit.policy.forward_prefetch",
-        "if self.in_backward else 0",
+        "if self.passes.in_backward else unit.policy.forward_prefetch",
+        "if self.passes.in_backward else 0",
         "the next unit's gather waits for the compute of this one",
         _tests("streams", "communication_overlaps_with_compute[ShardingStrategy.FULL_SHARD]"),
     ),
@@ -946,15 +946,16 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "        if self.failed or self.in_backward:  # the last pass ended in an error\n            self._clear()\n",
+        "        if self.passes.failed or self.passes.in_backward:  # the last pass ended in an error\n"
+        "            self._clear()\n",
         "",
         "a failed pass is not healed by the next forward",
         _tests("backward_faults", "a_step_after_an_exception_gathers_as_often_as_any_other"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "        if self.failed or self.in_backward:  # the last pass ended in an error\n",
-        "        if self.failed:\n",
+        "        if self.passes.failed or self.passes.in_backward:  # the last pass ended in an error\n",
+        "        if self.passes.failed:\n",
         "a failed backward whose graph task is still there is not healed by the next forward",
         _tests("backward_faults", "a_failed_backward_may_go_away_late"),
     ),
@@ -1050,7 +1051,7 @@ MUTATIONS = [
         _tests("agreement", "registration_order"),
     ),
     Mutation(
-        "fsdp/runtime/agreements.py",
+        "fsdp/runtime/passes.py",
         "            if agreement.under_way is what:\n                agreement.end(wait=wait)\n",
         "            agreement.end(wait=wait)\n",
         "a pass ends in groups where it has not begun",
@@ -1078,9 +1079,9 @@ MUTATIONS = [
         _tests("agreement", "fd21_calls_after_failures_that_are_not_alike[0]"),
     ),
     Mutation(
-        "fsdp/runtime/agreements.py",
-        "        self.meet()\n        self._passes.append",
-        "        self._passes.append",
+        "fsdp/runtime/passes.py",
+        "        self.meet()\n        self._stack.append",
+        "        self._stack.append",
         "a call after a failure does not wait for the other ranks",
         _tests("agreement", "fd21_calls_after_failures_that_are_not_alike[0]"),
     ),
@@ -1149,8 +1150,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            self.order, self._meetings = ExecutionOrder(), self._agreements.meetings\n",
-        "            self._meetings = self._agreements.meetings\n",
+        "            self.order, self._meetings = ExecutionOrder(), self.passes.meetings\n",
+        "            self._meetings = self.passes.meetings\n",
         "ranks that had parted gather different units ahead",
         _tests("differing_ranks", "one_rank_differs"),
     ),

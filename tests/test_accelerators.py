@@ -152,7 +152,7 @@ def leave_the_order() -> tuple[str, int]:
     context.enter_forward(context.root)
     units = [unit for unit in context.units if unit.handles]
     try:
-        context.about_to("gather", units[dist.get_rank()])
+        context.passes.about_to("gather", units[dist.get_rank()])
         watcher.follow(Over(), Work((), group, "what is over", AWAY))
         watcher.follow(NeverOver(), Work((), group, f"gather {units[0].name}", AWAY))
         ended.wait(30)

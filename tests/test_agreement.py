@@ -920,7 +920,7 @@ def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
     group = new_group()
     model = build(Chain((5,) * 6), group)
     model.check_is_root()
-    (agreement_,) = model._join_context()._agreements._by_group.values()
+    (agreement_,) = model._join_context().passes._by_group.values()
     store = dist.distributed_c10d._world.pg_map[group][1]
     random = torch.Generator().manual_seed(0)
     kept = []

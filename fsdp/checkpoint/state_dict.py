@@ -186,7 +186,7 @@ class Saving:
         form = self._wanted.of_unit(unit, channel.group, first=0)
         held = self._shown() if unit.phase is Phase.SUMMONED else self._tensors.held
         if unit.phase is not Phase.SUMMONED and groups.sharded and not form.stays:
-            self._context.about_to(GATHER, unit)
+            self._context.passes.about_to(GATHER, unit)
         leaving = export(held.values(), form, channel, f"gather {unit.name}")
         channel.flush()
         return dict(zip(held, leaving)) if self._receives else {}

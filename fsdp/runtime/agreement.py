@@ -69,7 +69,11 @@ class Member(Protocol):
     """A unit as the agreement knows it."""
 
     name: str
-    place: int  # its number among the members of its agreement, equal on every rank; set by ``Agreements``
+    place: int  # its number among the members of its agreement, equal on every rank; set by ``Passes``
+
+    @property
+    def group(self) -> Any | None:
+        """Whose ranks have to agree on its collectives; None where there are none."""
 
     @property
     def handles(self) -> Sequence[Any]: ...
@@ -96,6 +100,10 @@ class Pass(NamedTuple):
     trains: bool = False  # whether it is a forward in training mode
     call: str = ""  # what all ranks have to call: "state_dict()"; empty for a forward or backward
     often: bool = False  # a call that steps are made of: it need not be announced where it comes as before
+
+    @property
+    def is_backward(self) -> bool:
+        return self.caller is None and not self.call
 
 
 class Habit:

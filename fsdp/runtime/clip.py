@@ -134,7 +134,7 @@ def clip_grad_norm_(
     assert context is not None
 
     def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
-        context.announce(group)
+        context.passes.announce(group)
         combine(value, group, context.streams, "sum up the gradient norm", largest=order.largest)
         return value
 

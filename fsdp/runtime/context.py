@@ -18,9 +18,9 @@ from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.memory import pool_for
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import Pass
-from fsdp.runtime.agreements import Agreements
 from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.order import ExecutionOrder
+from fsdp.runtime.passes import Passes
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.runtime.residency import Residence, Residency
 
@@ -118,7 +118,7 @@ class _EndOfBackward:
 
     def __del__(self) -> None:
         context = self._context
-        if not self._called and context.in_backward and context._end_of_backward() is self:
+        if not self._called and context.passes.in_backward and context._end_of_backward() is self:
             context.reset()  # the backward raised, and no later pass has found out
 
 
@@ -140,10 +140,7 @@ class RootContext:
         self.residency: Residency[TreeUnit] = Residency()
         self.generation = 0  # counts outermost forwards: what was gathered before is not trusted by the next
         self.expects_backward = False  # whether the outermost forward runs with gradients enabled
-        self.failed = False  # a forward raised
-        self.in_backward = False
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
-        self._depth = 0  # forwards under way
         self._thread = 0  # that of the outermost forward
         self.units: list[TreeUnit] = []
         for index, (name, unit, ancestors) in enumerate(units):
@@ -153,8 +150,7 @@ class RootContext:
         for pool, blocks in ((self.gather_pool, 1 + ahead), (self.reductions.pool, self.reductions.MAX_BUFFERS)):
             pool.kept_nbytes = blocks * self._largest_unit()
             pool.kept_block_nbytes = 2 * self._largest_unit()
-        members = [(unit.group, unit) for unit in self.units]
-        self._agreements = Agreements(members, root.device, self.streams, negotiate=root.policy.reduce_unused)
+        self.passes = Passes(self.units, root.device, self.streams, negotiate=root.policy.reduce_unused)
 
     def _largest_unit(self) -> int:
         """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
@@ -167,34 +163,26 @@ class RootContext:
         if not hasattr(self, "residency"):
             return  # its constructor raised
         for unit in self.residency:
-            if not (self.failed and unit.is_gathering):  # who knows when; what writes into its memory keeps it alive
+            if not (self.passes.failed and unit.is_gathering):  # who knows till when; the gather keeps its memory alive
                 unit.forget_output(self)
                 unit.reshard(self)
         self._trim()
-
-    def about_to(self, kind: str, unit: TreeUnit) -> None:
-        """``unit`` is about to communicate: see that its group's ranks agree."""
-        self._agreements.about_to(kind, unit.group, unit)
-
-    def announce(self, group: Any) -> None:
-        """In a call: it is about to communicate over ``group``; see :meth:`Agreements.announce`."""
-        self._agreements.announce(group)
 
     @contextlib.contextmanager
     def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
         """Inside, something that communicates and that all ranks have to call alike. One that calls it alone sends
         nothing: it raises, and so do the others, with the name of the call.
 
-        Whoever communicates inside, other than by a unit's gathers, asks :meth:`announce` before. With ``often`` the
-        ranks are not asked where the call comes in the same place of a step as before.
+        Whoever communicates inside, other than by a unit's gathers, calls :meth:`Passes.announce` before. With
+        ``often`` the ranks are not asked where the call comes in the same place of a step as before.
         """
-        if self.in_backward and hooks.current_backward() == hooks.NO_BACKWARD:
+        if self.passes.in_backward and hooks.current_backward() == hooks.NO_BACKWARD:
             self.reset()  # the backward raised, and nobody has told
         try:
-            with self._agreements.calling(call, f"{call} of {self.root.name}", often=often):
+            with self.passes.calling(call, f"{call} of {self.root.name}", often=often):
                 yield
         except BaseException:
-            if self._agreements.given_up:
+            if self.passes.given_up:
                 self.reset()
             raise
 
@@ -210,7 +198,7 @@ class RootContext:
         """``unit`` is about to run; the outermost one begins a new forward of the tree."""
         if hooks.current_backward() != hooks.NO_BACKWARD:
             self.enter_backward(unit)
-        elif self._depth == 0:
+        elif self.passes.forward is None:
             self._begin_forward(unit)
             self._thread = threading.get_ident()
         elif self._thread != threading.get_ident():
@@ -219,10 +207,9 @@ class RootContext:
                 "it: the units of one tree run one after the other. Call wrapped modules on one thread, and only what "
                 "lies inside of one on others"
             )
-        self._depth += 1
 
     def _begin_forward(self, unit: TreeUnit) -> None:
-        if self.failed or self.in_backward:  # the last pass ended in an error
+        if self.passes.failed or self.passes.in_backward:  # the last pass ended in an error
             self._clear()
         self._adopt_stream()
         self._forget_casts()
@@ -233,11 +220,11 @@ class RootContext:
         self.expects_backward = torch.is_grad_enabled()
         self._start_order(unit, backward=False)
         try:
-            self._agreements.begin(Pass(f"forward of {unit.name}", unit, trains=unit.module.training))
+            self.passes.begin(Pass(f"forward of {unit.name}", unit, trains=unit.module.training))
+            self.gathers_follow_compute()
         except BaseException:
             self.reset()  # the unit has not begun, and does not end
             raise
-        self.gathers_follow_compute()
 
     def _adopt_stream(self) -> None:
         """What the backward does to gradients, and allocates for them, will be on the stream that is current now."""
@@ -253,14 +240,14 @@ class RootContext:
 
     def _start_order(self, unit: TreeUnit, *, backward: bool) -> None:
         """Ranks that have met after a failure remember different orders, and would gather different units ahead."""
-        if self._meetings != self._agreements.meetings:
-            self.order, self._meetings = ExecutionOrder(), self._agreements.meetings
+        if self._meetings != self.passes.meetings:
+            self.order, self._meetings = ExecutionOrder(), self.passes.meetings
         self.order.start(unit, backward=backward)
 
     @property
     def backward_follows(self) -> bool:
         """Whether this is a forward whose units will be gathered again for backward."""
-        return self.expects_backward and self._depth > 0 and not self.in_backward
+        return self.expects_backward and self.passes.forward is not None and not self.passes.in_backward
 
     def _forget_casts(self) -> None:
         for unit in self.units:
@@ -273,9 +260,10 @@ class RootContext:
         with self.streams.on_gather_stream():
             self.streams.wait(updated)
 
-    def exit_forward(self, *, backward_follows: bool, failed: bool = False) -> None:
-        self._depth = max(0, self._depth - 1)  # a failed backward inside a forward has reset it
-        if self._depth > 0 or hooks.current_backward() != hooks.NO_BACKWARD:
+    def exit_forward(self, unit: TreeUnit, *, backward_follows: bool, failed: bool = False) -> None:
+        """``unit`` runs no more; with the outermost one the forward of the tree is over."""
+        forward = self.passes.forward  # None: a backward inside of it has failed
+        if hooks.current_backward() != hooks.NO_BACKWARD or (forward is not None and forward.caller is not unit):
             return
         self.order.stop()
         if failed:
@@ -287,20 +275,19 @@ class RootContext:
         if not backward_follows:
             self._forget_casts()
             self._trim()
-        self._agreements.end(wait=False)  # last: where a wait fails for what was gathered ahead, the pass has failed
+        self.passes.end(wait=False)  # last: where a wait fails for what was gathered ahead, the pass has failed
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def enter_backward(self, unit: TreeUnit) -> None:
         """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
         nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
-        if self.in_backward and not self.failed:
+        if self.passes.in_backward and not self.passes.failed:
             return
-        if self.failed:
+        if self.passes.failed:
             self._clear()
-        self.in_backward = True
         self._start_order(unit, backward=True)
-        self._agreements.begin(Pass("backward"))
+        self.passes.begin(Pass("backward"))
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
         hooks.at_end_of_backward(end)
@@ -310,14 +297,13 @@ class RootContext:
             with torch.no_grad(), self.joined():
                 for unit in self.units:
                     unit.end_backward(self)
-                self._agreements.end(wait=True)
+                self.passes.end(wait=True)
                 self.reductions.drain(attach=True)
         except BaseException as error:
             hooks.report(error, self.root.name, "end of backward")
             self.reset()
             raise
         self.order.stop()
-        self.in_backward = False
         self._forget_casts()
         self.settle_offloaded()
         self._trim()
@@ -334,31 +320,29 @@ class RootContext:
         with self.joined():
             for unit in self.units:
                 unit.reset(self)
-        self._agreements.forget_pass()
+        self.passes.give_up()
+        self.passes.failed = True
         self._forget_casts()
         self.order.stop()
-        self._depth = 0
-        self.in_backward = False
-        self.failed = True
 
     def _clear(self) -> None:
         """Wait for the other ranks, and for what a failed pass left under way."""
         for unit in self.units:
             unit.follow_parameters()  # what users have put on the modules since, before ours is put there again
         self.reset()
-        self._agreements.meet()
+        self.passes.meet()
         with self.joined():
             for unit in self.units:
                 unit.reshard(self)
             self.reductions.drain(attach=False)
-        self.failed = False
+        self.passes.failed = False
         self._trim()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _distance(self, unit: TreeUnit) -> int:
         """How many units to gather ahead while ``unit`` computes."""
-        return unit.policy.backward_prefetch if self.in_backward else unit.policy.forward_prefetch
+        return unit.policy.backward_prefetch if self.passes.in_backward else unit.policy.forward_prefetch
 
     def _has_room(self, unit: TreeUnit, computing: TreeUnit) -> bool:
         """Whether one more unit fits while ``computing`` does: 1 + the prefetch distance, not counting the root, the
@@ -383,7 +367,7 @@ class RootContext:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
         if unit.policy.reduce_unused:
             return
-        waits = self.in_backward and unit.policy.prefetch_after_gradients
+        waits = self.passes.in_backward and unit.policy.prefetch_after_gradients
         if waits and any(other.expected and other.index not in unit.ancestors for other in self.residency):
             return
         for candidate in self.order.upcoming(self._distance(unit)):
@@ -395,7 +379,7 @@ class RootContext:
 
     def trim_at_rest(self) -> None:
         """Give the pools' spare memory back, unless a pass is under way that will want it."""
-        if self._depth == 0 and not self.in_backward:
+        if self.passes.forward is None and not self.passes.in_backward:
             self._trim()
 
     def _trim(self) -> None:

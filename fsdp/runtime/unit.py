@@ -272,7 +272,8 @@ class Unit(UnitBuffers):
                 else:
                     self.reshard(context)
                     context.gather_ahead(self)
-            context.exit_forward(backward_follows=bool(differentiable))  # last: what fails before it is aborted
+            if self._depth == 0:  # last: what fails before it is aborted
+                context.exit_forward(self, backward_follows=bool(differentiable))
         return output
 
     @hooks.untraced
@@ -281,8 +282,9 @@ class Unit(UnitBuffers):
         no fault."""
         self._leave_forward(context)
         if hooks.current_backward() == hooks.NO_BACKWARD:
-            context.failed = True
-        context.exit_forward(backward_follows=True, failed=True)
+            context.passes.failed = True
+        if self._depth == 0:
+            context.exit_forward(self, backward_follows=True, failed=True)
 
     def _leave_forward(self, context: RootContext) -> None:
         self._depth = max(0, self._depth - 1)  # a failed backward inside a forward has reset it
@@ -414,7 +416,7 @@ class Unit(UnitBuffers):
         if not any(gradients.is_open for gradients in self.gradients):
             return
         if self.synchronize and self._reduces:
-            context.about_to(REDUCE, self)
+            context.passes.about_to(REDUCE, self)
             self._reduce(context)
         elif at_end:
             for gradients in self.gradients:
@@ -439,7 +441,7 @@ class Unit(UnitBuffers):
         hooks.report(error, self.name, event)
         context = self.context
         if context is not None:
-            context.failed = True
+            context.passes.failed = True
 
     def end_backward(self, context: RootContext) -> None:
         """The whole backward is over; nothing of it may stay."""

@@ -128,7 +128,7 @@ class UnitBuffers(TreeUnit):
         """Start filling the full buffers."""
         streams = context.streams
         if self.groups.sharded:
-            context.about_to(GATHER, self)
+            context.passes.about_to(GATHER, self)
         again = context.backward_follows and not self._stays(context)
         with streams.on_gather_stream():
             for bucket, handle in enumerate(self.handles):
@@ -268,9 +268,9 @@ class UnitBuffers(TreeUnit):
 
     def announce(self) -> None:
         """The call under way is about to communicate over the unit's group, other than by ``gather``; see
-        ``RootContext.announce``."""
+        ``Passes.announce``."""
         if self.context is not None:
-            self.context.announce(self.group)
+            self.context.passes.announce(self.group)
 
     def agree_on_maximum(self, values: torch.Tensor) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""

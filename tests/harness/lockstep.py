@@ -290,7 +290,7 @@ def assert_at_rest(model: nn.Module, what: str) -> None:
             wrong += [f"{key} of {name!r} is a leaf" for key, p in module._parameters.items() if id(p) in leaves]
         context = unit.context
         gathered = context is not None and any(not _kept(other) for other in context.residency)
-        if context is not None and (gathered or context.residency.idle or context.in_backward):
+        if context is not None and (gathered or context.residency.idle or context.passes.in_backward):
             wrong.append(f"the context of {name!r} is not at rest")
     if wrong:
         raise AssertionError(f"{what}, not at rest: " + "; ".join(wrong[:6]))

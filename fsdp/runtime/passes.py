@@ -1,4 +1,4 @@
-"""The agreements of one tree, and which passes and calls of it are under way."""
+"""Which forwards, backwards and calls of one tree are under way, and what its groups' ranks agree on in them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from fsdp.runtime.agreement import Agreement, Member, Pass
 from fsdp.runtime.negotiation import Negotiation
 
 
-class Agreements:
-    """The agreements of one tree, one per group of several ranks."""
+class Passes:
+    """The passes of one tree that are under way, innermost last, and its agreements, one per group of several ranks.
 
-    def __init__(
-        self, members: Iterable[tuple[Any, Member]], device: torch.device, streams: Streams, *, negotiate: bool
-    ) -> None:
-        """``members`` are (group or None, unit), in the order of the tree. With ``negotiate`` ranks may run different
-        ones of them, and there is one group."""
+    A backward may run inside a forward. A pass begins in a group with the first collective there.
+
+    Attributes:
+        failed: a pass ended in an error, or is about to: the next one has to clear up before it begins.
+        meetings: of all ranks, after failures: whatever the ranks have each done before does not count.
+    """
+
+    def __init__(self, members: Iterable[Member], device: torch.device, streams: Streams, *, negotiate: bool) -> None:
+        """``members`` are the units, in the order of the tree. With ``negotiate`` ranks may run different ones of them,
+        and there is one group."""
         by_group: dict[int, tuple[Any, list[Member]]] = {}
-        for group, member in members:
-            if group is not None:
+        for member in members:
+            if (group := member.group) is not None:
                 by_group.setdefault(id(group), (group, []))[1].append(member)
         for _, units in by_group.values():
             for place, unit in enumerate(units):
@@ -31,19 +36,39 @@ class Agreements:
         kind = Negotiation if negotiate else Agreement
         self._negotiate = negotiate
         self._by_group = {key: kind(group, units, device, streams) for key, (group, units) in by_group.items()}
-        self.meetings = 0  # after which whatever the ranks have each done before does not count
-        self._passes: list[Pass] = []  # under way: a backward may run inside a forward
+        self._stack: list[Pass] = []
+        self.failed = False
+        self.meetings = 0
 
-    def about_to(self, kind: str, group: Any, member: Member) -> None:
-        """``member`` is about to communicate over ``group``; outside of passes and calls that is a call by itself."""
-        agreement = self._by_group.get(id(group))
+    # -- which pass is this? -------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Pass | None:
+        """The innermost."""
+        return self._stack[-1] if self._stack else None
+
+    @property
+    def forward(self) -> Pass | None:
+        """The forward that is under way, also if a backward runs inside."""
+        return next((what for what in self._stack if what.caller is not None), None)
+
+    @property
+    def in_backward(self) -> bool:
+        return any(what.is_backward for what in self._stack)
+
+    # -- what begins and ends ------------------------------------------------------------------------------------------
+
+    def about_to(self, kind: str, member: Member) -> None:
+        """``member`` is about to gather or reduce: see that the ranks of its group agree. Outside of passes and calls
+        that is a call by itself."""
+        agreement = self._by_group.get(id(member.group))
         if agreement is None:
             return
-        if not self._passes:
+        if self.current is None:
             with self.calling(kind, f"{kind} of {member.name}", often=True):
-                self.about_to(kind, group, member)
+                self.about_to(kind, member)
             return
-        agreement.come_to(self._passes[-1])
+        agreement.come_to(self.current)
         agreement.about_to(kind, member)
 
     def announce(self, group: Any) -> None:
@@ -51,50 +76,49 @@ class Agreements:
         make this call."""
         agreement = self._by_group.get(id(group))
         if agreement is not None:
-            agreement.come_to(self._passes[-1] if self._passes else None)
+            agreement.come_to(self.current)
 
     @contextlib.contextmanager
     def calling(self, call: str, words: str, *, often: bool = False) -> Iterator[None]:
-        """Inside, ``call``, which all ranks have to make alike. In each group it begins with the first communication.
-        Inside a pass or another call it is a part of that."""
-        if self._passes:
+        """Inside, ``call``, which all ranks have to make alike. Inside a pass or another call it is a part of that."""
+        if self._stack:
             yield
             return
         self.meet()
-        self._passes.append(Pass(words, call=call, often=often))
+        self._stack.append(Pass(words, call=call, often=often))
         try:
             yield
             self.end(wait=False)
         except BaseException:
-            self.forget_pass()
+            self.give_up()
             raise
 
     def begin(self, what: Pass) -> None:
-        """A pass begins; in each group that will be with the first collective. A rank that has none in a pass has to
-        take part in those of others, where ranks negotiate."""
-        self._passes.append(what)
+        """A pass begins. A rank that has no collective in it has to take part in those of others, where ranks
+        negotiate."""
+        self._stack.append(what)
         self._begin_at_once()
 
     def _begin_at_once(self) -> None:
-        if self._negotiate and self._passes and not self._passes[-1].call:
+        if self._negotiate and self.current is not None and not self.current.call:
             for agreement in self._by_group.values():
-                agreement.come_to(self._passes[-1])
+                agreement.come_to(self.current)
 
     def end(self, *, wait: bool) -> None:
         """The innermost pass or call is over, unless it failed; see :meth:`Agreement.end`."""
-        if not self._passes:
+        what = self.current
+        if what is None:
             return  # a backward inside a forward failed, and has ended both
-        what = self._passes[-1]
         for agreement in self._by_group.values():
             if agreement.under_way is what:
                 agreement.end(wait=wait)
-        self._passes.pop()  # where that raises, the pass has failed
+        self._stack.pop()  # where that raises, the pass has failed
         self._begin_at_once()
 
-    def forget_pass(self) -> None:
+    def give_up(self) -> None:
         """What is under way failed. If any of it had begun, all ranks meet before the next thing: who knows where the
         others are, also in groups to which it had not come."""
-        failed, self._passes = self._passes, []
+        failed, self._stack = self._stack, []
         if any(agreement.under_way is what for agreement in self._by_group.values() for what in failed):
             for agreement in self._by_group.values():
                 agreement.give_up()
