@@ -23,6 +23,8 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp.checkpoint import dcp, dcp_optim
+from fsdp.checkpoint.load_state_dict import on_first
+from fsdp.comm.groups import default_group
 from fsdp.flat.names import clean, plain_modules
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp.runtime.unit import units_of
@@ -91,7 +93,8 @@ def _get_model_state_dict(model: nn.Module, info: Any) -> Any:
 
 def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
     # set_state_dict() has looked here, and not on rank 0, whether there is a model's state to load
-    if info.broadcast_from_rank0 and not dcp.told_by_rank0(info.handle_model, model, "tell whether there is any"):
+    asked = [default_group()], units_of(model), "tell whether there is any"
+    if info.broadcast_from_rank0 and not on_first(lambda: info.handle_model, *asked):
         return _IncompatibleKeys([], [])
     # a dict of dicts by submodule has come to the submodules' names, with our wrappers in them
     return dcp.set_model_state_dict(model, {clean(key): v for key, v in state_dict.items()}, options=info)

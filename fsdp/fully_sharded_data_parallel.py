@@ -44,8 +44,8 @@ from fsdp.api import (
     as_sharding_strategy,
 )
 from fsdp.checkpoint.load_state_dict import LoadingHooks
-from fsdp.checkpoint.optim_params import name_to_param as _get_fqn_to_param  # noqa: F401, the names that tools know
-from fsdp.checkpoint.optim_params import param_to_name as _get_param_to_fqn  # noqa: F401
+from fsdp.checkpoint.optim_names import name_to_param as _get_fqn_to_param  # noqa: F401, the names that tools know
+from fsdp.checkpoint.optim_names import param_to_name as _get_param_to_fqn  # noqa: F401
 from fsdp.checkpoint.optim_watch import watch_state_of
 from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.checkpoint.wrapper_methods import StateDictMethods

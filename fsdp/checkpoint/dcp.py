@@ -30,9 +30,8 @@ from fsdp.api import (
     StateDictType,
 )
 from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare
-from fsdp.checkpoint.optim_params import ModelParams
+from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.checkpoint.state_dict import calling
-from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
@@ -230,15 +229,6 @@ def _frozen(model: nn.Module) -> list[str]:
     holders = ModelParams(model).holders.values()
     names += [n for holder in holders if not holder.param.requires_grad for m in holder.members for n in m.names]
     return [clean(name) for name in names]
-
-
-def told_by_rank0(value: Any, model: nn.Module, what: str) -> Any:
-    """What rank 0 has as ``value``."""
-    units = units_of(model)
-    for unit in units:
-        unit.announce()
-    device = units[0].device if units else torch.device("cpu")
-    return broadcast_object(value, default_group(), what, device)
 
 
 def default_rank() -> int:

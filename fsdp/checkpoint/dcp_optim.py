@@ -22,13 +22,14 @@ from fsdp.checkpoint.dcp import (
     get_model_state_dict,
     own_method,
     set_model_state_dict,
-    told_by_rank0,
 )
-from fsdp.checkpoint.load_state_dict import alike_on_all_ranks
+from fsdp.checkpoint.forms import Wanted
+from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
-from fsdp.checkpoint.optim_params import ModelParams, rekey
-from fsdp.checkpoint.optim_state import optim_state_dict, wanted
-from fsdp.checkpoint.state_dict import calling, held_params
+from fsdp.checkpoint.optim_names import ModelParams, rekey
+from fsdp.checkpoint.optim_state import optim_state_dict
+from fsdp.checkpoint.state_dict import calling, held_param
+from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, inside
 from fsdp.runtime.unit import units_of
 
@@ -182,18 +183,18 @@ def optimizers_to_load(
     from_rank0 = options.broadcast_from_rank0
     several = _several(optimizers)
     for optimizer in several:
-        given: dict[str, Any] | None = None
-        error: Exception | None = None
-        try:
-            if not from_rank0 or default_rank() == 0:
-                given = _part_of(optimizer, model, params, optim_state_dict, options, alone=len(several) == 1)
-        except Exception as caught:
-            error = caught
+        given: list[dict[str, Any]] = []
+
+        def part(optimizer: Optimizer = optimizer, given: list[dict[str, Any]] = given) -> None:
+            given.append(_part_of(optimizer, model, params, optim_state_dict, options, alone=len(several) == 1))
+
         if from_rank0:
-            error = told_by_rank0(error, model, "tell whether rank 0's optimizer state fits")
-        if error is not None:
-            raise error
-        loadable = optim_state_dict_to_load(model, given, optim=optimizer, from_rank0=from_rank0, strict=options.strict)
+            on_first(part, [default_group()], list(params.units), "tell whether rank 0's optimizer state fits")
+        else:
+            part()
+        loadable = optim_state_dict_to_load(
+            model, given[0] if given else None, optim=optimizer, from_rank0=from_rank0, strict=options.strict
+        )
         planned.append((optimizer, loadable))
     return planned
 
@@ -205,7 +206,8 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
         settings = options.settings(loading=False)
         if mesh is not None and not options.full_state_dict and not options.ragged:
             settings.optim_state_dict_config = ShardedOptimStateDictConfig(options.cpu_offload, _use_dtensor=True)
-        return optim_state_dict(model, optimizer, raw, wanted(settings, mesh))
+        form = Wanted.of(settings.state_dict_type, settings.optim_state_dict_config, mesh)
+        return optim_state_dict(model, optimizer, raw, form)
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
     if options.cpu_offload:
         named["state"] = tree_map(
@@ -301,14 +303,13 @@ def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
     held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
     params = ModelParams(model)
     parts: dict[str, torch.Tensor] = {}
-    held_of = {handle: held_params(handle) for unit in params.units for handle in unit.handles}
     for param in held:
         holder = params.holders.get(param)
         if holder is None:
             parts.update((plain(name), param) for name in params.names(param))
         else:
-            of_bucket = held_of[holder.handle]
-            parts.update((plain(member.name), of_bucket[member.index].part) for member in holder.members)
+            for member in holder.members:
+                parts[plain(member.name)] = held_param(holder.handle, member.index).part
     return parts
 
 

@@ -285,8 +285,11 @@ class Wanted:
             raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
         if not getattr(config, "_use_dtensor", True) and isinstance(config, OptimStateDictConfig):
             mesh = None
-        ragged = isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig))
-        form = Ragged if ragged else next(form for form in FORMS if form.kind is kind)
+        form = next(form for form in FORMS if form.kind is kind)
+        if isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig)):
+            form = Ragged
+        elif isinstance(config, OptimStateDictConfig) and form.is_flat:
+            form = Rows
         return cls(form, getattr(config, "rank0_only", False), config.offload_to_cpu, mesh)
 
     def of_unit(self, unit: Unit, group: Any, first: int) -> Form:

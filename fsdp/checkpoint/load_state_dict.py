@@ -16,8 +16,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
 from fsdp.checkpoint.state_dict import Key, check_at_rest, copied_ref, held_tensors
 from fsdp.comm.collectives import broadcast
-from fsdp.comm.consensus import broadcast_object, failures_in
+from fsdp.comm.consensus import Failure, broadcast_object, failures_in
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import (
     CHECKPOINTED_MODULE,
@@ -48,6 +48,8 @@ from fsdp.flat.names import (
 from fsdp.flat.registration import registered_params
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
+
+_T = TypeVar("_T")
 
 
 class Mismatch(RuntimeError, AssertionError):
@@ -295,6 +297,27 @@ def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[dict[Unit, list[str]
         raise RuntimeError(f"Nothing was loaded, because on another rank: {problem}")
 
 
+def on_first(action: Callable[[], _T], groups: Sequence[Any], units: Collection[Unit], label: str) -> _T:
+    """What ``action`` returns, or raises, on rank 0 of ``groups``, over which, one after the other, it comes to all."""
+    for unit in units:
+        unit.announce()
+    device = next((unit.device for unit in units), torch.device("cpu"))
+    value: Any = None
+    failure: Failure | None = None
+    try:
+        if all(group.rank() == 0 for group in groups):
+            value = action()
+    except BaseException as error:
+        failure = Failure.of(error)
+        raise
+    finally:
+        for group in groups:
+            value, failure = broadcast_object((value, failure), group, label, device)
+    if failure is not None:
+        raise failure.as_error(failure.text)
+    return value
+
+
 # -- the hooks ---------------------------------------------------------------------------------------------------------
 
 
@@ -374,37 +397,24 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
     Raises, on every rank, before anything is loaded: as ``prepare`` does on rank 0.
     """
     units = units_of(model)
-    groups, device = _ranks_of(model, units)
+    groups = _ranks_of(model, units)
     for unit in units:
-        unit.announce()
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"loading what only rank 0 has while {unit.name} is in {unit.phase.name}: load it outside"
             )
-    first = all(group.rank() == 0 for group in groups)
-
-    def from_first(value: Any) -> Any:
-        for group in groups:
-            value = broadcast_object(value, group, "tell what state rank 0 has", device)
-        return value
-
+    loading: Loading | None = None
     with contextlib.ExitStack() as undo:
-        plan: Any = None
-        loading: Loading | None = None
-        if first:
-            try:
-                loading = prepare(model, into_module, state_dict, strict=strict)
-                undo.callback(loading.undo)
-                plan = _plan(loading, state_dict)
-            except BaseException as error:
-                from_first(str(error) or type(error).__name__)
-                raise
-        plan = from_first(plan)
-        if isinstance(plan, str):
-            raise RuntimeError(plan)
-        incompatible, present, rest, extra = plan
+
+        def plan() -> Any:
+            nonlocal loading
+            loading = prepare(model, into_module, state_dict, strict=strict)
+            undo.callback(loading.undo)
+            return _plan(loading, state_dict)
+
+        incompatible, present, rest, extra = on_first(plan, groups, units, "tell what state rank 0 has")
         with alike_on_all_ranks(units):
-            if not first and extra:
+            if loading is None and extra:
                 undo.callback(prepare(model, into_module, extra, strict=False).undo)
         undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
@@ -419,10 +429,10 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
     return incompatible
 
 
-def _ranks_of(model: nn.Module, units: list[Unit]) -> tuple[list[Any], torch.device]:
-    """The groups over which, one after the other, what rank 0 has comes to all; and where they communicate."""
+def _ranks_of(model: nn.Module, units: list[Unit]) -> list[Any]:
+    """The groups over which, one after the other, what rank 0 has comes to all."""
     if not units:
-        return [default_group()], torch.device("cpu")
+        return [default_group()]
     root = units[0].groups
     if any(unit.groups != root for unit in units) or (
         unit_of(model) is None and root.data_parallel_size != default_group().size()
@@ -431,8 +441,7 @@ def _ranks_of(model: nn.Module, units: list[Unit]) -> tuple[list[Any], torch.dev
             "loading a state dict that only rank 0 has needs all units to be sharded over the same group, and over all "
             "ranks where the model itself is not wrapped; pass the dict on every rank"
         )
-    groups = [group for group in (root.shard, root.replica) if group is not None and group.size() > 1]
-    return groups, units[0].device
+    return [group for group in (root.shard, root.replica) if group is not None and group.size() > 1]
 
 
 def _plan(loading: Loading, state_dict: Mapping[str, Any]) -> tuple[Any, list[list[Key]], set[str], Any]:

@@ -19,10 +19,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.checkpoint.forms import Held, Source, fill, is_sharded, kind_of, read, sharers
-from fsdp.checkpoint.load_state_dict import alike_on_all_ranks
+from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
-from fsdp.checkpoint.optim_groups import lay_out
-from fsdp.checkpoint.optim_params import (
+from fsdp.checkpoint.optim_names import (
     Group,
     Holder,
     Key,
@@ -30,6 +29,7 @@ from fsdp.checkpoint.optim_params import (
     ModelParams,
     OptimInput,
     groups_of,
+    lay_out,
     params_by_id,
     same_value,
     state_order,
@@ -37,7 +37,6 @@ from fsdp.checkpoint.optim_params import (
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channels
 from fsdp.comm.collectives import broadcast
-from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.flat.names import bare
 from fsdp.runtime.unit import Unit
@@ -110,50 +109,30 @@ def _is_part(value: Any) -> bool:
     return is_sharded(value) or isinstance(value, RaggedTensor)
 
 
-def _told_by_rank0(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, group: Any) -> Told:
-    """What rank 0 has. Its error is raised on every rank."""
-    told: Told | None = None
-    error: Exception | None = None
-    if group.rank() == 0:
-        try:
-            told = _tell(optim_state_dict, params)
-            sharded = sorted(
-                name for name in told.states if any(map(_is_part, (optim_state_dict or {})["state"][name].values()))
-            )
-            if sharded:
-                raise ValueError(
-                    "expected a full optimizer state dict on rank 0, but the states of "
-                    f"{', '.join(sharded)} are sharded"
-                )
-        except Exception as caught:
-            error = caught
-    for unit in params.units:
-        unit.announce()
-    told, error = broadcast_object((told, error), group, "tell what optimizer state rank 0 has", params.device)
-    if error is not None:
-        raise error
-    assert told is not None
+def _tell_full(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> Told:
+    """
+    Raises:
+        ValueError: as ``_tell``, or a state is sharded.
+    """
+    told = _tell(optim_state_dict, params)
+    states = (optim_state_dict or {})["state"]
+    if sharded := sorted(name for name in told.states if any(map(_is_part, states[name].values()))):
+        raise ValueError(
+            "expected a full optimizer state dict on rank 0, but the states of " + ", ".join(sharded) + " are sharded"
+        )
     return told
 
 
 # -- what this rank will hold ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Arrival:
-    """One state of one original parameter, and the memory for this rank's part of it: 1-D, in memory order; None if it
-    takes none."""
+class _Arrival(NamedTuple):
+    """One state of one original parameter, and where the ranks hold it, with this rank's memory for its part."""
 
-    holder: Holder
-    member: Member
+    name: str
     state: str
     told: Whole
-    goal: torch.Tensor | None
-
-    @property
-    def held(self) -> Held:
-        nothing = torch.empty(0, dtype=self.told.dtype, device=self.holder.param.device)
-        return self.holder.held(self.member, nothing if self.goal is None else self.goal)
+    held: Held
 
 
 class _Plan:
@@ -180,70 +159,24 @@ class _Plan:
             if name in params.by_name and params.by_name[name][1].record.shape and not isinstance(value, Whole)
         }
         for holder in params.holders.values():
-            (self._plan_flat if holder.is_flat else self._plan_original)(holder, told)
+            self._plan(holder)
         for param, name in params.others.items():
-            if told.states.get(name):
-                self.local[param] = dict(told.states[name])
-                self._leave_as_it_is(param, name, told)
+            if states := told.states.get(name):
+                self.local[param] = dict(states)
+                for state, value in states.items():
+                    if isinstance(value, Whole):
+                        self.as_they_are.append((param, name, state, value))
         if self._problems:
             raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
         for param in params.in_order:
             if param not in self.local and param in kept and not all(map(told.knows, params.names(param))):
                 self.local[param] = dict(kept[param])
 
-    def _leave_as_it_is(self, param: nn.Parameter, name: str, told: Told, only: Iterable[str] | None = None) -> None:
-        for state, value in told.states[name].items():
-            if isinstance(value, Whole) and (only is None or state in only):
-                self.as_they_are.append((param, name, state, value))
-
-    def _expect(self, holder: Holder, member: Member, state: str, told: Whole, goal: torch.Tensor | None) -> None:
-        if told.shape != member.record.shape:
-            self._problems.append(
-                f"state {state!r} of {member.name!r} has shape {told.shape}, and the parameter has "
-                f"{member.record.shape}"
-            )
-        self.arrivals.setdefault(holder.unit, []).append(_Arrival(holder, member, state, told, goal))
-
-    def _elementwise(self, value: Any, state: str, holder: Holder, member: Member) -> Any:
-        """``value``; as ``Whole`` if it is an element-wise state of a parameter without dimensions."""
-        scalar = isinstance(value, torch.Tensor) and member.record.shape == ()
-        if scalar and state not in self._scalars and (holder.sharded or holder.is_flat):
-            return Whole(value.dtype, ())
-        return value
-
-    def _plan_original(self, holder: Holder, told: Told) -> None:
-        (member,) = holder.members
-        states = told.states.get(member.name)
-        if not states:
-            return
-        mine = holder.rank in holder.owners
-        local: dict[str, Any] = {}
-        for state in sorted(states, key=state_order):
-            value = self._elementwise(states[state], state, holder, member)
-            if not isinstance(value, Whole):
-                local[state] = copy.deepcopy(value)
-            elif not holder.sharded and _is_whole_by_nature(value.shape, member.record.shape):
-                local[state] = value
-                self._leave_as_it_is(holder.param, member.name, told, (state,))
-            else:
-                goal = None
-                if mine:
-                    local[state] = _memory(holder, member, value.dtype)
-                    goal = holder.part(member, local[state])
-                self._expect(holder, member, state, value, goal)
-        if mine:
-            self.local[holder.param] = {state: local[state] for state in states}
-
-    def _plan_flat(self, holder: Holder, told: Told) -> None:
-        present = [member for member in holder.members if told.states.get(member.name)]
+    def _plan(self, holder: Holder) -> None:
+        present = [member for member in holder.members if self._told.states.get(member.name)]
         if not present:
             return
-        states = {
-            member: {
-                key: self._elementwise(value, key, holder, member) for key, value in told.states[member.name].items()
-            }
-            for member in present
-        }
+        states = {member: self._described(holder, member) for member in present}
         names = list(states[present[0]])
         different = [member.name for member in present if set(states[member]) != set(names)]
         if different:
@@ -255,27 +188,44 @@ class _Plan:
         local: dict[str, Any] = {}
         for state in sorted(names, key=state_order):  # the same order on all ranks, whatever that of their dicts is
             values = [states[member][state] for member in present]
-            if all(isinstance(value, Whole) for value in values):
-                local[state] = self._flat_goal(holder, present, state, values)
-            else:
+            if not all(isinstance(value, Whole) for value in values):
                 local[state] = self._common(holder, present, state, values)
-        self.local[holder.param] = {state: local[state] for state in names}
+            elif not holder.is_flat and not holder.sharded and _is_whole_by_nature(values[0], present[0]):
+                local[state] = values[0]
+                self.as_they_are.append((holder.param, present[0].name, state, values[0]))
+            else:
+                local[state] = self._memory(holder, present, state, values)
+        if holder.rank in holder.owners:
+            self.local[holder.param] = {state: local[state] for state in names}
 
-    def _flat_goal(self, holder: Holder, present: list[Member], state: str, values: list[Whole]) -> torch.Tensor:
+    def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
+        """Its states; as ``Whole`` also what is an element-wise state of a parameter without dimensions."""
+        states = dict(self._told.states[member.name])
+        if member.record.shape == () and (holder.sharded or holder.is_flat):
+            for state, value in states.items():
+                if isinstance(value, torch.Tensor) and state not in self._scalars:
+                    states[state] = Whole(value.dtype, ())
+        return states
+
+    def _memory(self, holder: Holder, present: list[Member], state: str, values: list[Whole]) -> torch.Tensor:
+        """For this rank's part of an element-wise state, with what does not have to arrive."""
         dtypes = {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
-        layout = holder.handle.layout
-        goal = torch.empty(layout.shard_numel, dtype=values[0].dtype, device=holder.param.device)
-        for start, end in layout.shard_gaps(holder.rank):  # which never move
-            goal[start:end].zero_()
+        memory = holder.empty(values[0].dtype)
         for member in holder.members:
             if member not in present:
-                part = holder.part(member, goal)
+                part = holder.part(member, memory)
                 part.zero_() if (kept := self._kept_of(holder, member, state)) is None else part.copy_(kept)
         for member, value in zip(present, values):
-            self._expect(holder, member, state, value, holder.part(member, goal))
-        return goal
+            if value.shape != member.record.shape:
+                self._problems.append(
+                    f"state {state!r} of {member.name!r} has shape {value.shape}, and the parameter has "
+                    f"{member.record.shape}"
+                )
+            arrival = _Arrival(member.name, state, value, holder.held(member, memory))
+            self.arrivals.setdefault(holder.unit, []).append(arrival)
+        return memory
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """What the optimizer has now, and keeps, of a member of a flat parameter; None for nothing."""
@@ -294,24 +244,18 @@ class _Plan:
                 f"the parameters of a flat parameter share {state!r}, which {', '.join(lacking)} lack: no value would "
                 "be right for them"
             )
-        if not all(same_value(value, values[0]) for value in values):
+        if not all(same_value(value, values[0]) for value in values[1:]):
             shown = {member.name: value for member, value in zip(present, values)}
             self._problems.append(f"the parameters of a flat parameter share {state!r}, but it is {shown}")
         return copy.deepcopy(values[0])
 
 
-def _memory(holder: Holder, member: Member, dtype: torch.dtype) -> torch.Tensor:
-    if not holder.sharded:
-        return member.empty(dtype, holder.param.device)
-    return torch.empty(holder.local_shape, dtype=dtype, device=holder.param.device)
-
-
-def _is_whole_by_nature(shape: tuple[int, ...], param_shape: tuple[int, ...]) -> bool:
-    """Whether a state of this shape may be another thing than one element per element, as rows and columns are."""
-    if shape == param_shape:
+def _is_whole_by_nature(value: Whole, member: Member) -> bool:
+    """Whether a state may be another thing than one element per element, as rows and columns are."""
+    shape, of_param = value.shape, member.record.shape
+    if shape == of_param:
         return False
-    broadcasts = len(shape) == len(param_shape) and all(a in (1, b) for a, b in zip(shape, param_shape))
-    return broadcasts or len(shape) != len(param_shape)
+    return len(shape) != len(of_param) or all(a in (1, b) for a, b in zip(shape, of_param))
 
 
 # -- moving ------------------------------------------------------------------------------------------------------------
@@ -324,25 +268,25 @@ class _Given(NamedTuple):
     states: Mapping[str, Mapping[str, Any]]
     group: Any
 
-    def source(self, arrival: _Arrival) -> Source:
+    def source(self, arrival: _Arrival, unit: Unit) -> Source:
         """
         Raises:
             AssertionError: a sharded value is not cut into one chunk of rows per rank of the unit's group.
             ValueError: an interval without what this rank needs.
         """
-        name, state = arrival.member.name, arrival.state
+        name, state, part = arrival.name, arrival.state, arrival.held.part
         if self.group is not None:
             value = self.states[name][state].detach() if self.group.rank() == 0 else None
             return Source.of_first(value, arrival.told.shape, self.group.size())
-        value, piece = self.states[name][state], arrival.holder.piece(arrival.member)
+        value = self.states[name][state]
         if isinstance(value, RaggedTensor) and (
-            value.stride() != arrival.member.record.stride or piece.start < value.start or piece.end > value.end
+            value.stride() != part.stride() or part.start < value.start or part.end > value.end
         ):
             raise ValueError(
-                f"state {state!r} of {name!r}: expected its elements {piece.start} to {piece.end} on this rank, but "
+                f"state {state!r} of {name!r}: expected its elements {part.start} to {part.end} on this rank, but "
                 f"got {value}"
             )
-        return read(value, sharers(arrival.holder.unit))
+        return read(value, sharers(unit))
 
     def deliver(self, unit: Unit, arriving: list[tuple[_Arrival, Source]], channels: Channels, label: str) -> None:
         """Start moving what one unit gets."""
@@ -406,7 +350,11 @@ def optim_state_dict_to_load(
     of_params = [] if from_rank0 else [state for state in (states or {}).values() if isinstance(state, Mapping)]
     chunked = any(is_sharded(value) for state in of_params for value in state.values())
     with alike_on_all_ranks(params.units if chunked else ()) as chunks:  # else nothing is exchanged
-        told = _told_by_rank0(optim_state_dict, params, group) if from_rank0 else _tell(optim_state_dict, params)
+        if from_rank0:
+            label = "tell what optimizer state rank 0 has"
+            told = on_first(lambda: _tell_full(optim_state_dict, params), [group], list(params.units), label)
+        else:
+            told = _tell(optim_state_dict, params)
         own = groups_of(optim, optim_input)
         keys = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
@@ -416,7 +364,8 @@ def optim_state_dict_to_load(
         plan = _Plan(params, told, kept)
         given = _Given(states or {}, group if from_rank0 else None)
         arriving = {
-            unit: [(arrival, given.source(arrival)) for arrival in arrivals] for unit, arrivals in plan.arrivals.items()
+            unit: [(arrival, given.source(arrival, unit)) for arrival in arrivals]
+            for unit, arrivals in plan.arrivals.items()
         }
         chunks.update((unit, [*_chunks(of_unit)]) for unit, of_unit in arriving.items())
     channels = Channels()
@@ -446,7 +395,7 @@ def _chunks(arriving: Iterable[tuple[_Arrival, Source]]) -> Iterator[str]:
     """What of one unit has to be exchanged, in words: equal on all ranks."""
     for arrival, source in arriving:
         if source.placement is not None:
-            yield f"state {arrival.state!r} of {arrival.member.name!r} ({arrival.told.dtype}, {source.placement})"
+            yield f"state {arrival.state!r} of {arrival.name!r} ({arrival.told.dtype}, {source.placement})"
 
 
 def _keyed_groups(

@@ -18,14 +18,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp.api import StateDictSettings
-from fsdp.checkpoint.forms import Full, Leaving, Rows, Wanted, export, sharers
-from fsdp.checkpoint.optim_params import (
+from fsdp.checkpoint.forms import Full, Leaving, Wanted, export, sharers
+from fsdp.checkpoint.optim_names import (
     Holder,
     Key,
     Member,
@@ -37,7 +36,7 @@ from fsdp.checkpoint.optim_params import (
     state_order,
 )
 from fsdp.checkpoint.redistribute import Channel, Channels
-from fsdp.comm.consensus import all_gather_object, failures_in, joint_error
+from fsdp.comm.consensus import Failure, all_gather_object, failures_in, joint_error
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.runtime.unit import Unit
 
@@ -93,33 +92,11 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str]) ->
     return found
 
 
-class _Disagreements:
-    """What the ranks' states do not agree on, collected so that one error tells all of it."""
-
-    def __init__(self) -> None:
-        self.missing: dict[int, list[str]] = {}
-        self.different: list[str] = []
-
-    def error(self) -> Exception | None:
-        """RuntimeError if ranks lack states that others have; AssertionError if states differ between ranks."""
-        if self.missing:
-            ranks = "".join(
-                f"\n  rank {rank} is missing {', '.join(dict.fromkeys(names))}"
-                for rank, names in sorted(self.missing.items())
-            )
-            return RuntimeError(
-                "expected the optimizers of all ranks to hold the same parameters, so that each rank has the states of "
-                f"its part, but{ranks}"
-            )
-        if self.different:
-            return AssertionError("expected states without elements to agree, but " + "; ".join(self.different))
-        return None
-
-
 def _merged(
-    holder: Holder, by_rank: Sequence[States | None], ranks: Sequence[int], wrong: _Disagreements
+    holder: Holder, by_rank: Sequence[States | None], ranks: Sequence[int], missing: list[str], different: list[str]
 ) -> States | None:
-    """What the ranks that own elements of ``holder`` agree on; None if none of them has state for it.
+    """What the ranks that own elements of ``holder`` agree on; None if none of them has state for it. What they do not
+    agree on is added to ``missing`` and ``different``.
 
     ``by_rank`` are the states on each of the ``ranks`` that it is sharded over.
 
@@ -130,23 +107,18 @@ def _merged(
         return None
     merged: States = {}
     for states in owners.values():
-        for name, value in (states or {}).items():
-            merged.setdefault(name, value)
+        merged = (states or {}) | merged
     for rank, states in owners.items():
         if states is None:
-            wrong.missing.setdefault(ranks[rank], []).append(f"all states of {holder}")
+            missing.append(f"rank {ranks[rank]} is missing all states of {holder}")
             continue
         for name, value in merged.items():
             if name not in states:
-                wrong.missing.setdefault(ranks[rank], []).append(f"state {name!r} of {holder}")
+                missing.append(f"rank {ranks[rank]} is missing state {name!r} of {holder}")
             elif states[name] is not value and (type(states[name]) is not type(value) or states[name] != value):
-                here, there = f"{_shown(states[name])} on rank {ranks[rank]}", f"{_shown(value)} on others"
-                wrong.different.append(f"state {name!r} of {holder} is {here} and {there}")
+                here, there = (repr(_plain(one, to_cpu=True)) for one in (states[name], value))
+                different.append(f"state {name!r} of {holder} is {here} on rank {ranks[rank]} and {there} on others")
     return merged
-
-
-def _shown(value: Any) -> str:
-    return repr(value.tensor() if isinstance(value, Scalar) else value)
 
 
 def _agree(
@@ -162,7 +134,8 @@ def _agree(
     Raises, on every rank:
         KeyError: ``unknown``.
         NotImplementedError: a state is neither a scalar nor element-wise, or cannot be told to other ranks.
-        RuntimeError, AssertionError: see ``_Disagreements``.
+        RuntimeError: ranks lack states that others have.
+        AssertionError: states differ between ranks.
     """
     problems: list[str] = []
     local = {
@@ -174,52 +147,58 @@ def _agree(
         group = holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None
         by_group.setdefault(group, []).append(holder)
     agreed: dict[Holder, States | None] = {}
-    problems_of: dict[int, list[str]] = {}
-    unknown_to: dict[int, str] = {}
-    wrong = _Disagreements()
+    failures: dict[int, Failure] = {}
+    missing: list[str] = []
+    different: list[str] = []
     label, device = "agree on the optimizer's states", params.device
     for group, holders in by_group.items():
         told = [local[holder] for holder in holders]
-        ranks, everyone = [0], [(told, problems, unknown)]
+        ranks, everyone = [dist.get_rank()], [(told, _failure(unknown, problems))]
         if group is not None:
             holders[0].unit.announce()
-            several = all_gather_object(_packed(told, problems, unknown), group, label, device)
+            several = all_gather_object(_packed(told, unknown, problems), group, label, device)
             ranks, everyone = group_ranks(group), [pickle.loads(theirs) for theirs in several]
-        problems_of.update({rank: theirs for rank, (_, theirs, _) in zip(ranks, everyone) if theirs})
-        unknown_to.update({rank: theirs for rank, (_, _, theirs) in zip(ranks, everyone) if theirs})
-        if not problems_of and not unknown_to:
-            for number, holder in enumerate(holders):
-                agreed[holder] = _merged(holder, [states[number] for states, _, _ in everyone], ranks, wrong)
-    error = _what_is_wrong(unknown_to, problems_of) or wrong.error()
+        failures.update({rank: failure for rank, (_, failure) in zip(ranks, everyone) if failure is not None})
+        for number, holder in enumerate(holders if not failures else ()):
+            agreed[holder] = _merged(holder, [states[number] for states, _ in everyone], ranks, missing, different)
+    error: Exception | None = None
+    if failures:
+        error = joint_error(failures)
+    elif missing:
+        error = RuntimeError(
+            "expected the optimizers of all ranks to hold the same parameters, so that each rank has the states of "
+            "its part, but " + "; ".join(missing)
+        )
+    elif different:
+        error = AssertionError("expected states without elements to agree, but " + "; ".join(different))
     groups = dict.fromkeys(group for unit in params.units for group in (unit.groups.shard, unit.groups.replica))
     several_groups = [group for group in groups if group is not None]
     if len(several_groups) > 1:
-        failures = failures_in(several_groups, error, label, device)
-        error = error or (joint_error(failures) if failures else None)
+        elsewhere = failures_in(several_groups, error, label, device)
+        error = error or (joint_error(elsewhere) if elsewhere else None)
     if error is not None:
         raise error
     return {holder: states for holder in local if (states := agreed[holder]) is not None}
 
 
-def _what_is_wrong(unknown_to: Mapping[int, str], problems_of: Mapping[int, list[str]]) -> Exception | None:
-    """What ranks said of themselves."""
-    if unknown_to:
-        return KeyError("; ".join(f"on rank {rank}: {what}" for rank, what in unknown_to.items()))
-    if problems_of:
-        listed = "".join(f"\n  rank {rank}: {problem}" for rank, several in problems_of.items() for problem in several)
-        return NotImplementedError(
-            "only states that are scalars, or that have one element per element of the parameter, can leave a sharded "
-            f"optimizer (factored and block-quantized ones cannot), but{listed}"
-        )
-    return None
-
-
-def _packed(told: list[States | None], problems: list[str], unknown: str | None) -> bytes:
+def _packed(told: list[States | None], unknown: str | None, problems: list[str]) -> bytes:
     """What this rank tells the others; they wait for it, whatever it holds."""
     try:
-        return pickle.dumps((_shared_alike(told), problems, unknown))
+        return pickle.dumps((_shared_alike(told), _failure(unknown, problems)))
     except Exception as error:  # whatever the values' own ways to be pickled raise
-        return pickle.dumps(([], [*problems, f"a state cannot be pickled: {error}"], unknown))
+        return pickle.dumps(([], _failure(unknown, [*problems, f"a state cannot be pickled: {error}"])))
+
+
+def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
+    if unknown is not None:
+        return Failure("KeyError", None, unknown)
+    if not problems:
+        return None
+    expected = (
+        "only states that are scalars, or that have one element per element of the parameter, can leave a sharded "
+        "optimizer (factored and block-quantized ones cannot)"
+    )
+    return Failure("NotImplementedError", None, f"{expected}, but {'; '.join(problems)}")
 
 
 def _shared_alike(told: list[States | None]) -> list[States | None]:
@@ -236,18 +215,6 @@ def _shared_alike(told: list[States | None]) -> list[States | None]:
 
 
 # -- out ---------------------------------------------------------------------------------------------------------------
-
-
-def wanted(settings: StateDictSettings | None, mesh: DeviceMesh | None) -> Wanted:
-    """The form that the kind of state dict in force asks for. ``mesh`` is that of the wrapped module, if any.
-
-    Raises:
-        RuntimeError: a local state dict with a device mesh.
-    """
-    if settings is None:
-        return Wanted()
-    found = Wanted.of(settings.state_dict_type, settings.optim_state_dict_config, mesh)
-    return replace(found, form=Rows) if found.form.is_flat else found
 
 
 @torch.no_grad()
@@ -289,7 +256,7 @@ def optim_state_dict(
     to_cpu = form.offload_to_cpu
     result: dict[str, dict[str, Any]] = {
         member.name: {
-            name: leaving[member, name].value() if isinstance(value, Elementwise) else _plain(value, to_cpu)
+            name: leaving[member, name].value() if isinstance(value, Elementwise) else _plain(value, to_cpu=to_cpu)
             for name, value in _ordered(holder, states)
         }
         for holder, states in agreed.items()
@@ -297,7 +264,7 @@ def optim_state_dict(
     }
     for param, name in params.others.items():
         if param in state_of:
-            result[name] = {key: _copied(value, form.offload_to_cpu) for key, value in state_of[param].items()}
+            result[name] = {key: _plain(value, to_cpu=to_cpu) for key, value in state_of[param].items()}
     state: dict[Any, Any] = {name: result[name] for name in _order(params, state_of) if name in result}
     for key, value in others.items():
         warnings.warn(
@@ -341,14 +308,13 @@ def _named_group(params: ModelParams, group: Mapping[str, Any], by_key: Mapping[
     return {key: names if key == "params" else copy.deepcopy(value) for key, value in group.items()}
 
 
-def _copied(value: Any, offload_to_cpu: bool) -> Any:
+def _plain(value: Any, *, to_cpu: bool) -> Any:
+    """A copy of what has no elements to collect."""
+    if isinstance(value, Scalar):
+        return value.tensor()
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
-    return value.detach().to(_CPU, copy=True) if offload_to_cpu else value.detach().clone()
-
-
-def _plain(value: Any, offload_to_cpu: bool) -> Any:
-    return value.tensor() if isinstance(value, Scalar) else _copied(value, offload_to_cpu)
+    return value.detach().to(_CPU, copy=True) if to_cpu else value.detach().clone()
 
 
 def _send(
@@ -371,11 +337,9 @@ def _send(
     keys.sort(key=lambda key: state_order(key[2]))  # so that a part of them is about one state
     tensors = []
     for holder, member, name in keys:
-        if holder.piece(member).numel == 0:  # of those that this rank holds nothing of, it may have no state
-            elements = torch.empty(0, dtype=states[holder][name].dtype, device=unit.device)
-        else:
-            elements = holder.part(member, state_of[holder.param][name])
-        tensors.append(holder.held(member, elements))
+        mine = holder.rank in holder.owners  # else this rank may have no state
+        state = state_of[holder.param][name] if mine else holder.empty(states[holder][name].dtype)
+        tensors.append(holder.held(member, state))
     groups = unit.groups
     cut = groups.sharded or (next(iter(states)).is_flat and (groups.shard or groups.replica) is not None)
     if wanted.form.is_cut and not cut:

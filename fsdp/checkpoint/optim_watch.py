@@ -14,15 +14,13 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from fsdp.checkpoint.optim_names import Holder, holders_of
 from fsdp.comm.board import Board
-from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.views import FlatViews
 from fsdp.runtime.unit import Unit
 
 _SAMPLES = 32  # elements of each state that are compared
@@ -37,15 +35,6 @@ _lock = threading.Lock()  # ranks may be threads
 _looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since they have loaded
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _looks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by group
-
-
-class _Part(NamedTuple):
-    """This rank's part of a sharded parameter, as an optimizer holds it."""
-
-    unit: Unit
-    handle: FlatParamHandle
-    member: int | None  # of the parameter in its layout; None: all of them, flat
-    param: nn.Parameter
 
 
 def watch_state_of(unit: Unit) -> None:
@@ -69,53 +58,47 @@ def _look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         optimizer.register_load_state_dict_post_hook(_looked_at.discard)
     if not optimizer.state:
         return
-    by_group: dict[Any, list[_Part]] = {}
-    for part in _parts(optimizer):
-        _check_size(optimizer, part)
-        by_group.setdefault(part.unit.groups.shard, []).append(part)
-    for group, parts in by_group.items():
-        _compare(optimizer, group, parts)
+    by_group: dict[Any, list[Holder]] = {}
+    for holder in _holders(optimizer):
+        _check_size(optimizer, holder)
+        by_group.setdefault(holder.unit.groups.shard, []).append(holder)
+    for group, holders in by_group.items():
+        _compare(optimizer, group, holders)
 
 
-def _parts(optimizer: Optimizer) -> Iterator[_Part]:
-    """In the optimizer's order, those that have state."""
-    places: dict[int, _Part] = {}
+def _holders(optimizer: Optimizer) -> Iterator[Holder]:
+    """The sharded parameters that have state, in the optimizer's order."""
     with _lock:
         units = list(_units)
-    for unit in units:
-        for handle, views in zip(unit.handles, unit.views) if unit.groups.sharded else ():
-            flat = isinstance(views, FlatViews)
-            for visible in views.visible:
-                index = None if flat else visible.members[0]
-                places[id(visible.param)] = _Part(unit, handle, index, visible.param)
+    known = {holder.param: holder for unit in units if unit.groups.sharded for holder in holders_of(unit)}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if id(param) in places and optimizer.state.get(param):
-                yield places[id(param)]
+            if param in known and optimizer.state.get(param):
+                yield known[param]
 
 
-def _check_size(optimizer: Optimizer, part: _Part) -> None:
+def _check_size(optimizer: Optimizer, holder: Holder) -> None:
     """
     Raises:
         RuntimeError: a state has the size of another rank's part, or of the whole parameter.
     """
-    layout = part.handle.layout
-    if part.member is None:  # all parts of a flat parameter have one size
+    if holder.is_flat:  # all parts of a flat parameter have one size
         return
-    numels = [layout.piece(part.member, rank).numel for rank in range(layout.world_size)]
-    own, record = numels[part.unit.groups.shard_rank], layout.params[part.member]
-    for name, value in optimizer.state[part.param].items():
+    (member,), layout = holder.members, holder.handle.layout
+    numels = [layout.piece(member.index, rank).numel for rank in range(layout.world_size)]
+    own = numels[holder.rank]
+    for name, value in optimizer.state[holder.param].items():
         numel = value.numel() if isinstance(value, torch.Tensor) and value.dim() > 0 else own
-        if numel != own and numel > 1 and numel in (*numels, record.numel):
+        if numel != own and numel > 1 and numel in (*numels, member.record.numel):
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds state of another rank: state {name!r} of {record.name!r} in "
-                f"{part.unit.name} has {numel} elements, and this rank's part of the parameter has {own}. {_REMEDY}"
+                f"{type(optimizer).__name__} holds state of another rank: state {name!r} of {member.name!r} in "
+                f"{holder.unit.name} has {numel} elements, and this rank's part of the parameter has {own}. {_REMEDY}"
             )
 
 
-def _compare(optimizer: Optimizer, group: Any, parts: list[_Part]) -> None:
+def _compare(optimizer: Optimizer, group: Any, holders: list[Holder]) -> None:
     """Warn if another rank holds the same values."""
-    samples, board = b"".join(_samples(optimizer, parts)), Board(group, "optimizer state")
+    samples, board = b"".join(_samples(optimizer, holders)), Board(group, "optimizer state")
     _looks[group] = look = _looks.get(group, 0) + 1
     own = hashlib.blake2b(samples, digest_size=16).hexdigest() if samples else ""
     board.tell(str(look), own)
@@ -129,10 +112,10 @@ def _compare(optimizer: Optimizer, group: Any, parts: list[_Part]) -> None:
             return
 
 
-def _samples(optimizer: Optimizer, parts: list[_Part]) -> Iterator[bytes]:
+def _samples(optimizer: Optimizer, holders: list[Holder]) -> Iterator[bytes]:
     """Some elements of each state that does not have one value everywhere, as it has before the first step."""
-    for part in parts:
-        for value in optimizer.state[part.param].values():
+    for holder in holders:
+        for value in optimizer.state[holder.param].values():
             if isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 1:
                 elements = value.detach().reshape(-1)
                 some = elements[:: -(-elements.numel() // _SAMPLES)].cpu().contiguous()

@@ -91,11 +91,11 @@ class UnitTensors:
 
 def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:
     """What the ranks' shards hold of each of the unit's parameters, or with ``flat`` of each bucket's flat vector."""
-    return {
-        (bucket, index): held
-        for bucket, handle in enumerate(unit.handles)
-        for index, held in enumerate([held_flat(handle)] if flat else held_params(handle))
-    }
+    held: dict[Key, Held] = {}
+    for bucket, handle in enumerate(unit.handles):
+        several = [held_flat(handle)] if flat else [held_param(handle, i) for i in range(len(handle.layout.params))]
+        held.update({(bucket, index): one for index, one in enumerate(several)})
+    return held
 
 
 class Saving:
@@ -206,15 +206,15 @@ class Saving:
         return held
 
 
-def held_params(handle: FlatParamHandle) -> list[Held]:
-    """What the ranks' shards hold of each parameter, in the shard's own memory."""
-    layout, shard = handle.layout, handle.shard
-    held = []
-    for index, (record, piece) in enumerate(zip(layout.params, layout.pieces(handle.groups.shard_rank))):
-        local = shard[piece.shard_offset : piece.shard_offset + piece.numel]
-        spans = partial(layout.owners, index) if handle.groups.sharded else None
-        held.append(Held(RaggedTensor(local, record.shape, piece.start, record.stride), spans))
-    return held
+def held_param(handle: FlatParamHandle, index: int, elements: torch.Tensor | None = None) -> Held:
+    """What the ranks hold of one parameter, in the shards' own memory; or of what has one element per element of it, of
+    which this rank's are ``elements`` (1-D)."""
+    layout, groups = handle.layout, handle.groups
+    record, piece = layout.params[index], layout.piece(index, groups.shard_rank)
+    if elements is None:
+        elements = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel]
+    spans = partial(layout.owners, index) if groups.sharded else None
+    return Held(RaggedTensor(elements, record.shape, piece.start, record.stride), spans)
 
 
 def held_flat(handle: FlatParamHandle) -> Held:

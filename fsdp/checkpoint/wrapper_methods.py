@@ -22,7 +22,7 @@ from fsdp.api import (
     StateDictType,
     as_state_dict_settings,
 )
-from fsdp.checkpoint import optim_load, optim_params, optim_state
+from fsdp.checkpoint import optim_load, optim_names, optim_state
 from fsdp.checkpoint.forms import Full, Rows, Wanted
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.state_dict import calling, collecting, strip_wrapper
@@ -226,7 +226,7 @@ class StateDictMethods(nn.Module):
             AssertionError: the ranks have different values of a state that has one value.
             NotImplementedError: a state is neither a scalar nor has one element per element of its parameter.
         """
-        form = optim_state.wanted(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
+        form = _wanted(model)
         raw = optim.state_dict() if optim_state_dict is None else optim_state_dict
         with _calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(model, optim, raw, form, group=group)
@@ -259,16 +259,14 @@ class StateDictMethods(nn.Module):
             KeyError: a parameter group names parameters that the optimizer does not hold.
             AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
         """
-        form = optim_state.wanted(StateDictMethods.get_state_dict_type(model), _mesh_of(model))
-        with _calling("optim_state_dict_to_load()", model):
-            loadable = optim_load.optim_state_dict_to_load(
-                model,
-                optim_state_dict,
-                optim=optim,
-                is_named=is_named_optimizer,
-                from_rank0=form.rank0_only,
-                group=group,
-            )
+        loadable = StateDictMethods._optim_state_dict_to_load_impl(
+            optim_state_dict,
+            model,
+            optim=optim,
+            rank0_only=_wanted(model).rank0_only,
+            is_named_optimizer=is_named_optimizer,
+            group=group,
+        )
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
@@ -347,7 +345,7 @@ class StateDictMethods(nn.Module):
             KeyError: a key is not one of this model and optimizer.
         """
         StateDictMethods._warn_optim_input(optim_input)
-        return optim_params.rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
+        return optim_names.rekey(optim_state_dict, optim_state_key_type, model, optim, optim_input)
 
     @staticmethod
     def _optim_state_dict_impl(
@@ -413,6 +411,14 @@ class StateDictMethods(nn.Module):
 def _mesh_of(module: nn.Module) -> DeviceMesh | None:
     """The mesh that the instances in ``module`` were given."""
     return next((unit.mesh for unit in units_of(module)), None)
+
+
+def _wanted(model: nn.Module) -> Wanted:
+    """The form of optimizer state that is in force."""
+    settings = StateDictMethods.get_state_dict_type(model)
+    if settings is None:
+        return Wanted()
+    return Wanted.of(settings.state_dict_type, settings.optim_state_dict_config, _mesh_of(model))
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Whose state is whose: the parameters that an optimizer holds, their keys in its state dict, and their names.
+"""Whose state is whose: the parameters that an optimizer holds, their keys in its state dict, their names and groups.
 
 An optimizer knows flat parameters, or originals that are cut to a rank's part, and numbers them. Outside, state belongs
 to the names that the parameters have in the plain model. This room maps one to the other; it moves no tensors.
@@ -7,9 +7,9 @@ to the names that the parameters have in the plain model. This room maps one to 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord, Piece
 from fsdp.flat.names import clean, joined, unit_of
@@ -43,16 +44,6 @@ class Member:
     def name(self) -> str:
         return self.names[0]
 
-    def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
-        """The elements of ``value``, which has the parameter's shape, as they lie in the flat vector: 1-D."""
-        if tuple(value.stride()) != self.record.stride and value.numel() > 0:
-            value = self.empty(value.dtype, value.device).copy_(value)
-        return value.as_strided((self.record.numel,), (1,))
-
-    def empty(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised memory with the parameter's shape and strides."""
-        return torch.empty_strided(self.record.shape, self.record.stride, dtype=dtype, device=device)
-
 
 @dataclass(frozen=True, eq=False)
 class Holder:
@@ -72,13 +63,21 @@ class Holder:
     @property
     def rank(self) -> int:
         """This process's rank among those that the parameter is sharded over."""
-        return self.unit.groups.shard_rank if self.sharded else 0
+        return self.unit.groups.shard_rank
 
-    def held(self, member: Member, elements: torch.Tensor) -> Held:
-        """``elements`` of ``member``, those of this rank, 1-D and in memory order, with which rank has which."""
-        spans = partial(self.handle.layout.owners, member.index) if self.sharded else None
-        record = member.record
-        return Held(RaggedTensor(elements, record.shape, self.piece(member).start, record.stride), spans)
+    def held(self, member: Member, state: torch.Tensor) -> Held:
+        """What the ranks hold of an element-wise state of ``member``, of which this one's is (a part of) ``state``."""
+        return held_param(self.handle, member.index, self.part(member, state))
+
+    def empty(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for an element-wise state on this rank; only what no element belongs to has values, zeros."""
+        if not self.is_flat and not self.sharded:
+            record = self.members[0].record
+            return torch.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
+        memory = torch.empty(self.local_shape, dtype=dtype, device=self.param.device)
+        for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_flat else ():
+            memory[start:end].zero_()
+        return memory
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -101,7 +100,7 @@ class Holder:
     def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
         """This rank's elements of ``member`` in an element-wise state: 1-D, in memory order, a view where it can be."""
         if not self.is_flat:
-            return state if self.sharded else member.in_memory_order(state)
+            return state if self.sharded else RaggedTensor.of_whole(state, member.record.stride).local
         piece = self.piece(member)
         return state[piece.shard_offset : piece.shard_offset + piece.numel]
 
@@ -111,6 +110,18 @@ class Holder:
 
     def __str__(self) -> str:
         return ", ".join(repr(member.name) for member in self.members)
+
+
+def holders_of(unit: Unit, prefix: str = "") -> Iterator[Holder]:
+    """What optimizers hold of ``unit``; ``prefix`` is its name in the model."""
+    for handle, views in zip(unit.handles, unit.views):
+        for visible in views.visible:
+            members = []
+            for index in visible.members[: len(handle.layout.params)]:  # the flat vector may be one more
+                record = handle.layout.params[index]
+                names = tuple(clean(joined(prefix, name)) for name in (record.name, *record.aliases))
+                members.append(Member(names, index, record))
+            yield Holder(visible.param, tuple(members), unit, handle, isinstance(views, FlatViews))
 
 
 class ModelParams:
@@ -139,17 +150,10 @@ class ModelParams:
                 continue
             prefix = clean(path)
             self.units[unit] = f"unit {prefix!r}" if prefix else "the outermost unit"
+            self.holders.update((holder.param, holder) for holder in holders_of(unit, prefix))
             for handle, views in zip(unit.handles, unit.views):
-                is_flat = isinstance(views, FlatViews)
-                modes.add(is_flat)
+                modes.add(isinstance(views, FlatViews))
                 stands_for.update(dict.fromkeys(handle.wholes, handle.flat_param))
-                for visible in views.visible:
-                    members = tuple(
-                        Member(tuple(clean(joined(prefix, n)) for n in (record.name, *record.aliases)), index, record)
-                        for index, record in enumerate(handle.layout.params)
-                        if index in visible.members
-                    )
-                    self.holders[visible.param] = Holder(visible.param, members, unit, handle, is_flat)
         if len(modes) > 1:
             raise AssertionError("expected one use_orig_params for all FullyShardedDataParallel modules of the model")
         self.use_orig_params = modes != {True}
@@ -258,6 +262,91 @@ def is_named(optim_state_dict: Mapping[str, Any]) -> bool:
 def state_order(name: Any) -> tuple[str, str]:
     """To sort names of states by, which may be strings and numbers: the same on all ranks."""
     return type(name).__name__, str(name)
+
+
+# -- parameter groups --------------------------------------------------------------------------------------------------
+
+# ``Optimizer.load_state_dict`` goes by positions: the first group gets what the first group of the dict says, and the
+# first parameter the state of the first key. So what it is given has the optimizer's own groups, in their order, each
+# with the settings that were saved for its parameters.
+
+_BY_PARAMETER = ("params", "param_names")  # what groups say of each parameter; the rest holds for all of them
+
+
+def lay_out(
+    own: Sequence[Group],
+    saved: Sequence[Group],
+    names_of: Callable[[nn.Parameter], list[str]],
+    key_of: Mapping[nn.Parameter, Key],
+    *,
+    strict: bool,
+) -> list[dict[str, Any]]:
+    """The groups ``own`` of an optimizer, with the settings that the groups ``saved`` have for their parameters.
+
+    Args:
+        own: "params" are parameters.
+        saved: "params" are names.
+        names_of: the names that a parameter stands for, of which one has to be in ``saved``.
+        key_of: what stands for a parameter in the result.
+        strict: without it, groups of which ``saved`` knows no parameter have their own settings.
+
+    Raises:
+        ValueError: parameters of one group were saved in groups with other settings; or ``saved`` does not know a
+            parameter (``strict``).
+    """
+    group_of = {name: group for group in saved for name in group["params"]}
+    names = [[names_of(param) for param in group["params"]] for group in own]
+    unknown = [some[0] for of_group in names for some in of_group if not any(name in group_of for name in some)]
+    if unknown and strict:
+        raise ValueError(
+            f"the optimizer holds {', '.join(map(repr, unknown))}, which no parameter group of the state dict has"
+        )
+    empty = [group for group in saved if not group["params"]]
+    if len(empty) != sum(not group["params"] for group in own):
+        empty = []
+    result = []
+    for group, of_group in zip(own, names):
+        if group["params"]:
+            said = _settings([name for some in of_group for name in some], group_of)
+        else:
+            said = _without_params(empty.pop(0)) if empty else None
+        kept = _without_params(group)
+        settings = copy.deepcopy(kept if said is None else said)
+        for key, value in settings.items():  # capturable optimizers have rates that are tensors on the device
+            if isinstance(value, torch.Tensor) and isinstance(kept.get(key), torch.Tensor):
+                settings[key] = value.to(kept[key].device)
+        if "param_names" in group:
+            settings["param_names"] = list(group["param_names"])
+        result.append({**settings, "params": sorted(key_of[param] for param in group["params"])})
+    return result
+
+
+def _settings(names: Iterable[str], group_of: Mapping[str, Group]) -> dict[str, Any] | None:
+    """What the groups that were saved say of the parameters ``names``; None if they know none of them."""
+    first: tuple[str, Group] | None = None
+    for name, group in {id(group): (name, group) for name in names if (group := group_of.get(name))}.values():
+        if first is None:
+            first = name, group
+            continue
+        different = [
+            f"{key!r} is {first[1].get(key)!r} and {group.get(key)!r}"
+            for key in dict.fromkeys([*first[1], *group])
+            if key not in _BY_PARAMETER and not same_value(first[1].get(key), group.get(key))
+        ]
+        if different:
+            raise ValueError(
+                f"{first[0]!r} and {name!r} are in one parameter group of the optimizer, or in one flat parameter, but "
+                f"were saved in groups with different settings: {', '.join(different)}. Give the optimizer the groups "
+                "that were saved, or the groups of the state dict equal settings"
+            )
+    return None if first is None else _without_params(first[1])
+
+
+def _without_params(group: Group) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _BY_PARAMETER}
+
+
+# -- names for ids, and back -------------------------------------------------------------------------------------------
 
 
 def param_to_name(model: nn.Module) -> dict[nn.Parameter, str]:
