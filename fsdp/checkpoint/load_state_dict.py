@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +30,7 @@ from fsdp.checkpoint.placeholders import Opaque, RestLoading, UnitLoading, persi
 from fsdp.checkpoint.placement import Placement
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
-from fsdp.checkpoint.state_dict import Key, check_at_rest, copied_ref, held_tensors
+from fsdp.checkpoint.state_dict import Key, StateHooks, check_at_rest, held_tensors
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import Failure, broadcast_object, failures_in
 from fsdp.comm.groups import default_group
@@ -60,26 +59,20 @@ def load(
     wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
     """``wrapper.load_state_dict(state_dict, strict, assign)``; ``into_module`` is that of ``nn.Module``."""
-    with join(unit_of(wrapper)).calling("load_state_dict()"):
-        return _load(wrapper, into_module, state_dict, strict, assign)
-
-
-def _load(
-    wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
-) -> Any:
     unit = unit_of(wrapper)
     settings = unit.state_settings
-    if isinstance(settings.state_dict_config, FullStateDictConfig) and settings.state_dict_config.rank0_only:
-        empty = torch.tensor([int(isinstance(state_dict, Mapping) and not state_dict)], device="cpu")
-        unit.agree_on_maximum(empty)
-        if int(empty):
-            return load_from_first(wrapper, into_module, state_dict, strict)
-    try:
-        return load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict, assign=assign)
-    except RuntimeError as error:
-        if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-            raise Mismatch(str(error)) from error
-        raise
+    with join(unit).calling("load_state_dict()"):
+        if isinstance(settings.state_dict_config, FullStateDictConfig) and settings.state_dict_config.rank0_only:
+            empty = torch.tensor([int(isinstance(state_dict, Mapping) and not state_dict)], device="cpu")
+            unit.agree_on_maximum(empty)
+            if int(empty):
+                return load_from_first(wrapper, into_module, state_dict, strict)
+        try:
+            return load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict, assign=assign)
+        except RuntimeError as error:
+            if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+                raise Mismatch(str(error)) from error
+            raise
 
 
 def load_alike(
@@ -96,7 +89,7 @@ def load_alike(
         with alike_on_all_ranks(units_of(model)) as given:
             loading = prepare(model, into_module, state_dict, strict=strict, assign=assign)
             undo.callback(loading.undo)
-            given.update({unit.unit: list(unit.given()) for unit in loading.units})
+            given.update(loading.given())
         undo.pop_all()
     loading.write()
     return loading.incompatible
@@ -118,22 +111,25 @@ def prepare(
 
     Raises: as ``load_state_dict``, with the model as it was.
     """
-    loading = Loading(model, strict, assign=assign, alone=True)
-    with contextlib.closing(loading):
-        loading.begin(wrappers_in(model))
-        if not loading.hears_of(model):
+    loading = Loading(model, wrappers_in(model), assign=assign, alone=True)
+    try:
+        heard = loading.hears_of(model)
+        if not heard:
             loading.error_messages = []
         try:
             found = loading.incompatible = into_module(state_dict, strict=strict)
         except RuntimeError as error:
-            if type(error) is not RuntimeError or loading.hears_of(model):
+            if type(error) is not RuntimeError or heard:
                 raise
             lines = [line if "Unexpected key(s)" in line else clean_text(line) for line in str(error).split("\n")]
             raise RuntimeError("\n".join(lines)) from error
-        if not loading.hears_of(model):
+        if not heard:
             loading.finish(found.missing_keys, found.unexpected_keys)
             if loading.error_messages:
                 raise RuntimeError("; ".join(loading.error_messages))
+    except BaseException:
+        loading.abandon()
+        raise
     return loading
 
 
@@ -144,107 +140,95 @@ class Loading:
     """One call of ``load_state_dict()``, from ``opener``, the outermost module that is a wrapper or in a unit.
 
     Attributes:
-        strict: whether missing and unexpected keys are errors; None if that is for the caller alone to know.
         alone: the other ranks wait for what this one has to load: nothing is agreed on, and nothing is written.
         incompatible: what ``load_state_dict`` returns, once it is through.
     """
 
     incompatible: Any = None
 
-    def __init__(self, opener: nn.Module, strict: bool | None = None, *, assign: bool = False, alone: bool = False):
-        self.opener, self.strict, self.assign, self.alone = opener, strict, assign, alone
-        self.error_messages: list[str] | None = None
-        self.prefix = ""  # of the opener, in the names that nn.Module goes by
-        self.units: list[UnitLoading] = []
-        self._hooks: list[LoadingHooks] = []
-        self._rest: RestLoading | None = None
-        self._shown = False
-
-    def begin(self, wrappers: list[Any]) -> None:
-        """Register the recorders.
+    def __init__(self, opener: nn.Module, wrappers: list[Any], *, assign: bool, alone: bool) -> None:
+        """Registers the recorders.
 
         Raises:
             RuntimeError: a unit is running.
         """
-        for wrapper in wrappers:
-            join(unit_of(wrapper))
-            check_at_rest(unit_of(wrapper), "load_state_dict()")
-            wrapper._fsdp_loading.abandon()
-        self._shown = True
+        self.opener, self.assign, self.alone = opener, assign, alone
+        self.error_messages: list[str] | None = None
+        self.prefix = ""  # of the opener, in the names that nn.Module goes by
+        self.units: list[UnitLoading] = []
+        self.rest: RestLoading | None = None
+        self._hooks: list[LoadingHooks] = [wrapper._fsdp_loading for wrapper in wrappers]
+        for hooks in self._hooks:
+            join(hooks.unit)
+            check_at_rest(hooks.unit, "load_state_dict()")
+            hooks.abandon()
         try:
-            for wrapper in wrappers:
-                wrapper._fsdp_loading.active = self
-                self._hooks.append(wrapper._fsdp_loading)
-                unit: Unit = unit_of(wrapper)
-                if unit.phase is Phase.SUMMONED:
-                    continue  # the whole parameters are there, and nn.Module copies into them
-                self.units.append(UnitLoading(unit, self.opener))
-            self._rest = RestLoading(self.opener)
+            for hooks in self._hooks:
+                hooks.active = self
+                if hooks.unit.phase is not Phase.SUMMONED:  # else nn.Module copies into the whole parameters
+                    self.units.append(UnitLoading(hooks.unit, opener))
+            self.rest = RestLoading(opener)
         except BaseException:
-            self.close()
+            self.abandon()
             raise
 
     def hears_of(self, module: nn.Module) -> bool:
         """Whether ``module`` is a part of a unit that is loaded, so that its own hooks begin and finish the load."""
         return any(hooks.belongs_to(module) for hooks in self._hooks)
 
-    def close(self) -> None:
-        """Register the parameters again; idempotent."""
-        if self._shown:
-            self._shown = False
-            for unit in self.units:
-                unit.hide()
-            if self._rest is not None:
-                self._rest.hide()
-                with torch.no_grad():
-                    self._rest.undo()
+    def abandon(self) -> None:
+        """Register the parameters again, with nothing loaded; idempotent."""
+        for unit in self.units:
+            unit.hide()
+        if self.rest is not None:
+            self.rest.hide()
+            self.undo()
         for hooks in self._hooks:
             hooks.active = None
 
     def finish(self, missing: list[str], unexpected: list[str]) -> None:
-        """``nn.Module`` is through: write what was noted if every rank can; else add to the error messages."""
+        """``nn.Module`` is through: register the parameters again, and write what was noted if every rank can; else add
+        to the error messages."""
         messages = self.error_messages
-        assert messages is not None and self._rest is not None
+        assert messages is not None and self.rest is not None
         missing[:] = [self.clean(key) for key in missing]
         unexpected[:] = [self.clean(key) for key in unexpected]
         for unit in self.units:
             unit.take_sources()
-        self._rest.take_sources()
-        self._shown = False
+        self.rest.take_sources()
+        for hooks in self._hooks:
+            hooks.active = None
         messages += [problem for unit in self.units for problem in unit.problems(assign=self.assign)]
         messages[:] = map(clean_text, messages)
-        words = list(messages)
-        if self.strict:
-            words += [f'Missing key(s) in state_dict: "{key}"' for key in missing]
-            words += [f'Unexpected key(s) in state_dict: "{key}"' for key in unexpected]
-        elsewhere = None if self.alone else self._problem_elsewhere(RuntimeError("; ".join(words)) if words else None)
-        if words or elsewhere is not None:
+        if self.alone:
+            return
+        error = RuntimeError("; ".join(messages)) if messages else None
+        elsewhere = problem_elsewhere([hooks.unit for hooks in self._hooks], error, self.given())
+        if messages or elsewhere is not None:
             self.undo()
-            if not words:
+            if not messages:
                 messages.append(f"Nothing was loaded, because on another rank: {elsewhere}")
-        elif not self.alone:
+        else:
             self.write()
-        self.close()
 
-    def _problem_elsewhere(self, error: BaseException | None) -> str | None:
+    def given(self) -> dict[Unit, list[str]]:
         """A parameter of which one rank would load its part and another would not is a problem as well."""
-        given = {unit.unit: list(unit.given()) for unit in self.units}
-        return problem_elsewhere([hooks.unit for hooks in self._hooks], error, given)
+        return {unit.unit: list(unit.given()) for unit in self.units}
 
     def write(self) -> None:
         """Write what was noted."""
-        assert self._rest is not None
+        assert self.rest is not None
         with torch.inference_mode(False), torch.no_grad():
             for unit in self.units:
                 unit.commit()
                 unit.unit.shards_were_written()
-            self._rest.commit(assign=self.assign)
+            self.rest.commit(assign=self.assign)
 
     def undo(self) -> None:
         """Take back what was loaded without being noted: buffers and extra state."""
-        assert self._rest is not None
+        assert self.rest is not None
         with torch.inference_mode(False), torch.no_grad():
-            self._rest.undo()
+            self.rest.undo()
 
     def clean(self, key: str) -> str:
         """``key`` without the parts that wrappers between it and the root have added."""
@@ -321,22 +305,16 @@ def on_first(action: Callable[[], _T], groups: Sequence[Any], units: Collection[
 # -- the hooks ---------------------------------------------------------------------------------------------------------
 
 
-class LoadingHooks:
+class LoadingHooks(StateHooks):
     """Lets ``load_state_dict()`` of a wrapped module, of a parent, and of every module in its unit load what
     ``state_dict()`` of the same module gives."""
 
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
-        self.active: Loading | None = None
-        for owner in dict.fromkeys([wrapper, *(owner for _, owner in own_modules(unit_of(wrapper).module))]):
-            owner.register_load_state_dict_pre_hook(self._before)
-            owner.register_load_state_dict_post_hook(self._after)
+    active: Loading | None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoadingHooks:
-        """Those of the wrapper's copy, which is under way; of a module that is copied alone, none."""
-        copied = memo[id(self)] = LoadingHooks.__new__(LoadingHooks)
-        copied._wrapper, copied.active = copied_ref(self._wrapper(), memo), None
-        return copied
+    def register(self, modules: list[nn.Module]) -> None:
+        for module in (self._wrapper(), *modules):
+            module.register_load_state_dict_pre_hook(self._before)
+            module.register_load_state_dict_post_hook(self._after)
 
     def _before(
         self,
@@ -356,7 +334,7 @@ class LoadingHooks:
             self.abandon()  # that one ended in an exception
         if self.active is None:
             assign = bool(local_metadata.get("assign_to_params_buffers", False))
-            Loading(module, assign=assign).begin(list(dict.fromkeys([wrapper, *wrappers_in(module)])))
+            Loading(module, list(dict.fromkeys([wrapper, *wrappers_in(module)])), assign=assign, alone=False)
         assert self.active is not None
         if self.active.error_messages is None:
             self.active.error_messages, self.active.prefix = error_messages, prefix
@@ -380,7 +358,7 @@ class LoadingHooks:
     def abandon(self) -> None:
         """Let go of a load that ended in an exception, if there is one."""
         if self.active is not None:
-            self.active.close()
+            self.active.abandon()
 
     def _after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.active is not None and self.active.opener is module:
@@ -421,8 +399,8 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
         for position, unit in enumerate(units):
             _scatter(unit, present[position], loading.units[position].sources if loading is not None else {})
             unit.shards_were_written()
-        if loading is not None and loading._rest is not None:
-            loading._rest.commit(assign=False)
+        if loading is not None and loading.rest is not None:
+            loading.rest.commit(assign=False)
         tensors = [tensor for name, tensor in rest_of(model) if name in rest]
         for group in groups:
             broadcast(tensors, group)

@@ -280,70 +280,68 @@ def begin_saving(unit: Unit, opener: nn.Module) -> Saving:
     return Saving(unit, opener, wanted)
 
 
-def copied_ref(wrapper: Any, memo: dict[int, Any]) -> Callable[[], Any]:
-    """What leads to ``wrapper``'s copy in ``memo``; to nothing where it is not copied."""
-    copied = memo.get(id(wrapper))
-    return weakref.ref(copied) if copied is not None else _nothing
+# -- the hooks ---------------------------------------------------------------------------------------------------------
+
+
+class StateHooks:
+    """What ``nn.Module`` calls on a wrapper's modules while it walks them for a state dict.
+
+    Attributes:
+        active: the walk that is under way, if any.
+    """
+
+    active: Any = None
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
+        self.register(list(dict.fromkeys(owner for _, owner in own_modules(unit_of(wrapper).module))))
+
+    def register(self, modules: list[nn.Module]) -> None:
+        raise AssertionError("each way has its own")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateHooks:
+        """Those of the wrapper's copy, which is under way; of a module that is copied alone, none."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        wrapper = memo.get(id(self._wrapper()))
+        copied._wrapper = weakref.ref(wrapper) if wrapper is not None else _nothing
+        return copied
 
 
 def _nothing() -> None:
     return None
 
 
-# -- the hooks ---------------------------------------------------------------------------------------------------------
-
-
-class SavingHooks:
+class SavingHooks(StateHooks):
     """Lets ``state_dict()`` of a wrapped module, and of every module in its unit, return whole or sharded tensors under
     the original names."""
 
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
-        self._saving: Saving | None = None
-
-        after = _After(self)
-        for owner in dict.fromkeys(owner for _, owner in own_modules(unit_of(wrapper).module)):
-            owner.register_state_dict_pre_hook(self._before)
-            owner.register_state_dict_post_hook(after)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SavingHooks:
-        """Those of the wrapper's copy, which is under way; of a module that is copied alone, none."""
-        copied = memo[id(self)] = SavingHooks.__new__(SavingHooks)
-        copied._wrapper, copied._saving = copied_ref(self._wrapper(), memo), None
-        return copied
+    def register(self, modules: list[nn.Module]) -> None:
+        after = partial(self._after)  # nn.Module marks what it is given, and a method takes no marks
+        for module in modules:
+            module.register_state_dict_pre_hook(self._before)
+            module.register_state_dict_post_hook(after)
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         wrapper = self._wrapper()
         if wrapper is None:
             return
-        if self._saving is not None and module in (self._saving.opener, wrapper.module):
+        if self.active is not None and module in (self.active.opener, wrapper.module):
             self.abandon()  # the last walk ended in an exception
-        if self._saving is None:
-            self._saving = begin_saving(unit_of(wrapper), module)
+        if self.active is None:
+            self.active = begin_saving(unit_of(wrapper), module)
 
-    def after(self, module: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-        saving = self._saving
-        if saving is None or saving.opener is not module:
-            return
-        self.abandon()
-        with torch.no_grad():
-            saving.collect(destination, prefix)
+    def _after(self, module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        saving = self.active
+        if saving is not None and saving.opener is module:
+            self.abandon()
+            with torch.no_grad():
+                saving.collect(destination, prefix)
 
     def abandon(self) -> None:
         """Register the parameters again where they are not, as after an exception."""
-        saving, self._saving = self._saving, None
+        saving, self.active = self.active, None
         if saving is not None:
             saving.hide()
-
-
-class _After:
-    """``SavingHooks.after`` as ``nn.Module`` wants it, which marks what it is given; a method takes no marks."""
-
-    def __init__(self, hooks: SavingHooks) -> None:
-        self._hooks = hooks
-
-    def __call__(self, module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        self._hooks.after(module, destination, prefix)
 
 
 @contextlib.contextmanager
