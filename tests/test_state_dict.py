@@ -38,6 +38,7 @@ from fsdp import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp.checkpoint.placement import Box, copy_parts
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
@@ -640,7 +641,7 @@ def _live_and_copied(mode: bool) -> None:
                 assert shard.tensor.untyped_storage().nbytes() == shard.tensor.nbytes
         part = states["ragged"][key]
         expected = RaggedTensor(torch.empty_like(part.local), part.shape, part.start, part.stride())
-        expected.fill_from(plain[key] + 1)
+        copy_parts([(Box.whole(expected.shape), plain[key] + 1)], expected.parts)
         assert torch.equal(part.local, expected.local), f"{key} is live"
     assert torch.equal(states["full"]["table"], plain["table"] + 1)
     storages = [value.untyped_storage() for key, value in states["full"].items() if key in managed]

@@ -35,7 +35,7 @@ from fsdp.checkpoint.state_dict import calling
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
-from fsdp.runtime.unit import Unit, units_of
+from fsdp.runtime.unit import units_of
 
 
 @dataclass
@@ -86,18 +86,17 @@ class StateDictOptions:
             raise ValueError("a full state dict cannot be ragged: pass one of full_state_dict and ragged")
         return options
 
-    def settings(self, *, loading: bool) -> StateDictSettings:
-        """The kind of state dict that these ask for."""
-        cpu = self.cpu_offload
+    def settings(self, *, loading: bool, sharded: bool = True, uses_mesh: bool = False) -> StateDictSettings:
+        """The kind of state dict that these ask for; what is not ``sharded`` has full state only."""
+        cpu, kind = self.cpu_offload, StateDictType.SHARDED_STATE_DICT
         if self.ragged:
-            ragged = RaggedStateDictConfig(cpu), RaggedOptimStateDictConfig(cpu)
-            return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *ragged)
-        if not self.full_state_dict:
-            configs: tuple[Any, Any] = ShardedStateDictConfig(cpu), ShardedOptimStateDictConfig(cpu)
-            return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *configs)
-        one_rank = self.broadcast_from_rank0 if loading else cpu
-        configs = FullStateDictConfig(cpu, one_rank), FullOptimStateDictConfig(cpu, one_rank)
-        return StateDictSettings(StateDictType.FULL_STATE_DICT, *configs)
+            return StateDictSettings(kind, RaggedStateDictConfig(cpu), RaggedOptimStateDictConfig(cpu))
+        if sharded and not self.full_state_dict:
+            configs = ShardedStateDictConfig(cpu, uses_mesh), ShardedOptimStateDictConfig(cpu, uses_mesh)
+            return StateDictSettings(kind, *configs)
+        one_rank = self.full_state_dict and (self.broadcast_from_rank0 if loading else cpu)
+        full = FullStateDictConfig(cpu, one_rank), FullOptimStateDictConfig(cpu, one_rank)
+        return StateDictSettings(StateDictType.FULL_STATE_DICT, *full)
 
 
 def get_model_state_dict(
@@ -112,7 +111,7 @@ def get_model_state_dict(
     options = StateDictOptions.of(options)
     model = entered(model, options)
     names = PlainNames(model)
-    with _kind(model, options.settings(loading=False)):
+    with _kind(model, options, loading=False):
         state = {names.plain(key): value for key, value in own_method(model, "state_dict")().items()}
     if submodules:
         prefixes = [f"{path}." if path else "" for path, module in plain_modules(model) if module in submodules]
@@ -142,7 +141,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
     """
     options = StateDictOptions.of(options)
     model = entered(model, options)
-    with calling("set_model_state_dict()", model), _kind(model, options.settings(loading=True)):
+    with calling("set_model_state_dict()", model), _kind(model, options, loading=True):
         names = PlainNames(model)
         state: Any = model_state_dict
         if isinstance(state, Mapping):
@@ -166,7 +165,7 @@ def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, An
     options = StateDictOptions.of(options)
     model = entered(model, options)
     now = PlainNames(model).now
-    with _kind(model, options.settings(loading=True)):
+    with _kind(model, options, loading=True):
         state = {now(key): value for key, value in model_state_dict.items()}
         return prepare(model, _into_module(model), state, strict=options.strict)
 
@@ -175,30 +174,17 @@ def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, An
 
 
 @contextlib.contextmanager
-def _kind(model: nn.Module, settings: StateDictSettings) -> Iterator[None]:
-    """Inside, all units have these settings."""
+def _kind(model: nn.Module, options: StateDictOptions, *, loading: bool) -> Iterator[None]:
+    """Inside, all units have the settings that the options ask for."""
     before = {unit: unit.state_settings for unit in units_of(model)}
     try:
         for unit in before:
-            unit.state_settings = _as_it_can(unit, settings)
+            sharded, uses_mesh = unit.groups.sharded, unit.mesh is not None
+            unit.state_settings = options.settings(loading=loading, sharded=sharded, uses_mesh=uses_mesh)
         yield
     finally:
         for unit, its in before.items():
             unit.state_settings = its
-
-
-def _as_it_can(unit: Unit, settings: StateDictSettings) -> StateDictSettings:
-    """``settings``; what is not sharded has full state only, and what has a device mesh uses it."""
-    cpu = settings.state_dict_config.offload_to_cpu
-    ragged = isinstance(settings.state_dict_config, RaggedStateDictConfig)
-    if settings.state_dict_type is not StateDictType.SHARDED_STATE_DICT or ragged:
-        return settings
-    if not unit.groups.sharded:
-        full = FullStateDictConfig(cpu), FullOptimStateDictConfig(cpu)
-        return StateDictSettings(StateDictType.FULL_STATE_DICT, *full)
-    uses_mesh = unit.mesh is not None
-    sharded = ShardedStateDictConfig(cpu, uses_mesh), ShardedOptimStateDictConfig(cpu, uses_mesh)
-    return StateDictSettings(StateDictType.SHARDED_STATE_DICT, *sharded)
 
 
 def own_method(of: nn.Module | Optimizer, name: str) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from fsdp.api import OptimStateKeyType, ShardedOptimStateDictConfig
+from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint.dcp import (
     StateDictOptions,
     default_rank,
@@ -203,9 +203,7 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
     units = units_of(model)
     if units:
         mesh = units[0].mesh
-        settings = options.settings(loading=False)
-        if mesh is not None and not options.full_state_dict and not options.ragged:
-            settings.optim_state_dict_config = ShardedOptimStateDictConfig(options.cpu_offload, _use_dtensor=True)
+        settings = options.settings(loading=False, uses_mesh=mesh is not None)
         form = Wanted.of(settings.state_dict_type, settings.optim_state_dict_config, mesh)
         return optim_state_dict(model, optimizer, raw, form)
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fsdp.checkpoint.placement import Box, Part, box_view, copy_parts, rectangles
+from fsdp.checkpoint.placement import Box, Part, box_view, rectangles
 from fsdp.flat.layout import contiguous_stride
 
 if TYPE_CHECKING:  # importing it loads torch's FSDP; whoever calls what needs it here has done so
@@ -86,10 +86,6 @@ class RaggedTensor(torch.Tensor):
             other.end,
             other.stride(),
         )
-
-    def fill_from(self, whole: torch.Tensor) -> None:
-        """Fill ``local`` with its elements of ``whole``, a tensor of this shape, of any dtype and on any device."""
-        copy_parts([(Box.whole(whole.shape), whole)], self.parts)
 
     @property
     def parts(self) -> list[Part]:
