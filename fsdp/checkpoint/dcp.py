@@ -167,7 +167,7 @@ def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, An
     now = PlainNames(model).now
     with _kind(model, options, loading=True):
         state = {now(key): value for key, value in model_state_dict.items()}
-        return prepare(model, _into_module(model), state, strict=options.strict)
+        return prepare(model, _into_module(model), state, options.strict)
 
 
 # -- names and kinds ---------------------------------------------------------------------------------------------------

@@ -68,26 +68,19 @@ def load(
             if int(empty):
                 return load_from_first(wrapper, into_module, state_dict, strict)
         try:
-            return load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict, assign=assign)
+            return load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict)
         except RuntimeError as error:
             if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
                 raise Mismatch(str(error)) from error
             raise
 
 
-def load_alike(
-    model: nn.Module,
-    into_module: Callable[..., Any],
-    state_dict: Mapping[str, Any],
-    strict: bool,
-    *,
-    assign: bool = False,
-) -> Any:
+def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
     """``model.load_state_dict(state_dict, strict)`` on all ranks that share a unit, or on none. ``into_module`` is
     that of ``nn.Module``."""
     with contextlib.ExitStack() as undo:
         with alike_on_all_ranks(units_of(model)) as given:
-            loading = prepare(model, into_module, state_dict, strict=strict, assign=assign)
+            loading = prepare(model, into_module, state_dict, strict)
             undo.callback(loading.undo)
             given.update(loading.given())
         undo.pop_all()
@@ -95,14 +88,7 @@ def load_alike(
     return loading.incompatible
 
 
-def prepare(
-    model: nn.Module,
-    into_module: Callable[..., Any],
-    state_dict: Mapping[str, Any],
-    *,
-    strict: bool,
-    assign: bool = False,
-) -> Loading:
+def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Loading:
     """All of ``model.load_state_dict(state_dict, strict)`` that can fail, for a model that is wrapped or contains what
     is; ``into_module`` is that of ``nn.Module``. This rank alone, without communication.
 
@@ -111,7 +97,7 @@ def prepare(
 
     Raises: as ``load_state_dict``, with the model as it was.
     """
-    loading = Loading(model, wrappers_in(model), assign=assign, alone=True)
+    loading = Loading(model, wrappers_in(model), alone=True)
     try:
         heard = loading.hears_of(model)
         if not heard:
@@ -140,19 +126,21 @@ class Loading:
     """One call of ``load_state_dict()``, from ``opener``, the outermost module that is a wrapper or in a unit.
 
     Attributes:
+        assign: parameters that no unit owns become what the dict has for them.
         alone: the other ranks wait for what this one has to load: nothing is agreed on, and nothing is written.
         incompatible: what ``load_state_dict`` returns, once it is through.
     """
 
+    assign = False
     incompatible: Any = None
 
-    def __init__(self, opener: nn.Module, wrappers: list[Any], *, assign: bool, alone: bool) -> None:
+    def __init__(self, opener: nn.Module, wrappers: list[Any], *, alone: bool) -> None:
         """Registers the recorders.
 
         Raises:
             RuntimeError: a unit is running.
         """
-        self.opener, self.assign, self.alone = opener, assign, alone
+        self.opener, self.alone = opener, alone
         self.error_messages: list[str] | None = None
         self.prefix = ""  # of the opener, in the names that nn.Module goes by
         self.units: list[UnitLoading] = []
@@ -333,9 +321,9 @@ class LoadingHooks(StateHooks):
         if self.active is not None and self.active.opener is module and self.active.error_messages is not None:
             self.abandon()  # that one ended in an exception
         if self.active is None:
-            assign = bool(local_metadata.get("assign_to_params_buffers", False))
-            Loading(module, list(dict.fromkeys([wrapper, *wrappers_in(module)])), assign=assign, alone=False)
+            Loading(module, list(dict.fromkeys([wrapper, *wrappers_in(module)])), alone=False)
         assert self.active is not None
+        self.active.assign = bool(local_metadata.get("assign_to_params_buffers", False))
         if self.active.error_messages is None:
             self.active.error_messages, self.active.prefix = error_messages, prefix
         for key, value in state_dict.items():
@@ -386,14 +374,14 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
 
         def plan() -> Any:
             nonlocal loading
-            loading = prepare(model, into_module, state_dict, strict=strict)
+            loading = prepare(model, into_module, state_dict, strict)
             undo.callback(loading.undo)
             return _plan(loading, state_dict)
 
         incompatible, present, rest, extra = on_first(plan, groups, units, "tell what state rank 0 has")
         with alike_on_all_ranks(units):
             if loading is None and extra:
-                undo.callback(prepare(model, into_module, extra, strict=False).undo)
+                undo.callback(prepare(model, into_module, extra, False).undo)
         undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
         for position, unit in enumerate(units):

@@ -72,10 +72,11 @@ class Told:
         return name in self._known
 
 
-def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> Told:
+def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Told:
     """
     Raises:
-        ValueError: there is no "state", or its keys are no names of this model's parameters but look like some.
+        ValueError: there is no "state", or its keys are no names of this model's parameters but look like some; or it
+            has to be ``full``, and states are sharded.
     """
     if optim_state_dict is None or "state" not in optim_state_dict:
         raise ValueError('expected an optimizer state dict with the key "state", but it has none')
@@ -83,6 +84,7 @@ def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> To
     bare_names = {bare(name): name for name in known}
     told = Told({}, {}, copy.deepcopy(optim_state_dict.get("param_groups")))
     renamed = {}
+    sharded = []
     for name, state in optim_state_dict["state"].items():
         if not isinstance(name, str):
             raise ValueError(
@@ -95,6 +97,8 @@ def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> To
                 key: Whole(*kind_of(value)) if isinstance(value, torch.Tensor) and kind_of(value)[1] else value
                 for key, value in state.items()
             }
+            if full and any(is_sharded(value) or isinstance(value, RaggedTensor) for value in state.values()):
+                sharded.append(name)
             continue
         told.others[name] = state
         if bare(name) in bare_names:
@@ -102,24 +106,9 @@ def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> To
     if renamed:
         listed = ", ".join(f"{name!r} (is it {candidate!r}?)" for name, candidate in renamed.items())
         raise ValueError(f"expected the names of this model's parameters, but got {listed}")
-    return told
-
-
-def _is_part(value: Any) -> bool:
-    return is_sharded(value) or isinstance(value, RaggedTensor)
-
-
-def _tell_full(optim_state_dict: Mapping[str, Any] | None, params: ModelParams) -> Told:
-    """
-    Raises:
-        ValueError: as ``_tell``, or a state is sharded.
-    """
-    told = _tell(optim_state_dict, params)
-    states = (optim_state_dict or {})["state"]
-    if sharded := sorted(name for name in told.states if any(map(_is_part, states[name].values()))):
-        raise ValueError(
-            "expected a full optimizer state dict on rank 0, but the states of " + ", ".join(sharded) + " are sharded"
-        )
+    if sharded:
+        listed = ", ".join(sorted(sharded))
+        raise ValueError(f"expected a full optimizer state dict on rank 0, but the states of {listed} are sharded")
     return told
 
 
@@ -352,9 +341,9 @@ def optim_state_dict_to_load(
     with alike_on_all_ranks(params.units if chunked else ()) as chunks:  # else nothing is exchanged
         if from_rank0:
             label = "tell what optimizer state rank 0 has"
-            told = on_first(lambda: _tell_full(optim_state_dict, params), [group], list(params.units), label)
+            told = on_first(lambda: _tell(optim_state_dict, params, full=True), [group], list(params.units), label)
         else:
-            told = _tell(optim_state_dict, params)
+            told = _tell(optim_state_dict, params, full=False)
         own = groups_of(optim, optim_input)
         keys = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
