@@ -1396,8 +1396,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/forms.py",
-        "first if self.rank0_only else None",
-        "None",
+        "            if form.rank0_only:\n",
+        "            if False:\n",
         "every rank gathers what rank 0 alone asked for",
         _tests("state_dict", "one_gather_per_unit_and_none_where_nothing_need_move"),
     ),

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, StateDictType
-from fsdp.checkpoint.forms import Form, Full, Held, Wanted
+from fsdp.checkpoint.forms import Form, Full, Held
 from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts
 from fsdp.checkpoint.redistribute import Channel, Item, redistribute
 from fsdp.wrap import ModuleWrapPolicy
@@ -169,16 +169,14 @@ class Columns(Form):
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return columns(shape, ranks)
 
-    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+    def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
         return local
 
     read = Full.read
     problem = Full.problem
 
 
-def states_in(
-    kind: StateDictType, wanted: Wanted | None, use_orig_params: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def states_in(kind: StateDictType, form: Form | None, use_orig_params: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(
         nn.Linear(5, 3), nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last), nn.Linear(2, 5)
@@ -190,15 +188,15 @@ def states_in(
     for param in model.parameters():
         param.grad = torch.arange(param.numel(), dtype=torch.float32).view(param.shape)
     optimizer.step()
-    asked_for = mock.patch.object(Wanted, "of", return_value=wanted) if wanted else contextlib.nullcontext()
+    asked_for = mock.patch.object(Form, "of", return_value=form) if form else contextlib.nullcontext()
     with FullyShardedDataParallel.state_dict_type(model, kind), asked_for:
         return model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
 
 
 def use_a_form(use_orig_params: bool) -> None:
     whole, states = states_in(StateDictType.FULL_STATE_DICT, None, use_orig_params)
-    wanted = Wanted(Columns, offload_to_cpu=False)
-    cut, cut_states = states_in(StateDictType.SHARDED_STATE_DICT, wanted, use_orig_params)
+    form = Columns(offload_to_cpu=False)
+    cut, cut_states = states_in(StateDictType.SHARDED_STATE_DICT, form, use_orig_params)
     pairs = [(whole[key], cut[key]) for key in whole]
     pairs += [(states[name][key], cut_states[name][key]) for name in states for key in ("exp_avg", "exp_avg_sq")]
     for full, local in pairs:

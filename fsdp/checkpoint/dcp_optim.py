@@ -23,7 +23,7 @@ from fsdp.checkpoint.dcp import (
     own_method,
     set_model_state_dict,
 )
-from fsdp.checkpoint.forms import Wanted
+from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
@@ -204,7 +204,7 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
     if units:
         mesh = units[0].mesh
         settings = options.settings(loading=False, uses_mesh=mesh is not None)
-        form = Wanted.of(settings.state_dict_type, settings.optim_state_dict_config, mesh)
+        form = Form.of(settings.state_dict_type, settings.optim_state_dict_config, mesh)
         return optim_state_dict(model, optimizer, raw, form)
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
     if options.cpu_offload:

@@ -67,13 +67,12 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Form(ABC):
-    """What becomes of tensors on their way into a state dict.
+    """What becomes of tensors on their way into a state dict, whatever their unit.
 
     Attributes:
-        device: where they go; None for where they are.
-        group: whose ranks hold, and get, parts of them.
-        mesh: for what is ``DTensor`` if there is one.
-        only: the rank that gets what one rank alone gets; -1 is none, and None all.
+        rank0_only: only rank 0 gets it. For ``Full``.
+        offload_to_cpu: tensors in CPU memory; else where the unit computes, or in the shards' own memory.
+        mesh: for ``Rows``; ``DTensor`` values on it instead of ``ShardedTensor``.
         kind: of state dict, for which it is used; None for one that a config asks for.
         called: in errors.
         is_readable: the values stand in the modules already while ``nn.Module`` walks them.
@@ -82,10 +81,9 @@ class Form(ABC):
         is_flat: of flat vectors instead of parameters.
     """
 
-    device: torch.device | None
-    group: Any
-    mesh: DeviceMesh | None
-    only: int | None
+    rank0_only: bool = False
+    offload_to_cpu: bool = True
+    mesh: DeviceMesh | None = None
 
     kind: ClassVar[StateDictType | None] = None
     called: ClassVar[str]
@@ -94,13 +92,40 @@ class Form(ABC):
     is_cut: ClassVar[bool] = False
     is_flat: ClassVar[bool] = False
 
+    @staticmethod
+    def of(kind: StateDictType, config: Any, mesh: DeviceMesh | None) -> Form:
+        """What the settings in force ask for; ``mesh`` is that of the wrapped module, if any.
+
+        Raises:
+            RuntimeError: a local state dict with a device mesh.
+        """
+        if kind is StateDictType.LOCAL_STATE_DICT and mesh is not None:
+            raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
+        if not getattr(config, "_use_dtensor", True) and isinstance(config, OptimStateDictConfig):
+            mesh = None
+        form = next(form for form in FORMS if form.kind is kind)
+        if isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig)):
+            form = Ragged
+        elif isinstance(config, OptimStateDictConfig) and form.is_flat:
+            form = Rows
+        return form(getattr(config, "rank0_only", False), config.offload_to_cpu, mesh)
+
+    def whole(self) -> Form:
+        """Of what is not sharded."""
+        return Full(self.rank0_only, self.offload_to_cpu) if self.is_cut else self
+
+    def device(self, channel: Channel) -> torch.device | None:
+        """Where tensors go; None for where they are."""
+        return torch.device("cpu") if self.offload_to_cpu else None if self.stays else channel.device
+
     @abstractmethod
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         """Which of so many ranks gets what of a tensor of this shape; None if it stays where it is."""
 
     @abstractmethod
-    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
-        """What stands in the state dict for a tensor; ``local`` is what this rank got of it, if anything."""
+    def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
+        """What stands in the state dict for a tensor that the ranks of ``channel`` hold; ``local`` is what this rank
+        got of it, if anything."""
 
     @staticmethod
     @abstractmethod
@@ -118,14 +143,14 @@ class Form(ABC):
 
 
 class Full(Form):
-    """Whole tensors on every rank, or on rank ``only`` alone."""
+    """Whole tensors on every rank, or on rank 0 alone."""
 
     kind, called, is_readable = StateDictType.FULL_STATE_DICT, "a full state dict", True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
-        return Placement.whole(shape, ranks, self.only)
+        return Placement.whole(shape, ranks)
 
-    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+    def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
         return local
 
     @staticmethod
@@ -142,7 +167,7 @@ class Full(Form):
 
 class Rows(Form):
     """Each rank's chunk of rows, by the rule of ``torch.chunk``: as ``DTensor`` over ``mesh`` if there is one, else as
-    ``ShardedTensor`` over ``group``. What has no rows is whole on every rank."""
+    ``ShardedTensor``. What has no rows is whole on every rank."""
 
     kind, called, is_cut = StateDictType.SHARDED_STATE_DICT, "a sharded state dict", True
 
@@ -151,15 +176,15 @@ class Rows(Form):
             return Placement.whole(shape, ranks)
         return Placement.rows(shape, chunk_rows(shape[0], ranks))
 
-    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+    def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
         shape = tuple(held.part.shape)
         if not shape or 0 in shape:
             return local
         if local is None:
-            local = torch.empty((0, *shape[1:]), dtype=held.part.dtype, device=self.device)
+            local = torch.empty((0, *shape[1:]), dtype=held.part.dtype, device=self.device(channel))
         rows = local.contiguous()  # as torch's sharded tensors have to be, whatever the parameter is
         if self.mesh is None:
-            return one_chunk_each(rows, chunk_rows(shape[0], self.group.size()), shape, self.group)
+            return one_chunk_each(rows, chunk_rows(shape[0], channel.size), shape, channel.group)
         layout = placements(self.mesh)
         size, stride = torch.Size(shape), contiguous_stride(shape)
         return DTensor.from_local(rows, self.mesh, layout, run_check=False, shape=size, stride=stride)
@@ -192,9 +217,9 @@ class Ragged(Form):
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return None
 
-    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+    def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
         part = held.part
-        return RaggedTensor(part.local.to(device=self.device), part.shape, part.start, part.stride())
+        return RaggedTensor(part.local.to(device=self.device(channel)), part.shape, part.start, part.stride())
 
     @staticmethod
     def read(value: Any, group: Any) -> Source:
@@ -212,18 +237,17 @@ class Ragged(Form):
 
 
 class Local(Form):
-    """Each rank's interval of a vector as ``ShardedTensor`` over ``group``, in the shard's own memory unless it is on
-    another device."""
+    """Each rank's interval of a vector as ``ShardedTensor``, in the shard's own memory unless that is elsewhere."""
 
     kind, called, stays, is_cut, is_flat = StateDictType.LOCAL_STATE_DICT, "a local state dict", True, True, True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return None
 
-    def wrap(self, held: Held, local: torch.Tensor | None) -> Any:
+    def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
         assert held.spans is not None
         ranges = [(start, end) for _, start, end in held.spans()]
-        return one_chunk_each(held.part.local.to(device=self.device), ranges, held.part.shape, self.group)
+        return one_chunk_each(held.part.local.to(self.device(channel)), ranges, held.part.shape, channel.group)
 
     read = Rows.read
 
@@ -258,46 +282,6 @@ def read(value: torch.Tensor, group: Any) -> Source:
     return form_of(value).read(value, group)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The form that is asked for, whatever the unit.
-
-    Attributes:
-        form: for what is sharded.
-        rank0_only: only rank 0 gets it. For ``Full``.
-        offload_to_cpu: tensors in CPU memory; else where the unit computes, or in the shards' own memory.
-        mesh: for ``Rows``; ``DTensor`` values on it instead of ``ShardedTensor``.
-    """
-
-    form: type[Form] = Full
-    rank0_only: bool = False
-    offload_to_cpu: bool = True
-    mesh: DeviceMesh | None = None
-
-    @classmethod
-    def of(cls, kind: StateDictType, config: Any, mesh: DeviceMesh | None) -> Wanted:
-        """What the settings in force ask for; ``mesh`` is that of the wrapped module, if any.
-
-        Raises:
-            RuntimeError: a local state dict with a device mesh.
-        """
-        if kind is StateDictType.LOCAL_STATE_DICT and mesh is not None:
-            raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
-        if not getattr(config, "_use_dtensor", True) and isinstance(config, OptimStateDictConfig):
-            mesh = None
-        form = next(form for form in FORMS if form.kind is kind)
-        if isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig)):
-            form = Ragged
-        elif isinstance(config, OptimStateDictConfig) and form.is_flat:
-            form = Rows
-        return cls(form, getattr(config, "rank0_only", False), config.offload_to_cpu, mesh)
-
-    def of_unit(self, unit: Unit, group: Any, first: int) -> Form:
-        """For the tensors of ``unit``; ``first`` is the rank in ``group`` that gets what one rank alone gets."""
-        device = torch.device("cpu") if self.offload_to_cpu else None if self.form.stays else unit.device
-        return self.form(device, group, self.mesh, first if self.rank0_only else None)
-
-
 def sharers(unit: Unit) -> Any:
     """The group whose ranks have the unit's chunks: those that it is sharded over, or else replicated over."""
     return unit.groups.shard or unit.groups.replica or default_group()
@@ -329,28 +313,32 @@ class Leaving(NamedTuple):
     form: Form
     held: Held
     memory: Sequence[Part]
+    channel: Channel
 
     def value(self, *, again: bool = False) -> Any:
         """What stands in the state dict, when the channel has been flushed. ``again``: under one more name."""
         local = self.memory[0][1] if self.memory else None
-        return self.form.wrap(self.held, local.clone() if again and local is not None else local)
+        return self.form.wrap(self.held, local.clone() if again and local is not None else local, self.channel)
 
 
-def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str) -> list[Leaving]:
-    """Start moving ``tensors`` to whoever gets them in ``form``; see :func:`redistribute`."""
-    leaving, items = [], []
+def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, first: int = 0) -> list[Leaving]:
+    """Start moving ``tensors`` to whoever gets them in ``form``; see :func:`redistribute`. ``first`` is the channel's
+    rank that gets what one rank alone gets; -1 is none."""
+    leaving, items, device = [], [], form.device(channel)
     for held in tensors:
         part, target = held.part, form.place(tuple(held.part.shape), channel.size)
         gets: Sequence[Part] = ()
         if target is not None:
-            assert form.device is not None
-            gets = _NewMemory(target.boxes[channel.rank], part, form.device)
+            assert device is not None
+            if form.rank0_only:
+                target = Placement.whole(part.shape, channel.size, only=first)
+            gets = _NewMemory(target.boxes[channel.rank], part, device)
             source = held.placement(channel.size)
             if source is None:
                 copy_parts(part.parts, gets)
             else:
                 items.append(Item(part.dtype, part.stride(), source, target, part.parts, gets))
-        leaving.append(Leaving(form, held, gets))
+        leaving.append(Leaving(form, held, gets, channel))
     redistribute(items, channel, label)
     return leaving
 

@@ -14,7 +14,6 @@ import copy
 import pickle
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp.checkpoint.forms import Full, Leaving, Wanted, export, sharers
+from fsdp.checkpoint.forms import Form, Leaving, export, sharers
 from fsdp.checkpoint.optim_names import (
     Holder,
     Key,
@@ -222,7 +221,7 @@ def optim_state_dict(
     model: nn.Module,
     optim: Optimizer | None,
     raw: Mapping[str, Any],
-    form: Wanted,
+    form: Form,
     *,
     optim_input: OptimInput | None = None,
     group: Any = None,
@@ -321,7 +320,7 @@ def _send(
     unit: Unit,
     states: Mapping[Holder, States],
     state_of: Mapping[nn.Parameter, Mapping[str, Any]],
-    wanted: Wanted,
+    form: Form,
     group: Any,
     channel: Channel,
     label: str,
@@ -342,11 +341,10 @@ def _send(
         tensors.append(holder.held(member, state))
     groups = unit.groups
     cut = groups.sharded or (next(iter(states)).is_flat and (groups.shard or groups.replica) is not None)
-    if wanted.form.is_cut and not cut:
-        wanted = replace(wanted, form=Full)
+    if not cut:
+        form = form.whole()
     saving, ranks = group_ranks(group)[0], group_ranks(channel.group)
-    form = wanted.of_unit(unit, channel.group, first=ranks.index(saving) if saving in ranks else -1)
-    leaving = export(tensors, form, channel, label)
+    leaving = export(tensors, form, channel, label, first=ranks.index(saving) if saving in ranks else -1)
     return {(member, name): one for (_, member, name), one in zip(keys, leaving)}
 
 

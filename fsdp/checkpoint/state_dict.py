@@ -15,14 +15,13 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp.checkpoint.forms import Full, Held, Leaving, Wanted, export
+from fsdp.checkpoint.forms import Form, Held, Leaving, export
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channels
 from fsdp.flat.flat_param import FlatParamHandle
@@ -105,27 +104,27 @@ class Saving:
         opener: the unit's outermost module that is walked; with it the unit is through.
     """
 
-    def __init__(self, unit: Unit, opener: nn.Module, wanted: Wanted) -> None:
+    def __init__(self, unit: Unit, opener: nn.Module, form: Form) -> None:
         """Shows the placeholders.
 
         Raises:
             RuntimeError: the unit is running.
         """
-        self.opener, self.unit, self._wanted = opener, unit, wanted
+        self.opener, self.unit, self._form = opener, unit, form
         self._context = join(unit)
         self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
         check_at_rest(self.unit, "state_dict()")
-        if wanted.form.stays and self.unit.phase is Phase.SUMMONED:
+        if form.stays and self.unit.phase is Phase.SUMMONED:
             raise RuntimeError(
-                f"{wanted.form.called} of {self.unit.name} inside summon_full_params, where the shards may be out of "
+                f"{form.called} of {self.unit.name} inside summon_full_params, where the shards may be out of "
                 "date: take it outside"
             )
-        self._tensors = UnitTensors(unit, opener, flat=wanted.form.is_flat)
+        self._tensors = UnitTensors(unit, opener, flat=form.is_flat)
         with torch.no_grad():
             self._show()
 
     def _show(self) -> None:
-        leaving = self._export() if self._wanted.form.is_readable else {}
+        leaving = self._export() if self._form.is_readable else {}
         placeholders: dict[Key, torch.Tensor] = {}
         for key, one in leaving.items():
             value = one.value()
@@ -134,14 +133,14 @@ class Saving:
         for key, held in self._tensors.held.items() if not leaving else ():
             held.part.origin = (self, key)  # what this rank's shard holds, known by its origin
             placeholders[key] = held.part
-        self._tensors.show(placeholders, keep_writes=bool(leaving) and not self._wanted.rank0_only)
+        self._tensors.show(placeholders, keep_writes=bool(leaving) and not self._form.rank0_only)
 
     def hide(self) -> None:
         self._tensors.hide()
 
     def collect(self, destination: dict[str, Any], prefix: str) -> None:
         """Put into ``destination`` what belongs there in place of the placeholders, and the unit's buffers as asked."""
-        leaving = self._export() if not self._wanted.form.is_readable else {}
+        leaving = self._export() if not self._form.is_readable else {}
         taken: set[Key] = set()
         for key, value in list(destination.items()):
             if isinstance(value, RaggedTensor) and isinstance(value.origin, tuple) and value.origin[0] is self:
@@ -165,7 +164,7 @@ class Saving:
                 if buffer is None or key not in destination:
                     continue
                 if self._receives:
-                    device = "cpu" if self._wanted.offload_to_cpu else None
+                    device = "cpu" if self._form.offload_to_cpu else None
                     destination[key] = destination[key].to(
                         device=device, dtype=self.unit.precision.original_dtype(buffer)
                     )
@@ -176,18 +175,17 @@ class Saving:
     def _receives(self) -> bool:
         """Whether this rank's result has the unit's state."""
         groups = self.unit.groups
-        return not self._wanted.rank0_only or (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
+        return not self._form.rank0_only or (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
 
     def _export(self) -> dict[Key, Leaving]:
         """What this rank's result has: in the shards' dtype, by one collective."""
         unit, groups = self.unit, self.unit.groups
         channels = _channels.get(self._context) or Channels()
         channel = channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
-        form = self._wanted.of_unit(unit, channel.group, first=0)
         held = self._shown() if unit.phase is Phase.SUMMONED else self._tensors.held
-        if unit.phase is not Phase.SUMMONED and groups.sharded and not form.stays:
+        if unit.phase is not Phase.SUMMONED and groups.sharded and not self._form.stays:
             self._context.passes.about_to(GATHER, unit)
-        leaving = export(held.values(), form, channel, f"gather {unit.name}")
+        leaving = export(held.values(), self._form, channel, f"gather {unit.name}")
         channel.flush()
         return dict(zip(held, leaving)) if self._receives else {}
 
@@ -198,9 +196,9 @@ class Saving:
             for bucket, views in enumerate(self.unit.views)
             for index, (_, param) in enumerate(views.summoned())
         }
-        if not held and self._wanted.form.is_cut:
+        if not held and self._form.is_cut:
             raise RuntimeError(
-                f"{self._wanted.form.called} of {self.unit.name} inside summon_full_params(rank0_only=True): this rank "
+                f"{self._form.called} of {self.unit.name} inside summon_full_params(rank0_only=True): this rank "
                 "has no part of the values that are shown"
             )
         return held
@@ -268,16 +266,16 @@ def calling(call: str, module: nn.Module) -> Iterator[None]:
 def begin_saving(unit: Unit, opener: nn.Module) -> Saving:
     """Start to collect the state of ``unit`` from ``opener`` on, in the form that its settings ask for."""
     settings = unit.state_settings
-    wanted = Wanted.of(settings.state_dict_type, settings.state_dict_config, unit.mesh)
-    if wanted.form.is_cut and not (unit.groups.sharded and unit.handles):
+    form = Form.of(settings.state_dict_type, settings.state_dict_config, unit.mesh)
+    if form.is_cut and not (unit.groups.sharded and unit.handles):
         if unit.handles:
             warnings.warn(
                 f"{settings.state_dict_type} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is "
                 "returned",
                 stacklevel=2,
             )
-        wanted = replace(wanted, form=Full)
-    return Saving(unit, opener, wanted)
+        form = form.whole()
+    return Saving(unit, opener, form)
 
 
 # -- the hooks ---------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fsdp.api import (
     as_state_dict_settings,
 )
 from fsdp.checkpoint import optim_load, optim_names, optim_state
-from fsdp.checkpoint.forms import Full, Rows, Wanted
+from fsdp.checkpoint.forms import Form, Full, Rows
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.state_dict import calling, collecting, strip_wrapper
 from fsdp.flat.names import unit_of, wrappers_in
@@ -363,7 +363,7 @@ class StateDictMethods(nn.Module):
         """What the methods that make a dict of a given form share."""
         StateDictMethods._warn_optim_input(optim_input, stacklevel=_stacklevel + 1)
         mesh = None if full_state_dict else _mesh_of(model)
-        form = Wanted(Full if full_state_dict else Rows, rank0_only and full_state_dict, cpu_offload, mesh)
+        form = (Full if full_state_dict else Rows)(rank0_only and full_state_dict, cpu_offload, mesh)
         with _calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(
                 model, optim, optim_state_dict, form, optim_input=optim_input, group=group
@@ -413,12 +413,12 @@ def _mesh_of(module: nn.Module) -> DeviceMesh | None:
     return next((unit.mesh for unit in units_of(module)), None)
 
 
-def _wanted(model: nn.Module) -> Wanted:
+def _wanted(model: nn.Module) -> Form:
     """The form of optimizer state that is in force."""
     settings = StateDictMethods.get_state_dict_type(model)
     if settings is None:
-        return Wanted()
-    return Wanted.of(settings.state_dict_type, settings.optim_state_dict_config, _mesh_of(model))
+        return Full()
+    return Form.of(settings.state_dict_type, settings.optim_state_dict_config, _mesh_of(model))
 
 
 @contextlib.contextmanager
