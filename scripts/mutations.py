@@ -1844,7 +1844,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/optim_load.py",
-        "        value = None if self._told.knows(member.name) else self._kept.get(holder.param, {}).get(state)\n",
+        "        value = None if self._contents.knows(member.name) else self._kept.get(holder.param, {}).get(state)\n",
         "        value = None\n",
         "within a flat parameter, state that the checkpoint does not have is wiped",
         _tests("optim_round_trip", "what_the_checkpoint_does_not_have_is_left_alone"),

@@ -100,10 +100,10 @@ class Disk:
 
 disk = Disk()
 
-Told = Callable[[int], object]  # of so many more bytes that are written or read
+Advance = Callable[[int], object]  # of so many more bytes that are written or read
 
 
-def nobody(nbytes: int) -> None:
+def no_progress(nbytes: int) -> None:
     """Nobody wants to know."""
 
 
@@ -123,8 +123,8 @@ class _Checked(io.RawIOBase):
 
     error: BaseException | None = None
 
-    def __init__(self, stream: BinaryIO, told: Told) -> None:
-        self._stream, self._told, self._size, self._hash = stream, told, 0, hashlib.sha256()
+    def __init__(self, stream: BinaryIO, advance: Advance) -> None:
+        self._stream, self._advance, self._size, self._hash = stream, advance, 0, hashlib.sha256()
 
     def writable(self) -> bool:
         return True
@@ -140,7 +140,7 @@ class _Checked(io.RawIOBase):
             raise
         self._hash.update(data)
         self._size += len(data)
-        self._told(len(data))
+        self._advance(len(data))
         return len(data)
 
     def tell(self) -> int:
@@ -151,11 +151,11 @@ class _Checked(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def durable(path: Path, entries: dict[str, Entry], told: Told = nobody) -> Iterator[io.RawIOBase]:
+def durable(path: Path, entries: dict[str, Entry], advance: Advance = no_progress) -> Iterator[io.RawIOBase]:
     """A new file to write into. Afterwards its content is on the disk, and ``entries`` has what it should be."""
     try:
         with disk.create(path) as stream:
-            checked = _Checked(stream, told)
+            checked = _Checked(stream, advance)
             try:
                 yield checked
             except Exception:
@@ -170,8 +170,8 @@ def durable(path: Path, entries: dict[str, Entry], told: Told = nobody) -> Itera
     entries[path.name] = checked.entry()
 
 
-def write_durably(path: Path, content: bytes, entries: dict[str, Entry], told: Told = nobody) -> None:
-    with durable(path, entries, told) as stream:
+def write_durably(path: Path, content: bytes, entries: dict[str, Entry], advance: Advance = no_progress) -> None:
+    with durable(path, entries, advance) as stream:
         stream.write(content)
 
 
@@ -393,19 +393,19 @@ def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable
     raise RuntimeError(f"{path}: another job replaces the latest checkpoint faster than it can be read")
 
 
-def verify(directory: Path, files: dict[str, Entry], told: Told = nobody) -> None:
+def verify(directory: Path, files: dict[str, Entry], advance: Advance = no_progress) -> None:
     """
     Raises:
         RuntimeError: files are not what was written, with the path and what is wrong with each.
     """
     problems = [
-        problem for name, entry in files.items() if (problem := _problem(directory / name, entry, told)) is not None
+        problem for name, entry in files.items() if (problem := _problem(directory / name, entry, advance)) is not None
     ]
     if problems:
         raise RuntimeError("the checkpoint is damaged, and nothing was loaded: " + "; ".join(problems))
 
 
-def _problem(path: Path, entry: Entry, told: Told) -> str | None:
+def _problem(path: Path, entry: Entry, advance: Advance) -> str | None:
     if not path.exists():
         return f"{path} is missing"
     found, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
@@ -415,7 +415,7 @@ def _problem(path: Path, entry: Entry, told: Told) -> str | None:
             return f"{path} has {size} bytes instead of {entry.size}"
         while nbytes := stream.readinto(block):
             found.update(block[:nbytes])
-            told(nbytes)
+            advance(nbytes)
     return None if found.hexdigest() == entry.checksum else f"{path} has another checksum than when it was written"
 
 

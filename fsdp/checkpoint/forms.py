@@ -282,7 +282,7 @@ def read(value: torch.Tensor, group: Any) -> Source:
     return form_of(value).read(value, group)
 
 
-def sharers(unit: Unit) -> Any:
+def group_of(unit: Unit) -> Any:
     """The group whose ranks have the unit's chunks: those that it is sharded over, or else replicated over."""
     return unit.groups.shard or unit.groups.replica or default_group()
 

@@ -207,8 +207,8 @@ def _still_there(directory: Path) -> Iterator[None]:
 
 
 def _verify(directory: Path, entries: dict[str, Entry], progress: bool) -> None:
-    with bar("verifying", sum(entry.size for entry in entries.values()), progress) as told:
-        files.verify(directory, entries, told)
+    with bar("verifying", sum(entry.size for entry in entries.values()), progress) as advance:
+        files.verify(directory, entries, advance)
 
 
 def _extras(directory: Path, manifest: Manifest) -> list[Any]:
@@ -253,8 +253,8 @@ def _read(directory: Path, manifest: Manifest, like: _Like | None, reading: _Rea
     wanted = {key: _empty(in_file[key], like.model[name]) for name, key in of_model.items() if name in like.model}
     wanted |= {key: _empty(in_file[key], like.trained[p]) for key, (p, _) in of_state.items() if p in like.trained}
     wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if has_optimizer and key in in_file)
-    with bar("loading", sum(held_nbytes(value) for value in wanted.values()), reading.progress) as told:
-        planner = _Planner(told, trusted=reading.trusted)
+    with bar("loading", sum(held_nbytes(value) for value in wanted.values()), reading.progress) as advance:
+        planner = _Planner(advance, trusted=reading.trusted)
         planner.set_up_planner(wanted, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
@@ -274,9 +274,9 @@ class _Planner(DefaultLoadPlanner):
     """Tells of the bytes of tensors that are read. Tensors within other values come to CPU memory as well, and not to
     the device on which rank 0 had them."""
 
-    def __init__(self, told: files.Told, *, trusted: bool) -> None:
+    def __init__(self, advance: files.Advance, *, trusted: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._told, self._trusted = told, trusted
+        self._advance, self._trusted = advance, trusted
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
@@ -290,7 +290,7 @@ class _Planner(DefaultLoadPlanner):
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         super().commit_tensor(read_item, tensor)
-        self._told(tensor.nbytes)
+        self._advance(tensor.nbytes)
 
 
 def _misfits(

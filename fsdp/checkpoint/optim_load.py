@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Held, Source, fill, is_sharded, kind_of, read, sharers
+from fsdp.checkpoint.forms import Held, Source, fill, group_of, is_sharded, kind_of, read
 from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
@@ -50,7 +50,7 @@ class Whole(NamedTuple):
 
 
 @dataclass
-class Told:
+class Contents:
     """What a dict to load holds. Equal on all ranks.
 
     Attributes:
@@ -72,7 +72,7 @@ class Told:
         return name in self._known
 
 
-def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Told:
+def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Contents:
     """
     Raises:
         ValueError: there is no "state", or its keys are no names of this model's parameters but look like some; or it
@@ -82,7 +82,7 @@ def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, fu
         raise ValueError('expected an optimizer state dict with the key "state", but it has none')
     known = dict.fromkeys([*params.by_name, *params.others.values()])
     bare_names = {bare(name): name for name in known}
-    told = Told({}, {}, copy.deepcopy(optim_state_dict.get("param_groups")))
+    contents = Contents({}, {}, copy.deepcopy(optim_state_dict.get("param_groups")))
     renamed = {}
     sharded = []
     for name, state in optim_state_dict["state"].items():
@@ -93,14 +93,14 @@ def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, fu
                 "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)"
             )
         if name in known:
-            told.states[name] = {
+            contents.states[name] = {
                 key: Whole(*kind_of(value)) if isinstance(value, torch.Tensor) and kind_of(value)[1] else value
                 for key, value in state.items()
             }
             if full and any(is_sharded(value) or isinstance(value, RaggedTensor) for value in state.values()):
                 sharded.append(name)
             continue
-        told.others[name] = state
+        contents.others[name] = state
         if bare(name) in bare_names:
             renamed[name] = bare_names[bare(name)]
     if renamed:
@@ -109,7 +109,7 @@ def _tell(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, fu
     if sharded:
         listed = ", ".join(sorted(sharded))
         raise ValueError(f"expected a full optimizer state dict on rank 0, but the states of {listed} are sharded")
-    return told
+    return contents
 
 
 # -- what this rank will hold ------------------------------------------------------------------------------------------
@@ -120,14 +120,14 @@ class _Arrival(NamedTuple):
 
     name: str
     state: str
-    told: Whole
+    what: Whole
     held: Held
 
 
 class _Plan:
     """What each parameter's state will be on this rank, with memory for it, and what has to arrive there."""
 
-    def __init__(self, params: ModelParams, told: Told, kept: Mapping[Any, Mapping[Any, Any]]) -> None:
+    def __init__(self, params: ModelParams, contents: Contents, kept: Mapping[Any, Mapping[Any, Any]]) -> None:
         """
         Args:
             kept: the optimizer's present state, where parameters that the dict does not know are to keep it.
@@ -139,18 +139,18 @@ class _Plan:
         self.arrivals: dict[Unit, list[_Arrival]] = {}
         self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, its name, state)
         self._problems: list[str] = []
-        self._kept, self._told = kept, told
+        self._kept, self._contents = kept, contents
         # states that have no dimensions although their parameter has
         self._scalars = {"step"} | {
             key
-            for name, states in told.states.items()
+            for name, states in contents.states.items()
             for key, value in states.items()
             if name in params.by_name and params.by_name[name][1].record.shape and not isinstance(value, Whole)
         }
         for holder in params.holders.values():
             self._plan(holder)
         for param, name in params.others.items():
-            if states := told.states.get(name):
+            if states := contents.states.get(name):
                 self.local[param] = dict(states)
                 for state, value in states.items():
                     if isinstance(value, Whole):
@@ -158,11 +158,11 @@ class _Plan:
         if self._problems:
             raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
         for param in params.in_order:
-            if param not in self.local and param in kept and not all(map(told.knows, params.names(param))):
+            if param not in self.local and param in kept and not all(map(contents.knows, params.names(param))):
                 self.local[param] = dict(kept[param])
 
     def _plan(self, holder: Holder) -> None:
-        present = [member for member in holder.members if self._told.states.get(member.name)]
+        present = [member for member in holder.members if self._contents.states.get(member.name)]
         if not present:
             return
         states = {member: self._described(holder, member) for member in present}
@@ -189,7 +189,7 @@ class _Plan:
 
     def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
         """Its states; as ``Whole`` also what is an element-wise state of a parameter without dimensions."""
-        states = dict(self._told.states[member.name])
+        states = dict(self._contents.states[member.name])
         if member.record.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
@@ -218,7 +218,7 @@ class _Plan:
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """What the optimizer has now, and keeps, of a member of a flat parameter; None for nothing."""
-        value = None if self._told.knows(member.name) else self._kept.get(holder.param, {}).get(state)
+        value = None if self._contents.knows(member.name) else self._kept.get(holder.param, {}).get(state)
         return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
@@ -266,7 +266,7 @@ class _Given(NamedTuple):
         name, state, part = arrival.name, arrival.state, arrival.held.part
         if self.group is not None:
             value = self.states[name][state].detach() if self.group.rank() == 0 else None
-            return Source.of_first(value, arrival.told.shape, self.group.size())
+            return Source.of_first(value, arrival.what.shape, self.group.size())
         value = self.states[name][state]
         if isinstance(value, RaggedTensor) and (
             value.stride() != part.stride() or part.start < value.start or part.end > value.end
@@ -275,22 +275,22 @@ class _Given(NamedTuple):
                 f"state {state!r} of {name!r}: expected its elements {part.start} to {part.end} on this rank, but "
                 f"got {value}"
             )
-        return read(value, sharers(unit))
+        return read(value, group_of(unit))
 
     def deliver(self, unit: Unit, arriving: list[tuple[_Arrival, Source]], channels: Channels, label: str) -> None:
         """Start moving what one unit gets."""
-        group, groups = self.group or sharers(unit), unit.groups
+        group, groups = self.group or group_of(unit), unit.groups
         held = [(arrival.held, source) for arrival, source in arriving]
         if self.group is not None and (groups.shard_size == 1 or group_ranks(groups.shard) != group_ranks(group)):
             held = [(its._replace(spans=None), source) for its, source in held]  # several ranks need the same
         fill(held, channels.over(group, unit.device), label)
 
-    def as_it_is(self, name: str, state: str, told: Whole, device: torch.device) -> torch.Tensor:
+    def as_it_is(self, name: str, state: str, what: Whole, device: torch.device) -> torch.Tensor:
         """A state that is not sharded; ``device`` is where ``group`` can communicate."""
         if self.group is None:
             value = self.states[name][state]
             return value if is_sharded(value) else value.detach().clone()
-        tensor = torch.empty(told.shape, dtype=told.dtype, device=device)
+        tensor = torch.empty(what.shape, dtype=what.dtype, device=device)
         if self.group.rank() == 0:
             tensor.copy_(self.states[name][state])
         broadcast([tensor], self.group)
@@ -339,18 +339,16 @@ def optim_state_dict_to_load(
     of_params = [] if from_rank0 else [state for state in (states or {}).values() if isinstance(state, Mapping)]
     chunked = any(is_sharded(value) for state in of_params for value in state.values())
     with alike_on_all_ranks(params.units if chunked else ()) as chunks:  # else nothing is exchanged
-        if from_rank0:
-            label = "tell what optimizer state rank 0 has"
-            told = on_first(lambda: _tell(optim_state_dict, params, full=True), [group], list(params.units), label)
-        else:
-            told = _tell(optim_state_dict, params, full=False)
+        look = partial(_contents_of, optim_state_dict, params, full=from_rank0)
+        label = "tell what optimizer state rank 0 has"
+        contents = on_first(look, [group], list(params.units), label) if from_rank0 else look()
         own = groups_of(optim, optim_input)
         keys = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
             keys = {param: params.key_of_named(param) for param in keys}
-        groups = _keyed_groups(told.groups, params, keys, own, strict=strict)
+        groups = _keyed_groups(contents.groups, params, keys, own, strict=strict)
         kept = {} if strict or optim is None else optim.state
-        plan = _Plan(params, told, kept)
+        plan = _Plan(params, contents, kept)
         given = _Given(states or {}, group if from_rank0 else None)
         arriving = {
             unit: [(arrival, given.source(arrival, unit)) for arrival in arrivals]
@@ -372,7 +370,7 @@ def optim_state_dict_to_load(
         "state": {keys[param]: plan.local[param] for param in params.in_order if param in plan.local and param in keys}
     }
     loadable["state"].update((key, value) for key, value in kept.items() if not isinstance(key, torch.Tensor))
-    loadable["state"].update((name, copy.deepcopy(value)) for name, value in told.others.items())
+    loadable["state"].update((name, copy.deepcopy(value)) for name, value in contents.others.items())
     if groups is not None:
         loadable["param_groups"] = groups
     if optim is not None:
@@ -384,7 +382,7 @@ def _chunks(arriving: Iterable[tuple[_Arrival, Source]]) -> Iterator[str]:
     """What of one unit has to be exchanged, in words: equal on all ranks."""
     for arrival, source in arriving:
         if source.placement is not None:
-            yield f"state {arrival.state!r} of {arrival.name!r} ({arrival.told.dtype}, {source.placement})"
+            yield f"state {arrival.state!r} of {arrival.name!r} ({arrival.what.dtype}, {source.placement})"
 
 
 def _keyed_groups(

@@ -1,6 +1,6 @@
 """Optimizer state between flat shards and parameter names.
 
-On the way out, the ranks first tell each other what states there are (names, dtypes, scalars: one exchange of objects).
+On the way out, the ranks first exchange what states there are (names, dtypes, scalars: one exchange of objects).
 From then on all of them know every message, and the elements of a unit travel in one collective, to the ranks that
 asked for them. Large units travel in several parts, of which two are there beside the result: one travels while the
 other is put where it belongs.
@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp.checkpoint.forms import Form, Leaving, export, sharers
+from fsdp.checkpoint.forms import Form, Leaving, export, group_of
 from fsdp.checkpoint.optim_names import (
     Holder,
     Key,
@@ -125,14 +125,14 @@ def _agree(
 ) -> dict[Holder, States]:
     """The states of every parameter that has any, the same on all ranks: one exchange of objects per shard group.
 
-    Where there are several groups, their ranks then tell each other whether all is well, since some may be in one only.
+    Where there are several groups, their ranks then exchange whether all is well, since some may be in one only.
 
     Args:
         unknown: what is wrong with the parameters that this rank's optimizer holds.
 
     Raises, on every rank:
         KeyError: ``unknown``.
-        NotImplementedError: a state is neither a scalar nor element-wise, or cannot be told to other ranks.
+        NotImplementedError: a state is neither a scalar nor element-wise, or cannot be sent to other ranks.
         RuntimeError: ranks lack states that others have.
         AssertionError: states differ between ranks.
     """
@@ -151,11 +151,11 @@ def _agree(
     different: list[str] = []
     label, device = "agree on the optimizer's states", params.device
     for group, holders in by_group.items():
-        told = [local[holder] for holder in holders]
-        ranks, everyone = [dist.get_rank()], [(told, _failure(unknown, problems))]
+        own = [local[holder] for holder in holders]
+        ranks, everyone = [dist.get_rank()], [(own, _failure(unknown, problems))]
         if group is not None:
             holders[0].unit.announce()
-            several = all_gather_object(_packed(told, unknown, problems), group, label, device)
+            several = all_gather_object(_packed(own, unknown, problems), group, label, device)
             ranks, everyone = group_ranks(group), [pickle.loads(theirs) for theirs in several]
         failures.update({rank: failure for rank, (_, failure) in zip(ranks, everyone) if failure is not None})
         for number, holder in enumerate(holders if not failures else ()):
@@ -180,10 +180,10 @@ def _agree(
     return {holder: states for holder in local if (states := agreed[holder]) is not None}
 
 
-def _packed(told: list[States | None], unknown: str | None, problems: list[str]) -> bytes:
+def _packed(own: list[States | None], unknown: str | None, problems: list[str]) -> bytes:
     """What this rank tells the others; they wait for it, whatever it holds."""
     try:
-        return pickle.dumps((_shared_alike(told), _failure(unknown, problems)))
+        return pickle.dumps((_shared_alike(own), _failure(unknown, problems)))
     except Exception as error:  # whatever the values' own ways to be pickled raise
         return pickle.dumps(([], _failure(unknown, [*problems, f"a state cannot be pickled: {error}"])))
 
@@ -200,11 +200,11 @@ def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
     return Failure("NotImplementedError", None, f"{expected}, but {'; '.join(problems)}")
 
 
-def _shared_alike(told: list[States | None]) -> list[States | None]:
+def _shared_alike(own: list[States | None]) -> list[States | None]:
     """Equal descriptions as one object: most parameters have the same, and pickle writes an object once."""
     seen: dict[Any, States] = {}
     result: list[States | None] = []
-    for states in told:
+    for states in own:
         try:
             key = None if states is None else tuple((name, type(value), value) for name, value in states.items())
             result.append(None if states is None else seen.setdefault(key, states))
@@ -247,7 +247,7 @@ def optim_state_dict(
     for unit, called in params.units.items():
         of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
         if of_unit:
-            channel = channels.over(sharers(unit), unit.device)
+            channel = channels.over(group_of(unit), unit.device)
             leaving.update(_send(unit, of_unit, state_of, form, group, channel, f"optimizer state of {called}"))
     channels.flush()
     if form.rank0_only and group.rank() != 0:

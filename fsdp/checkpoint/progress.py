@@ -8,16 +8,16 @@ from collections.abc import Iterator
 
 from tqdm import tqdm
 
-from fsdp.checkpoint.files import Told, nobody
+from fsdp.checkpoint.files import Advance, no_progress
 
 DELAY = 3.0  # seconds before a bar appears
 
 
 @contextlib.contextmanager
-def bar(words: str, nbytes: int, shown: bool) -> Iterator[Told]:
+def bar(words: str, nbytes: int, shown: bool) -> Iterator[Advance]:
     """Inside, what to call for bytes that are done, of ``nbytes`` in all."""
     if not (shown and sys.stderr is not None and sys.stderr.isatty()):
-        yield nobody  # and no tqdm, which makes locks for all processes
+        yield no_progress  # and no tqdm, which makes locks for all processes
         return
     with tqdm(desc=words, total=nbytes, unit="B", unit_scale=True, delay=DELAY, leave=False) as shows:
         yield shows.update

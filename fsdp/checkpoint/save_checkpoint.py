@@ -320,15 +320,15 @@ class Saving:
     def _written(self, task: _Task, planner: DefaultSavePlanner, *, progress: bool) -> _Written:
         """This rank's file of tensors, if it has any, and its ``extra``."""
         nbytes = len(self._extra) + sum(held_nbytes(value) for value in self._state.values())
-        with bar("saving", nbytes, progress and self._ranks.rank == 0) as told:
+        with bar("saving", nbytes, progress and self._ranks.rank == 0) as advance:
             tensors = (value for value in tree_leaves(list(self._state.values())) if isinstance(value, torch.Tensor))
             # torch would copy what is staged ahead as well, on a stream of its own, and wait for the device
             ahead = _Writer.COPIED_AHEAD if any(tensor.device.type != "cpu" for tensor in tensors) else 0
-            writer = _Writer(task.directory, self._ranks.rank == 0, told, ahead)
+            writer = _Writer(task.directory, self._ranks.rank == 0, advance, ahead)
             plan = planner.finish_plan(task.plan)
             results = writer.write_data(plan, planner).wait() if plan.items else []
             if self._extra:
-                files.write_durably(task.directory / extra_name(self._ranks.rank), self._extra, writer.entries, told)
+                files.write_durably(task.directory / extra_name(self._ranks.rank), self._extra, writer.entries, advance)
             files.disk.sync_directory(task.directory)
         return _Written(results, writer.entries)
 
@@ -451,13 +451,13 @@ def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
 class _DurableFiles(FileSystem):
     """Files whose content is on the disk, and whose sizes and checksums are in ``entries``, once they are closed."""
 
-    def __init__(self, entries: dict[str, Entry], told: files.Told) -> None:
+    def __init__(self, entries: dict[str, Entry], advance: files.Advance) -> None:
         super().__init__()
-        self._entries, self._told = entries, told
+        self._entries, self._advance = entries, advance
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with files.durable(Path(path), self._entries, self._told) as stream:
+        with files.durable(Path(path), self._entries, self._advance) as stream:
             yield stream
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -471,9 +471,13 @@ class _Writer(FileSystemWriter):
     COPIED_AHEAD = 10_000_000  # bytes of an accelerator's that are copied while others are written; 0: none
 
     def __init__(
-        self, path: Path, is_coordinator: bool, told: files.Told = files.nobody, copied_ahead: int = COPIED_AHEAD
+        self,
+        path: Path,
+        is_coordinator: bool,
+        advance: files.Advance = files.no_progress,
+        copied_ahead: int = COPIED_AHEAD,
     ) -> None:
         super().__init__(path, sync_files=False, per_thread_copy_ahead=copied_ahead)  # the files sync themselves
         self.entries: dict[str, Entry] = {}
-        self.fs = _DurableFiles(self.entries, told)
+        self.fs = _DurableFiles(self.entries, advance)
         self.set_up_storage_writer(is_coordinator)
