@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -211,18 +211,7 @@ class Outcome(Future[Path]):
 # -- one rank's share --------------------------------------------------------------------------------------------------
 
 
-class _Task(NamedTuple):
-    """What one rank has to write, and where."""
-
-    plan: SavePlan
-    directory: Path
-
-
-class _Written(NamedTuple):
-    """What one rank has written: where its parts of tensors are, and its files."""
-
-    results: list[Any]
-    entries: dict[str, Entry]
+_Written = tuple[list[Any], dict[str, Entry]]  # by one rank: where its parts of tensors are, and its files
 
 
 class Saving:
@@ -296,16 +285,17 @@ class Saving:
             planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
             return planner.create_local_plan()
 
-        def deal(plans: list[SavePlan]) -> list[_Task]:
+        def deal(plans: list[SavePlan]) -> list[tuple[SavePlan, Path]]:
             self._directory = files.begin(Path(self._path))
             of_ranks, self._metadata = planner.create_global_plan(plans)
-            of_ranks = _Writer(self._directory, True).prepare_global_plan(of_ranks)
-            return [_Task(its, self._directory) for its in of_ranks]
+            return [(its, self._directory) for its in _Writer(self._directory, True).prepare_global_plan(of_ranks)]
 
         try:
-            task = self._ranks.round("plan a checkpoint", plan, deal)
+            mine, directory = self._ranks.round("plan a checkpoint", plan, deal)
             path = self._ranks.round(
-                "write a checkpoint", lambda: self._written(task, planner, progress=progress), self._published
+                "write a checkpoint",
+                lambda: self._written(planner.finish_plan(mine), directory, planner, progress=progress),
+                self._published,
             )
         except BaseException:
             if self._directory is not None:
@@ -317,26 +307,25 @@ class Saving:
             files.remove_older(path, self._keep)
         return path
 
-    def _written(self, task: _Task, planner: DefaultSavePlanner, *, progress: bool) -> _Written:
+    def _written(self, plan: SavePlan, directory: Path, planner: DefaultSavePlanner, *, progress: bool) -> _Written:
         """This rank's file of tensors, if it has any, and its ``extra``."""
         nbytes = len(self._extra) + sum(held_nbytes(value) for value in self._state.values())
         with bar("saving", nbytes, progress and self._ranks.rank == 0) as advance:
             tensors = (value for value in tree_leaves(list(self._state.values())) if isinstance(value, torch.Tensor))
             # torch would copy what is staged ahead as well, on a stream of its own, and wait for the device
             ahead = _Writer.COPIED_AHEAD if any(tensor.device.type != "cpu" for tensor in tensors) else 0
-            writer = _Writer(task.directory, self._ranks.rank == 0, advance, ahead)
-            plan = planner.finish_plan(task.plan)
+            writer = _Writer(directory, self._ranks.rank == 0, advance, ahead)
             results = writer.write_data(plan, planner).wait() if plan.items else []
             if self._extra:
-                files.write_durably(task.directory / extra_name(self._ranks.rank), self._extra, writer.entries, advance)
-            files.disk.sync_directory(task.directory)
-        return _Written(results, writer.entries)
+                files.write_durably(directory / extra_name(self._ranks.rank), self._extra, writer.entries, advance)
+            files.disk.sync_directory(directory)
+        return results, writer.entries
 
     def _published(self, written: list[_Written]) -> Sequence[Path]:
         assert self._directory is not None
-        entries = {name: entry for theirs in written for name, entry in theirs.entries.items()}
+        entries = {name: entry for _, theirs in written for name, entry in theirs.items()}
         writer = _Writer(self._directory, True)
-        writer.finish(self._metadata, [theirs.results for theirs in written])
+        writer.finish(self._metadata, [results for results, _ in written])
         files.write_durably(self._directory / files.INDEX, files.packed_index(self._metadata), writer.entries)
         files.seal(self._directory, entries | writer.entries, len(written))
         return [files.publish(self._directory)] * len(written)
