@@ -1399,7 +1399,7 @@ MUTATIONS = [
         "            if form.rank0_only:\n",
         "            if False:\n",
         "every rank gathers what rank 0 alone asked for",
-        _tests("state_dict", "one_gather_per_unit_and_none_where_nothing_need_move"),
+        _tests("state_dict_costs", "one_gather_per_unit_and_none_where_nothing_need_move"),
     ),
     Mutation(
         "fsdp/checkpoint/state_dict.py",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import (
     CPUOffload,
@@ -41,7 +38,6 @@ from fsdp import (
 from fsdp.checkpoint.placement import Box, copy_parts
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.models import ZOO
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
@@ -347,133 +343,6 @@ def test_r40_state_without_communication_loads_anywhere(tmp_path: Path) -> None:
     run_ranks(1, _load_ragged, str(tmp_path / "3"), False, FULL_SHARD, None)
     run_ranks(1, _load_plain, str(tmp_path / "3"))
     run_ranks(2, _load_plain, str(tmp_path / "2"))
-
-
-# -- what it costs -----------------------------------------------------------------------------------------------------
-
-
-def _collectives(mode: bool) -> None:
-    """Per unit with parameters: one for a full or sharded dict, on rank 0 alone or not; none otherwise."""
-    model = rich(mode)
-    with kind_of(model, "full"):
-        model.state_dict()  # the first time the ranks compare what they do
-    units = ["gather the root unit", "gather unit 'blocks.0'", "gather unit 'blocks.1.0'"]
-    by_kind = {"full": "all_gather", "rank 0": "all_to_all", "sharded": "all_to_all", "local": None, "ragged": None}
-    for kind, op in by_kind.items():
-        settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
-        with FullyShardedDataParallel.state_dict_type(model, *settings):
-            with record_collectives() as log:
-                state = model.state_dict()
-            moved = [r for r in log.records if r.label in units]
-            assert Counter((r.op, r.label) for r in moved) == Counter((op, unit) for unit in units if op), kind
-            if kind == "rank 0":
-                continue
-            with record_collectives() as log:
-                model.load_state_dict(state)
-            moved = [r for r in log.records if r.label in units]
-            expected = Counter(("all_to_all", unit) for unit in units if kind == "sharded")
-            assert Counter((r.op, r.label) for r in moved) == expected, kind
-            if kind == "sharded":
-                continue
-            agreed = [r for r in log.records if r not in moved]
-            assert [(r.op, r.nbytes) for r in agreed] == [("all_reduce", 24)], kind
-
-
-@pytest.mark.parametrize("mode", [False, True])
-def test_one_gather_per_unit_and_none_where_nothing_need_move(mode: bool) -> None:
-    """T14: each unit moves once, with all its buckets; whole values load without communication but for three
-    numbers."""
-    run_ranks(2, _collectives, mode)
-
-
-class Square(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(256, 256, bias=False)
-
-
-class Wide(nn.Module):
-    """A root with parameters of its own before and after its units; a square matrix has a quarter of a megabyte."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(256, 256, bias=False)
-        self.units = nn.Sequential(*(Square() for _ in range(6)))
-        self.last = nn.Linear(256, 256, bias=False)
-
-
-SQUARE = 256 * 256 * 4
-
-
-class Highest(TorchDispatchMode):
-    """The most bytes that are held after any operation."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self.meter, self.nbytes = meter, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.nbytes = max(self.nbytes, self.meter.live())
-        return result
-
-
-def _peak(kind: str) -> tuple[int, int]:
-    """Bytes held at most while the state is collected, and afterwards, beyond what was there before."""
-    model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
-    settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
-    meter = Meter()
-    with FullyShardedDataParallel.state_dict_type(model, *settings):
-        with Highest(meter):  # what is loaded at first use, and leaves cycles of tracebacks
-            model.state_dict()
-        gc.collect()
-        before = meter.at_rest()
-        with Highest(meter) as highest:
-            state = model.state_dict()
-        held = meter.at_rest() - before
-    del state
-    return highest.nbytes - before, held
-
-
-@pytest.mark.skipif(not meter_available(), reason="no byte meter")
-def test_a_full_state_costs_itself_and_one_unit() -> None:
-    """T13, user-pain 7: also where the root has parameters; and on other ranks than rank 0, with rank0_only, what they
-    send of one."""
-    total, slack = 8 * SQUARE, 2 * NOISE
-    for most, held in run_ranks(2, _peak, "full"):
-        assert abs(held - total) <= slack, f"{held:,}, expected {total:,}"
-        assert total + SQUARE - slack <= most <= total + SQUARE + slack, f"{most:,}"
-    receiver, other = run_ranks(2, _peak, "rank 0")
-    assert abs(receiver[1] - total) <= slack and receiver[0] <= total + SQUARE + slack
-    assert other[0] <= SQUARE + slack and other[1] <= slack
-    for most, held in run_ranks(2, _peak, "ragged"):
-        assert max(most, held) <= slack
-
-
-def _peak_of_loading(kind: str) -> int:
-    """Bytes held at most while it is loaded, beyond what was there before."""
-    model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
-    settings = (FULL, FullStateDictConfig(rank0_only=True)) if kind == "rank 0" else KINDS[kind]
-    meter = Meter()
-    with FullyShardedDataParallel.state_dict_type(model, *settings):
-        state = model.state_dict()
-        with Highest(meter):
-            model.load_state_dict(state)
-        dist.barrier()
-        gc.collect()
-        before = meter.at_rest()
-        with Highest(meter) as highest:
-            model.load_state_dict(state)
-    return highest.nbytes - before
-
-
-@pytest.mark.skipif(not meter_available(), reason="no byte meter")
-def test_loading_costs_nothing_beside_what_is_received() -> None:
-    """T20, user-pain 16: nothing where each rank has its values; of what rank 0 hands out, its own part at most."""
-    slack = 2 * NOISE
-    for kind in ("full", "ragged"):
-        assert max(run_ranks(2, _peak_of_loading, kind)) <= slack, kind
-    _, other = run_ranks(2, _peak_of_loading, "rank 0")
-    assert other <= 4 * SQUARE + slack, f"{other:,}, and its part of the model are four squares"
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -1,0 +1,170 @@
+"""What optimizer state costs on its way out and in: collectives, messages, memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp import FullStateDictConfig, StateDictType
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.test_optim_state import FSDP, adamw, assert_same, ours, train
+
+
+def big(uop: bool) -> tuple[FSDP, Optimizer, int]:
+    """A model, its trained optimizer, and the bytes of one state of its largest unit."""
+    plain = nn.Sequential(*(nn.Linear(700, 700) for _ in range(6)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=uop)
+    return model, train(adamw(model.parameters()), steps=1), (700 * 700 + 700) * 4
+
+
+def check_counts(uop: bool) -> None:
+    model, optimizer, state = big(uop)
+    world_size, group = dist.get_world_size(), tuple(range(dist.get_world_size()))
+    for what, op in (
+        (lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only=True), "all_to_all"),
+        (lambda: FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), "all_gather"),
+        (lambda: FSDP.sharded_optim_state_dict(model, optimizer), "all_to_all"),
+    ):
+        with record_collectives() as log:
+            saved = what()
+        moved = [record for record in log.records if record.op != "object" and record.label != "agree on the layout"]
+        if op == "all_gather" and {record.op for record in moved} == {"exchange"}:
+            op = "exchange"  # the direct form of it
+        assert [(record.op, record.group) for record in moved] == [(op, group)] * 6
+        assert [record.op for record in log.records].count("object") == 1
+        assert moved[0].label == "optimizer state of unit '0'"
+    received = moved[0].output_nbytes
+    assert received <= 2 * state / world_size + 64, "of sharded states each rank gets its chunk only"
+
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    with record_collectives() as log:
+        FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer)
+    assert [record.op for record in log.records] == ["object"] + ["all_to_all"] * 6
+    assert all(record.output_nbytes <= 2 * state / world_size + 64 for record in log.records[1:])
+    with record_collectives() as log:
+        if dist.get_rank() == 0:
+            FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
+    assert log.records == []
+    with record_collectives() as log:
+        FSDP.flatten_sharded_optim_state_dict(saved, model, optimizer)
+    assert [record.op for record in log.records] == ["all_reduce"] + ["all_to_all"] * 6
+    assert log.records[0].nbytes == 24, "whether every rank has the same to send"
+
+
+def check_direct(uop: bool) -> None:
+    group = dist.new_group()  # its messages are not the same number on all ranks
+    model = ours(uop, process_group=group)
+    optimizer = train(adamw(model.parameters()))
+    found, ops = {}, {}
+    for way in ("native", "direct"):
+        os.environ["FSDP_COLLECTIVES"] = way
+        with record_collectives() as log:
+            on_rank0 = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True)
+            everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+            sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+            scattered = FSDP.scatter_full_optim_state_dict(on_rank0 or None, model, optim=optimizer, group=group)
+            flattened = FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer)
+            weights = [full_model_state(model, rank0_only) for rank0_only in (True, False)]
+        found[way] = [on_rank0, everywhere, sharded, scattered, flattened, *weights]
+        ops[way] = {record.op for record in log.records if record.dtype in (torch.float32, torch.uint8)}
+    os.environ["FSDP_COLLECTIVES"] = "auto"
+    del model
+    dist.destroy_process_group(group)
+    assert_same(found["direct"], found["native"], "direct messages")
+    assert ops["direct"] <= {"exchange"} and "exchange" not in ops["native"]
+
+
+def full_model_state(model: FSDP, rank0_only: bool) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=rank0_only)):
+        return model.state_dict()
+
+
+def check_memory(uop: bool) -> None:
+    model, optimizer, state = big(uop)
+    units, rank = 6, dist.get_rank()
+    for rank0_only in (True, False):
+        FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
+        dist.barrier()
+        gc.collect()
+        meter = Meter()
+        before = meter.at_rest()
+        with Peak(meter) as peak:
+            saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
+        result = 2 * units * state if saved else 0
+        # two parts are on their way at a time, and a part holds both states of such a small unit
+        assert peak.live - before <= result + 4 * state + NOISE, f"rank0_only={rank0_only}, rank {rank}"
+        if not saved:
+            assert peak.live - before <= 4 * state / dist.get_world_size() + 2 * NOISE, "a rank that only sends"
+        del saved
+
+    full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True)
+    for _ in range(2):
+        dist.barrier()
+        gc.collect()
+        before = meter.at_rest()
+        with Peak(meter) as peak:
+            loadable = FSDP.scatter_full_optim_state_dict(full or None, model, optim=optimizer)
+        del loadable
+    # what this rank will hold, and two parts on their way: rank 0 has whole ones, the others their own
+    ours_of_it, part = (
+        2 * units * state / dist.get_world_size(),
+        2 * state / (1 if rank == 0 else dist.get_world_size()),
+    )
+    assert peak.live - before <= ours_of_it + 2 * part + 2 * NOISE, f"handed out, rank {rank}"
+
+
+class Peak:
+    """The most bytes that were live whenever a tensor operation returned inside."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter, self.live = meter, 0
+
+    def __enter__(self) -> Peak:
+        peak = self
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                result = func(*args, **(kwargs or {}))
+                peak.live = max(peak.live, peak.meter.live())
+                return result
+
+        self.mode = Watch()
+        self.mode.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.mode.__exit__(*raised)
+
+
+@pytest.mark.parametrize("uop", [False, True])
+def test_one_collective_per_unit(uop: bool) -> None:
+    """U9, U10, Y72: descriptions once, then one collective per unit for all its states; each gets what it asked."""
+    run_ranks(2, check_counts, uop)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_direct_messages_carry_the_same(world_size: int) -> None:
+    """Elements that go from where they lie to where they belong, out of the shards and back into them."""
+    for uop in (False, True):
+        run_ranks(world_size, check_direct, uop)
+
+
+@pytest.mark.skipif(not meter_available(), reason="needs a byte meter")
+@pytest.mark.parametrize("uop", [False, True])
+def test_memory_is_the_result_and_two_parts_of_a_unit(uop: bool) -> None:
+    """U12, user-pain 6: and on ranks that get nothing, only what they send."""
+    run_ranks(2, check_memory, uop)
