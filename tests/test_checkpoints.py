@@ -502,7 +502,7 @@ def one_rank_differs(root: str) -> None:
             FSDP.full_optim_state_dict(model, stranger)
         if rank == 1:
             next(iter(optimizer.state.values()))["made by"] = lambda: 0
-        with pytest.raises(NotImplementedError, match="rank 1: .*, but a state cannot be pickled"):
+        with pytest.raises(NotImplementedError, match=r"rank 1: .*, but a state cannot be pickled"):
             FSDP.full_optim_state_dict(model, optimizer)
         optimizer.load_state_dict(raw)
         assert_bit_equal(whole(*run), before)

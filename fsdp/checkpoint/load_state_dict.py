@@ -376,9 +376,13 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
             nonlocal loading
             loading = prepare(model, into_module, state_dict, strict)
             undo.callback(loading.undo)
-            return _plan(loading, state_dict)
+            kinds = (ShardedTensor, DTensor, RaggedTensor)
+            if sharded := [key for key, value in state_dict.items() if isinstance(value, kinds)]:
+                raise RuntimeError(f"{', '.join(map(repr, sharded))}: sharded, and only rank 0 has a dict")
+            extra = {k: v for k, v in state_dict.items() if k.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX}
+            return loading.incompatible, [list(unit.sources) for unit in loading.units], set(state_dict), extra
 
-        incompatible, present, rest, extra = on_first(plan, groups, units, "tell what state rank 0 has")
+        incompatible, present, given, extra = on_first(plan, groups, units, "tell what state rank 0 has")
         with alike_on_all_ranks(units):
             if loading is None and extra:
                 undo.callback(prepare(model, into_module, extra, False).undo)
@@ -389,7 +393,7 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
             unit.shards_were_written()
         if loading is not None and loading.rest is not None:
             loading.rest.commit(assign=False)
-        tensors = [tensor for name, tensor in rest_of(model) if name in rest]
+        tensors = [tensor for name, tensor in rest_of(model) if name in given]
         for group in groups:
             broadcast(tensors, group)
     return incompatible
@@ -408,22 +412,6 @@ def _ranks_of(model: nn.Module, units: list[Unit]) -> list[Any]:
             "ranks where the model itself is not wrapped; pass the dict on every rank"
         )
     return [group for group in (root.shard, root.replica) if group is not None and group.size() > 1]
-
-
-def _plan(loading: Loading, state_dict: Mapping[str, Any]) -> tuple[Any, list[list[Key]], set[str], Any]:
-    """What is to be loaded: the keys that do not fit, the parameters of each unit, the names of the rest, and the extra
-    state.
-
-    Raises:
-        RuntimeError: a value is sharded.
-    """
-    sharded = [key for key, value in state_dict.items() if isinstance(value, (ShardedTensor, DTensor, RaggedTensor))]
-    if sharded:
-        raise RuntimeError(f"{', '.join(map(repr, sharded))}: sharded, and only rank 0 has a dict")
-    present = [list(unit.sources) for unit in loading.units]
-    rest = {name for name, _ in rest_of(loading.opener) if name in state_dict}
-    extra = {key: value for key, value in state_dict.items() if key.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX}
-    return loading.incompatible, present, rest, extra
 
 
 def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
