@@ -1424,6 +1424,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/load_state_dict.py",
+        "            self.undo()\n        for hooks",
+        "        for hooks",
+        "buffers keep what was loaded before a load that ended in an exception",
+        _tests("state_dict", "r43_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/load_state_dict.py",
         "    if groups.replica is not None:\n        channel",
         "    if False:\n        channel",
         "what rank 0 has does not reach the ranks that a unit is replicated over",
