@@ -62,12 +62,13 @@ from fsdp.runtime.build import Membership, UnitOptions, build_unit, inside_check
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, warn_of_local_norm
 from fsdp.runtime.comm_hook import register_comm_hook
-from fsdp.runtime.context import RootContext, UnitPolicy
+from fsdp.runtime.context import RootContext
 from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
+from fsdp.runtime.unit_buffers import UnitPolicy
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
 __all__ = [

@@ -94,7 +94,7 @@ class PrivateNames(nn.Module):
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Gathers from now on see what the current stream has written: needed between an optimizer step and
         ``_unshard``."""
-        self._membership.join().gathers_follow_compute()
+        self._membership.join().residency.gathers_follow_compute()
 
     # -- parameters ----------------------------------------------------------------------------------------------------
 

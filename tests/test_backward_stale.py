@@ -88,18 +88,18 @@ def _repeated_calls() -> None:
         assert context is not None
         full = seeded(Mlp)().blocks[1].linear.weight
         with record_collectives() as log:
-            unit.reshard(context)
-            unit.reshard(context)
+            context.residency.reshard(unit)
+            context.residency.reshard(unit)
             assert log.count("all_gather") == 0
             for _ in range(2):
-                unit.unshard(context, refill=False)
+                context.residency.unshard(unit, refill=False)
                 assert torch.equal(model.blocks[1].module.linear.weight, full)
             assert log.count("all_gather") == (0 if strategy is NONE else 1)
-            unit.reshard(context)
-            unit.reshard(context)
-            unit.unshard(context, refill=True)
+            context.residency.reshard(unit)
+            context.residency.reshard(unit)
+            context.residency.unshard(unit, refill=True)
             assert torch.equal(model.blocks[1].module.linear.weight, full)
-            unit.reshard(context)
+            context.residency.reshard(unit)
             assert log.count("all_gather") == (0 if strategy is NONE else 2)
         assert_at_rest(model, describe((strategy, orig)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp.runtime.residency import Residence, Residency
+from fsdp.runtime.residency import Residence, Residences
 
 PREFETCHED, IN_USE, RECOMPUTED, KEPT = (
     Residence.PREFETCHED,
@@ -15,7 +15,7 @@ PREFETCHED, IN_USE, RECOMPUTED, KEPT = (
 
 
 def test_idle_units_stand_in_the_order_in_which_they_became_so() -> None:
-    residency: Residency[str] = Residency()
+    residency: Residences[str] = Residences()
     for unit in "abcd":
         residency.gathers(unit, PREFETCHED)
     for unit in "ac":
@@ -33,13 +33,13 @@ def test_idle_units_stand_in_the_order_in_which_they_became_so() -> None:
 
 @pytest.mark.parametrize("then", [RECOMPUTED, KEPT])
 def test_nothing_is_left_by_a_pass_that_was_not_gathered_for_it(then: Residence) -> None:
-    residency: Residency[str] = Residency()
+    residency: Residences[str] = Residences()
     with pytest.raises(AssertionError, match=f"went from SHARDED to {then.name}"):
         residency.gathers("a", then)
 
 
 def test_what_was_gathered_ahead_is_recomputed_only_in_use() -> None:
-    residency: Residency[str] = Residency()
+    residency: Residences[str] = Residences()
     residency.gathers("a", PREFETCHED)
     with pytest.raises(AssertionError, match="went from PREFETCHED to RECOMPUTED"):
         residency.becomes("a", RECOMPUTED)

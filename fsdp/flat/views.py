@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,18 +71,26 @@ class _BucketViews:
         return [(id(visible.param), visible.param._version) for visible in self.visible]
 
     def marks(self) -> Marks:
-        """What ``changed_since`` and ``moved_since`` compare with."""
+        """What ``check_unchanged`` compares with."""
         return self.handle.copy, self.versions if self.check_writeback else []
 
-    def changed_since(self, before: Marks) -> list[int]:
-        """The positions of the visible parameters that users have changed in place or replaced since these marks were
-        made. What they wrote through ``.data`` leaves none, as with plain parameters."""
-        return [i for i, (one, other) in enumerate(zip(self.marks()[1], before[1])) if one != other]
-
-    def moved_since(self, before: Marks) -> bool:
-        """Whether the shard got another dtype or device since these marks were made: a graph of then is over memory
-        that is gone."""
-        return self.handle.copy is not before[0]
+    def check_unchanged(self, before: Marks, expected: Collection[int]) -> None:
+        """Raises RuntimeError if a backward from a forward in which these marks were made would compute with other
+        values than that: what it computes the gradients of, the leaves ``expected``, must be as it was then. What is
+        written through ``.data`` leaves no mark, as with plain parameters."""
+        copy, versions = self.marks()
+        if copy is not before[0]:
+            raise RuntimeError(
+                f"{self.handle.unit_name} was moved or cast between a forward and its backward, whose values are gone: "
+                "call .to(), .half() and the like after the backward; or run the forward again"
+            )
+        for visible, now, then in zip(self.visible, versions, before[1]):
+            if now != then and any(member in expected for member in visible.members):
+                raise RuntimeError(
+                    f"{visible.name!r} of {self.handle.unit_name} was changed in place, or replaced, between a forward "
+                    "and its backward, which would compute with other values than the forward did. Change parameters, "
+                    "and step optimizers, after the backward; or run the forward again"
+                )
 
     def note_writes(self, indices: Iterable[int]) -> None:
         """The values of these parameters of the layout were changed: users have the versions of theirs grow, too."""

@@ -18,10 +18,11 @@ from fsdp.flat.names import CHECKPOINTED_MODULE
 from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, owned_params, synchronize
 from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
-from fsdp.runtime.context import RootContext, UnitPolicy
+from fsdp.runtime.context import RootContext
 from fsdp.runtime.hooks import forward_refused
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import Unit, units_below, units_in
+from fsdp.runtime.unit_buffers import UnitPolicy
 
 
 @dataclass(frozen=True)

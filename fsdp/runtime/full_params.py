@@ -76,14 +76,14 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     unit.follow_parameters()
     with torch.no_grad():
         full_grads = _gather_grads(unit) if options.with_grads else None
-        unit.show_full(context)
+        context.residency.summon(unit)
     offloaded = options.offload_to_cpu and is_device(unit.device)
     shown = not options.rank0_only or unit.groups.shard_rank == 0 or not unit.groups.sharded
     values = (
         [handle.full.to("cpu", copy=True) if offloaded else handle.full for handle in unit.handles] if shown else []
     )
     if offloaded or options.rank0_only:
-        unit.show_elsewhere(context, release=offloaded or not shown)
+        context.residency.summon_elsewhere(unit, release=offloaded or not shown)
     try:
         for position, (handle, views, value) in enumerate(zip(unit.handles, unit.views, values)):
             grads = None if full_grads is None else full_grads[position]
@@ -91,7 +91,7 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
         yield
     finally:
         with torch.no_grad(), contextlib.ExitStack() as hidden:  # all of it, though a part may raise
-            hidden.callback(unit.end_show, context)
+            hidden.callback(context.residency.end_summon, unit)
             for handle, views, value in reversed(list(zip(unit.handles, unit.views, values))):  # the last comes first
                 hidden.callback(_hide, handle, views, value, options)
 

@@ -1,8 +1,8 @@
-"""Which units of one tree have their full buffers in memory, and why.
+"""Which units of one tree have their full buffers in memory, and why; gathering and resharding them.
 
 [Note: Idle units]
 A unit may be gathered without being in use: gathered ahead, or left so by a recomputation whose backward is about to
-come. It stays while there is room (``RootContext.make_room``) and is resharded first when there is not.
+come. It stays while there is room (``Residency.make_room``) and is resharded first when there is not.
 """
 
 from __future__ import annotations
@@ -10,6 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum, auto
 from typing import Generic, TypeVar
+
+import torch
+
+from fsdp.comm.streams import Streams
+from fsdp.flat.memory import pool_for
+from fsdp.runtime.agreement import GATHER
+from fsdp.runtime.order import ExecutionOrder
+from fsdp.runtime.passes import Passes
+from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
 
 T = TypeVar("T")
 
@@ -34,7 +43,7 @@ _NEXT = {
 }
 
 
-class Residency(Generic[T]):
+class Residences(Generic[T]):
     """Of every unit of one tree, why it is gathered. What is not sharded is never in it."""
 
     def __init__(self) -> None:
@@ -65,3 +74,242 @@ class Residency(Generic[T]):
     def idle(self) -> list[T]:
         """What is gathered and not in use, the oldest first; see [Note: Idle units]."""
         return [unit for unit, why in self._of.items() if why in _IDLE]
+
+
+class Residency(Residences[UnitBuffers]):
+    """Gathers and reshards the units of one tree; what is not sharded is never in it.
+
+    Attributes:
+        pool: the memory of the full buffers.
+        order: that in which units are gathered.
+        generation: counts outermost forwards: what was gathered before is not trusted by the next.
+        expects_backward: whether the outermost forward runs with gradients enabled.
+    """
+
+    def __init__(self, root: UnitBuffers, units: list[UnitBuffers], streams: Streams, passes: Passes) -> None:
+        """``units``, the root among them, may lose some later on."""
+        super().__init__()
+        self.pool = pool_for(root.device, streams)
+        self.passes = passes
+        self.order: ExecutionOrder[UnitBuffers] = ExecutionOrder()
+        self.generation = 0
+        self.expects_backward = False
+        self._root, self._units, self._streams = root, units, streams
+        self._meetings = 0  # of the ranks, when the order was begun
+
+    def start_order(self, unit: UnitBuffers, *, backward: bool) -> None:
+        """A pass begins with ``unit``. Ranks that have met after a failure remember different orders, and would gather
+        different units ahead."""
+        if self._meetings != self.passes.meetings:
+            self.order, self._meetings = ExecutionOrder(), self.passes.meetings
+        self.order.start(unit, backward=backward)
+
+    def stays(self, unit: UnitBuffers) -> bool:
+        """Whether ``unit`` stays gathered from forward to backward."""
+        return not unit.policy.reshard_after_forward or unit is self._root
+
+    # -- gathering -----------------------------------------------------------------------------------------------------
+
+    def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE) -> None:
+        """Start filling the full buffers of ``unit``."""
+        if unit.groups.sharded:
+            self.passes.about_to(GATHER, unit)
+        backward_follows = self.expects_backward and self.passes.forward is not None and not self.passes.in_backward
+        again = backward_follows and not self.stays(unit)
+        with self._streams.on_gather_stream():
+            for bucket, handle in enumerate(unit.handles):
+                assert unit.communicator is not None
+                handle.gather(self.pool, unit.communicator, unit.tag(bucket, "gather"), keep_cast=again)
+        unit.generation, unit.kept_versions = self.generation, None
+        self.gathers(unit, why)
+
+    def unshard(self, unit: UnitBuffers, *, refill: bool) -> None:
+        """The modules hold the full parameters when this returns, and the current stream may read them.
+
+        With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since. Where
+        a backward of ``no_sync`` kept it, their versions tell.
+        """
+        if unit.gathers and not unit.shown:
+            earlier = refill and unit.generation != self.generation
+            stale = earlier and unit.kept_versions != unit.versions
+            if not unit.is_gathered or earlier or self.of(unit) is Residence.PREFETCHED:
+                self.order.record(unit)
+            if not unit.is_gathered:
+                self.make_room(unit)
+                self.gather(unit)
+            elif stale:
+                torch.clear_autocast_cache()  # its casts are of what was there before
+                self.gather(unit)
+            elif earlier:
+                unit.generation = self.generation
+            unit.wait()
+        for view in unit.views:
+            view.use_leaves()
+        self.becomes(unit, Residence.IN_USE)
+
+    def gather_by_hand(self, unit: UnitBuffers) -> None:
+        """Start gathering ``unit`` for the next forward, which will use it: what changes a shard in between comes too
+        late for it."""
+        if not unit.is_gathered:
+            self.make_room(unit)
+        self.gathers_follow_compute()
+        self.gather(unit, Residence.PREFETCHED)
+        unit.generation = self.generation + 1
+        self.settle_offloaded()
+
+    def gathers_follow_compute(self) -> None:
+        """Gathers from now on read what has been written on the current stream, by the optimizer for instance."""
+        updated = self._streams.record()
+        with self._streams.on_gather_stream():
+            self._streams.wait(updated)
+
+    def settle_offloaded(self) -> None:
+        """Shards in host memory may be written from here on: what the device reads of them has been read."""
+        if any(handle.offload.offload_params for unit in self._units for handle in unit.handles):
+            self._streams.settle()
+
+    def forget_casts(self) -> None:
+        """Shards may have changed: the next gathers cast them again."""
+        for unit in self._units:
+            for handle in unit.handles:
+                handle.forget_cast()
+
+    # -- resharding ----------------------------------------------------------------------------------------------------
+
+    def reshard(self, unit: UnitBuffers) -> None:
+        """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
+        unit.use_resting()
+        if unit.shown or unit.in_output:
+            return
+        if self.becomes(unit, Residence.SHARDED):
+            unit.wait()  # gathered ahead in vain: whoever writes to the shard next must not overtake the gather
+            last_use = self._streams.record()
+            with self._streams.on_gather_stream():
+                for handle in unit.handles:
+                    handle.release(self.pool, last_use)
+            torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
+
+    def keep(self, unit: UnitBuffers) -> None:
+        """Leave ``unit`` gathered for the next pass; what users change in between is the shard, not the copy."""
+        unit.use_resting()
+        self.becomes(unit, Residence.KEPT)
+
+    def end_backward(self, unit: UnitBuffers) -> None:
+        """Reshard; but where the strategy keeps a unit after forward and its gradients accumulate unsharded, it stays
+        for the next forward as well, which gathers it again only if a shard was written in between."""
+        if unit.synchronize or unit.policy.reshard_after_forward or not unit.is_gathered:
+            self.reshard(unit)
+            return
+        unit.kept_versions = unit.versions
+        self.keep(unit)
+
+    def forget_output(self, unit: UnitBuffers) -> None:
+        """What an earlier forward returned may lose its values now."""
+        if unit.in_output:
+            unit.in_output = False
+            self.reshard(unit)
+
+    def trim(self) -> None:
+        """Give the pool's spare memory back."""
+        with self._streams.on_gather_stream():
+            self.pool.trim()
+
+    # -- precision -----------------------------------------------------------------------------------------------------
+
+    def compute_in(self, unit: UnitBuffers, full_precision: bool) -> None:
+        """Compute in the parameters' own dtypes from here on, or in those of the mixed precision again; and so the
+        buffers.
+
+        Raises:
+            RuntimeError: a backward of the unit is under way, or its parameters are shown, in the other dtypes.
+        """
+        self.cast_parameters(unit, full_precision)
+        unit.precision.cast_buffers(unit.device, full_precision=full_precision)
+
+    def cast_parameters(self, unit: UnitBuffers, full_precision: bool) -> None:
+        """As ``compute_in``, without the buffers."""
+        if all(handle.full_precision is full_precision for handle in unit.handles):
+            return
+        if (unit.shown or unit.expected.seen) and any(handle.casts for handle in unit.handles):
+            raise RuntimeError(
+                f"{unit.name} would have to compute in mixed and in full precision at once. Forwards inside "
+                "summon_full_params, and in eval mode with FSDP_USE_FULL_PREC_IN_EVAL=1, are in full precision: give "
+                "graphs of different precision backwards of their own, and those of mixed precision outside of "
+                "summon_full_params"
+            )
+        self.forget_output(unit)
+        self.reshard(unit)
+        for handle in unit.handles:
+            handle.compute_in_full_precision(full_precision)
+        unit.expected.watch()
+
+    def refresh(self, unit: UnitBuffers) -> None:
+        """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
+        self.forget_output(unit)
+        if not unit.shown:  # now, so that what is gathered ahead is the right thing
+            self.compute_in(unit, unit.precision.wants_full)
+        unit.follow_parameters()
+
+    # -- summoning -----------------------------------------------------------------------------------------------------
+
+    def summon(self, unit: UnitBuffers) -> None:
+        """Gather, fresh, and stay gathered until ``end_summon``; forwards inside compute with what is there."""
+        self.cast_parameters(unit, True)
+        if unit.gathers:
+            self.gathers_follow_compute()
+            self.gather(unit)
+            unit.wait()
+        unit.summoned = Summoned.HERE
+
+    def summon_elsewhere(self, unit: UnitBuffers, *, release: bool) -> None:
+        """Until ``end_summon`` run no forwards: not every rank's device has the full parameters. With ``release`` this
+        one has not either: it shows a copy in CPU memory, or nothing."""
+        unit.summoned = Summoned.ELSEWHERE if release else Summoned.HERE_ALONE
+        self.reshard(unit)
+
+    def end_summon(self, unit: UnitBuffers) -> None:
+        unit.summoned = Summoned.NOWHERE
+        self.reshard(unit)
+        self.settle_offloaded()
+        unit.precision.cast_buffers(unit.device, full_precision=unit.precision.wants_full)
+        if self.passes.forward is None and not self.passes.in_backward:  # no pass will want it
+            self.trim()
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _distance(self, unit: UnitBuffers) -> int:
+        """How many units to gather ahead while ``unit`` computes."""
+        return unit.policy.backward_prefetch if self.passes.in_backward else unit.policy.forward_prefetch
+
+    def _has_room(self, unit: UnitBuffers, computing: UnitBuffers) -> bool:
+        """Whether one more unit fits while ``computing`` does: 1 + the prefetch distance, not counting the root, the
+        ancestors of ``unit`` and units that their strategy keeps."""
+        if not computing.policy.limit_gathers:
+            return True
+        counted = (
+            other
+            for other in self
+            if other is not self._root and other.policy.reshard_after_forward and other.index not in unit.ancestors
+        )
+        return sum(1 for _ in counted) <= self._distance(computing)
+
+    def make_room(self, unit: UnitBuffers) -> None:
+        """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
+        for other in self.idle:
+            if self._has_room(unit, unit):
+                return
+            self.reshard(other)
+
+    def gather_ahead(self, unit: UnitBuffers) -> None:
+        """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
+        if unit.policy.reduce_unused:
+            return
+        waits = self.passes.in_backward and unit.policy.prefetch_after_gradients
+        if waits and any(other.expected and other.index not in unit.ancestors for other in self):
+            return
+        for candidate in self.order.upcoming(self._distance(unit)):
+            if candidate.is_gathered:
+                continue
+            if not self._has_room(candidate, unit):
+                return
+            self.gather(candidate, Residence.PREFETCHED)

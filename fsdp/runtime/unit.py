@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -16,19 +17,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
-from fsdp.comm.groups import Groups
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import plain_children, unit_of
-from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.backward import ForwardCall, Place, close_passed
 from fsdp.runtime.comm_hook import CommHook
-from fsdp.runtime.context import RootContext, UnitPolicy
+from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves, LeafKey
 from fsdp.runtime.nested import tensors_in
-from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.reduction import BucketGradients
 from fsdp.runtime.residency import Residence
 from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
@@ -41,6 +39,7 @@ class Phase(Enum):
     SUMMONED = auto()  # its parameters are shown whole; forwards inside leave it so
 
 
+@dataclass(eq=False)
 class Unit(UnitBuffers):
     """One wrapped module and the parameters it owns.
 
@@ -54,20 +53,11 @@ class Unit(UnitBuffers):
         state_settings: the kind of state dict that it makes and takes.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        name: str,
-        buckets: list[tuple[FlatParamHandle, BucketViews]],
-        groups: Groups,
-        device: torch.device,
-        policy: UnitPolicy,
-        precision: UnitPrecision,
-    ) -> None:
-        super().__init__(module, name, buckets, groups, device, policy, precision)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.comm_hook: CommHook | None = None
-        keep_low = precision.asked.keep_low_precision_grads
-        self.gradients = [BucketGradients(handle, views, keep_low_precision=keep_low) for handle, views in buckets]
+        keep_low = self.precision.asked.keep_low_precision_grads
+        self.gradients = [BucketGradients(*bucket, keep_low_precision=keep_low) for bucket in self.buckets]
         self.membership: Callable[[], Any] = lambda: None
         self.parent_is_built = self.has_parent = False
         self.mesh: DeviceMesh | None = None
@@ -81,6 +71,12 @@ class Unit(UnitBuffers):
             handle.cast_to = functools.partial(_cast, self.ref, weakref.ref(handle))
 
     # -- the tree ------------------------------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> RootContext | None:
+        """That of its tree."""
+        tree: RootContext | None = self.tree
+        return tree
 
     def signature(self) -> str:
         """What its collectives depend on, in words."""
@@ -112,7 +108,7 @@ class Unit(UnitBuffers):
             return Phase.FORWARD
         if self._in_backward:
             return Phase.BACKWARD
-        return Phase.IDLE if self._summoned is Summoned.NOWHERE else Phase.SUMMONED
+        return Phase.IDLE if self.summoned is Summoned.NOWHERE else Phase.SUMMONED
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduce gradients by ``hook`` from now on."""
@@ -125,17 +121,17 @@ class Unit(UnitBuffers):
 
         A gradient that is not complete goes in two parts.
         """
-        context, communicator = self.context, self._communicator
+        context, communicator = self.context, self.communicator
         assert context is not None and communicator is not None
         if kind == REDUCE:
             if self.phase is Phase.IDLE:
-                self.compute_in_full_precision(context, full_precision)
+                context.residency.cast_parameters(self, full_precision)
             with context.joined():
                 self._reduce(context)
             return
         with context.streams.on_gather_stream():
             gathers = [
-                handle.take_part_in_gather(communicator, self._tag(bucket, "gather"), full_precision=full_precision)
+                handle.take_part_in_gather(communicator, self.tag(bucket, "gather"), full_precision=full_precision)
                 for bucket, handle in enumerate(self.handles)
             ]
         for pending, _ in gathers:  # on the compute stream: whoever writes to the shard next must not overtake it
@@ -158,9 +154,9 @@ class Unit(UnitBuffers):
         parameters. Visible parameters stay the same objects. Returns the device of the shards."""
         context = self.context
         if context is not None:
-            self.compute_in_full_precision(context, False)
-            self.forget_output(context)
-            self.reshard(context)
+            context.residency.cast_parameters(self, False)
+            context.residency.forget_output(self)
+            context.residency.reshard(self)
         for handle, views, gradients in zip(self.handles, self.views, self.gradients):
             grads = [visible.param.grad for visible in views.visible]
             for visible in views.visible:
@@ -191,26 +187,16 @@ class Unit(UnitBuffers):
                 f"{self.name} is in {self.phase.name}: Cannot manually unshard parameters during forward/backward"
             )
         self.follow_parameters()
-        if self._gathers:
-            if not self.is_gathered:
-                context.make_room(self)
-            context.gathers_follow_compute()
-            self.gather(context, Residence.PREFETCHED)
-            self._generation = context.generation + 1
-            context.settle_offloaded()
-
-        def wait() -> None:
-            for handle in self.handles:
-                handle.wait()
-
-        return wait
+        if self.gathers:
+            context.residency.gather_by_hand(self)
+        return self.wait
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     @hooks.untraced
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
         """Gather, and gather ahead; returns the call to hand to ``post_forward``, and the inputs, cast."""
-        if self._summoned in (Summoned.HERE_ALONE, Summoned.ELSEWHERE):
+        if self.summoned in (Summoned.HERE_ALONE, Summoned.ELSEWHERE):
             raise RuntimeError(
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
                 "parameters are not on every rank's device. Run it outside, or summon without these options"
@@ -220,7 +206,7 @@ class Unit(UnitBuffers):
         self._depth += 1
         try:
             start = hooks.next_node_number()
-            full_precision = self._shown or self.precision.wants_full
+            full_precision = self.shown or self.precision.wants_full
             if not full_precision:
                 is_root, has_parameters = self is context.root, bool(self.handles)
                 inputs = self.precision.cast_inputs(inputs, is_root=is_root, has_parameters=has_parameters)
@@ -244,34 +230,33 @@ class Unit(UnitBuffers):
         recomputing = hooks.current_backward() != hooks.NO_BACKWARD
         if recomputing:
             close_passed(Place.now())
-        self._compute_in(context, full_precision)
-        self.unshard(context, refill=not recomputing)
+        context.residency.compute_in(self, full_precision)
+        context.residency.unshard(self, refill=not recomputing)
         if not recomputing:
-            context.gather_ahead(self)
+            context.residency.gather_ahead(self)
 
     @hooks.untraced
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
         """Reshard unless the backward follows at once, and hook the outputs; returns them."""
         for view in self.views:
             view.check_leaves()
-        if not self._shown and not self.precision.wants_full:
+        if not self.shown and not self.precision.wants_full:
             output = self.precision.cast_outputs(output)
         outputs = list(tensors_in(output))
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
-        if self._gathers and any(self._holds(tensor) for tensor in outputs):
-            self._in_output = True
+        if self.gathers and any(handle.holds(tensor) for tensor in outputs for handle in self.handles):
+            self.in_output = True
         if call is not None:
             call.hook_outputs(differentiable)
+        residency = context.residency
         with hooks.own_operations():
             self._leave_forward(context)
             if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
-                if self._stays(context) and context.expects_backward:
-                    for view in self.views:  # what is changed before the backward comes is the shard, not the copy
-                        view.registration.use_resting()
-                    context.residency.becomes(self, Residence.KEPT)
+                if residency.stays(self) and residency.expects_backward:
+                    residency.keep(self)
                 else:
-                    self.reshard(context)
-                    context.gather_ahead(self)
+                    residency.reshard(self)
+                    residency.gather_ahead(self)
             if self._depth == 0:  # last: what fails before it is aborted
                 context.exit_forward(self, backward_follows=bool(differentiable))
         return output
@@ -314,37 +299,20 @@ class Unit(UnitBuffers):
     def _pre_backward(self, call: ForwardCall) -> None:
         """Gather, and note what this backward will bring."""
         context = self.context or call.context
-        if self._gathers and torch.is_grad_enabled():  # in a hook: whether the backward was started with create_graph
+        if self.gathers and torch.is_grad_enabled():  # in a hook: whether the backward was started with create_graph
             raise RuntimeError(
                 f"a backward with create_graph=True reached {self.name}: gradients of gradients of sharded parameters "
                 "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
             )
         context.enter_backward(self)
-        self._compute_in(context, call.full_precision)
+        context.residency.compute_in(self, call.full_precision)
         self._open_calls.add(call)
         expected = self.expected.of_this_task()
         call.enter()
-        self.unshard(context, refill=False)
-        self._check_unchanged(call, expected)  # what was replaced has been taken over by now
-        context.gather_ahead(self)
-
-    def _check_unchanged(self, call: ForwardCall, expected: set[LeafKey]) -> None:
-        """Raises RuntimeError if a parameter that this backward computes the gradient of is not what it was in
-        ``call``, as autograd does for plain ones."""
-        for bucket, (views, before) in enumerate(zip(self.views, call.marks)):
-            if views.moved_since(before):
-                raise RuntimeError(
-                    f"{self.name} was moved or cast between a forward and its backward, whose values are gone: call "
-                    ".to(), .half() and the like after the backward; or run the forward again"
-                )
-            for position in views.changed_since(before):
-                visible = views.visible[position]
-                if any((bucket, member) in expected for member in visible.members):
-                    raise RuntimeError(
-                        f"{visible.name!r} of {self.name} was changed in place, or replaced, between a forward and its "
-                        "backward, which would compute with other values than the forward did. Change parameters, and "
-                        "step optimizers, after the backward; or run the forward again"
-                    )
+        context.residency.unshard(self, refill=False)
+        for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
+            views.check_unchanged(before, {index for of, index in expected if of == bucket})
+        context.residency.gather_ahead(self)
 
     def leaf_ready(self, key: LeafKey, leaf: torch.Tensor) -> None:
         """A leaf's gradient of the running graph task is complete: move it to its slot."""
@@ -380,15 +348,15 @@ class Unit(UnitBuffers):
         gradients.add(index, self.views[bucket].hooked(index, grad))
         expected.discard(key)
         if not self.expected:
-            context.gather_ahead(self)  # before the reduction: somebody waits for a gather
+            context.residency.gather_ahead(self)  # before the reduction: somebody waits for a gather
             self.finish_gradients(context, at_end=False)
             if self._maybe_reshard(context):
-                context.gather_ahead(self)
+                context.residency.gather_ahead(self)
 
     def backward_left(self, call: ForwardCall) -> None:
         """The backward is at an argument of ``call``, which it is behind of: gather what comes next."""
         try:
-            (self.context or call.context).gather_ahead(self)
+            (self.context or call.context).residency.gather_ahead(self)
         except BaseException as error:
             self.backward_failed(error, "end of backward")
             raise
@@ -402,7 +370,7 @@ class Unit(UnitBuffers):
         """Reshard if the backward is over for the unit; returns whether it is."""
         if self._in_backward or self._depth > 0:
             return False
-        self._reshard_after_backward(context)
+        context.residency.end_backward(self)
         return True
 
     def _forget_backward(self) -> None:
@@ -433,8 +401,8 @@ class Unit(UnitBuffers):
                     continue
                 # unused, but not by all: zeros, on every rank alike; or frozen after a backward without synchronisation
                 gradients.open(context.reductions, synchronize=True)
-            assert self._communicator is not None
-            gradients.reduce(self._communicator, context.reductions, self._tag(bucket, "reduce"))
+            assert self.communicator is not None
+            gradients.reduce(self.communicator, context.reductions, self.tag(bucket, "reduce"))
 
     def backward_failed(self, error: BaseException, event: str) -> None:
         """A hook of the unit raises ``error``: the backward ends here."""
@@ -443,38 +411,39 @@ class Unit(UnitBuffers):
         if context is not None:
             context.passes.failed = True
 
-    def end_backward(self, context: RootContext) -> None:
+    def end_backward(self) -> None:
         """The whole backward is over; nothing of it may stay."""
+        context = self.context
+        assert context is not None
         if self.synchronize and self._reduces and not any(gradients.is_open for gradients in self.gradients):
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:
                     gradients.open(context.reductions, synchronize=True)
         self.finish_gradients(context, at_end=True)
-        self._rest(context)
+        self._forget_backward()
+        if self._depth == 0:  # a backward may run inside a forward, whose unit goes on computing
+            context.residency.end_backward(self)
 
-    def reset(self, context: RootContext) -> None:
+    def reset(self) -> None:
         """Forget a forward or backward that failed. A gather under way keeps its buffer until somebody waits for it."""
+        context = self.context
+        assert context is not None
         for gradients in self.gradients:
             gradients.abandon(context.reductions)
         self._depth = 0
         self._forget_backward()
         if self.is_gathering:
-            for view in self.views:
-                view.registration.use_resting()
+            self.use_resting()
             context.residency.becomes(self, Residence.PREFETCHED)
         else:
-            self.reshard(context)
+            context.residency.reshard(self)
 
-    def _rest(self, context: RootContext) -> None:
-        self._forget_backward()
-        if self._depth == 0:  # a backward may run inside a forward, whose unit goes on computing
-            self._reshard_after_backward(context)
-
-    def refresh(self, context: RootContext) -> None:
-        """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
-        if not self._shown:  # now, so that what is gathered ahead is the right thing
-            self._compute_in(context, self.precision.wants_full)
-        self.follow_parameters()
+    def shards_were_written(self) -> None:
+        """On some rank, if not on this one: what has been gathered for a forward to come is out of date on all."""
+        self.kept_versions = None
+        context = self.context
+        if context is not None and context.residency.of(self) is Residence.PREFETCHED:
+            context.residency.reshard(self)
 
     def before_step(self) -> None:
         """An optimizer is about to change the shards."""

@@ -268,7 +268,7 @@ def assert_local_parameters(model: nn.Module, full: Values, ulps: float, what: s
 
 
 def _kept(unit: Any) -> bool:
-    return unit._kept_versions is not None and not unit.policy.reshard_after_forward
+    return unit.kept_versions is not None and not unit.policy.reshard_after_forward
 
 
 def assert_at_rest(model: nn.Module, what: str) -> None:
