@@ -938,7 +938,7 @@ MUTATIONS = [
         "    for piece in pieces[1:]:\n",
         "    for piece in pieces[:0]:\n",
         "the direct exchange forgets the other ranks' pieces",
-        _tests("parity", "parity[3r-mlp-sgd-FULL_SHARD-originals-direct]"),
+        _tests("parity", "parity[3r-tied-transformer-sgd-FULL_SHARD-flat-direct]"),
     ),
     Mutation(
         "fsdp/runtime/context.py",

@@ -290,23 +290,46 @@ def test_demo_help_and_bad_options_need_no_environment() -> None:
         assert "demo.sh: --ranks" in result.stderr
 
 
-def test_demo_continues_at_another_number_of_ranks(tmp_path: Path) -> None:
-    """The demo in a repository of its own, in the environment of the tests."""
-    for name in ("examples/train_gpt.py", "scripts/demo.sh"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "scripts/env.sh").write_text(f"ensure_env() {{ python='{sys.executable}'; }}\n")
+def test_a_run_continues_at_another_number_of_ranks(tmp_path: Path) -> None:
+    first = train(1, "--steps", "4", "--save", str(tmp_path))
+    second = train(2, "--steps", "4", "--save", str(tmp_path), "--resume", str(tmp_path))
+    assert "1 x cpu (gloo), no_shard" in first and "2 x cpu (gloo), full_shard" in second
+    assert f"step 4 from {tmp_path}, saved by 1 ranks, loaded by 2" in second and "1 steps in" in second
+    was, is_ = held_losses(second)
+    assert was == is_ and f"/checkpoint_00000001, the loss on a held batch is {was}" in first
+    assert load_plain(tmp_path).extra[1]["step"] == 5
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then echo 0; echo "check ${*:3}" >>calls; else echo "$*" >>calls; fi
+"""
+
+
+def test_demo_trains_and_then_continues_with_one_process_more(tmp_path: Path) -> None:
+    """Which commands it starts, in a repository of its own; the tests around this one run what they start."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts/demo.sh", tmp_path / "scripts/demo.sh")
+    python = tmp_path / "python"
+    python.write_text(FAKE_PYTHON)
+    python.chmod(0o755)
+    (tmp_path / "scripts/env.sh").write_text(f"ensure_env() {{ python='{python}'; }}\n")
     demo = "bash", str(tmp_path / "scripts/demo.sh")
     result = run(*demo, "--resume", timeout=10)
     assert (result.returncode, result.stderr[:52]) == (2, "demo.sh: --resume finds no checkpoint in .demo (see ")
-    result = run(*demo, *SMALL, "--steps", "4", "--ranks", "1", timeout=300)  # trains twice
+    result = run(*demo, "--steps", "4", "--ranks", "1", timeout=10)
     assert result.returncode == 0, result.stderr
-    first, second = result.stdout.split("\nNow with --resume, in 2 instead of 1 processes\n")
-    assert "1 x cpu (gloo), no_shard" in first and "2 x cpu (gloo), full_shard" in second
-    assert "step 4 from .demo, saved by 1 ranks, loaded by 2" in second and "1 steps in" in second
-    was, is_ = held_losses(second)
-    assert was == is_ and f"/.demo/checkpoint_00000001, the loss on a held batch is {was}" in first
-    assert load_plain(tmp_path / ".demo").extra[1]["step"] == 5
+    assert result.stdout == "\nNow with --resume, in 2 instead of 1 processes\n"
+    (tmp_path / ".demo").mkdir()
+    (tmp_path / ".demo/latest").touch()
+    assert run(*demo, "--resume", "--steps=4", timeout=10).returncode == 0
+    start = "-m torch.distributed.run --standalone --nproc-per-node"
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        "check --steps 4 --save .demo",
+        f"{start} 1 examples/train_gpt.py --steps 4 --save .demo",
+        f"{start} 2 examples/train_gpt.py --resume .demo --steps 4 --save .demo",
+        "check --steps=4 --save .demo",
+        f"{start} 2 examples/train_gpt.py --resume .demo --steps=4 --save .demo",
+    ]
 
 
 def test_an_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:

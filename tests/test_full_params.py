@@ -896,8 +896,7 @@ def _cast(mode: Mode, cast: str, moment: str) -> None:
 
 
 def _casts(mode: Mode, cast: str) -> None:
-    for moment in MOMENTS:
-        _cast(mode, cast, moment)
+    _cast(mode, cast, MOMENTS[(MODES.index(mode) + list(CASTS).index(cast)) % len(MOMENTS)])  # by turns
 
 
 @pytest.mark.parametrize("cast", CASTS)
