@@ -888,7 +888,7 @@ MUTATIONS = [
         "        self.expected.renew()\n        return self.device\n",
         "        return self.device\n",
         "after a cast the engine waits for nodes that are gone",
-        _tests("full_params", "casting[double]"),
+        _tests("communication", "a_cast_changes_no_order"),
     ),
     Mutation(
         "fsdp/runtime/accumulator.py",
@@ -1310,7 +1310,7 @@ MUTATIONS = [
         "        self._recorded, self._current = self._current, []\n",
         "        self._recorded, self._current = self._current or self._recorded, []\n",
         "a pass that gathered nothing is no record",
-        CASTS,
+        _tests("prefetch", "a_pass_in_which_nothing_was_gathered_is_a_record_too"),
     ),
     Mutation(
         "fsdp/runtime/precision.py",
@@ -1328,11 +1328,11 @@ MUTATIONS = [
         _tests("ragged", "boxes_of_every_interval_of_a_small_tensor"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
-        "        self.kept_versions = None\n        context = self.context\n",
-        "        context = self.context\n",
-        "a rank that got nothing of a state dict keeps what the others gather again",
-        _tests("checkpoints", "r42_state_in_the_middle_of_anything"),
+        "fsdp/flat/views.py",
+        "    return tensor.data_ptr() or tensor.untyped_storage()._cdata\n",
+        "    return tensor.data_ptr()\n",
+        "a rank that has nothing of a parameter does not see that it was given other data",
+        _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
     ),
     Mutation(
         "fsdp/checkpoint/redistribute.py",

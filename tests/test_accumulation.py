@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import Data, assert_at_rest
@@ -667,12 +667,23 @@ def test_a_unit_that_is_kept_after_forward_is_gathered_once_per_accumulation() -
     run_ranks(2, _gathers_under_no_sync)
 
 
+class Gain(nn.Module):
+    """One element, so that all ranks but one have nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((1,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
 def _written_under_no_sync() -> None:
     for orig in (True, False):
         torch.manual_seed(3)
-        plain = nn.Sequential(MlpBlock(5, 5), nn.Linear(5, 5))
+        plain = nn.Sequential(MlpBlock(5, 5), Gain(), nn.Linear(5, 5))
         state = {name: 2 * value.clone() for name, value in plain.state_dict().items()}
-        model = wrap(copy.deepcopy(plain), GRAD_OP, orig, wrap_policy=ModuleWrapPolicy({MlpBlock}))
+        model = wrap(copy.deepcopy(plain), GRAD_OP, orig, wrap_policy=ModuleWrapPolicy({MlpBlock, Gain}))
         x = torch.randn(2, 5)
 
         def in_place(model: nn.Module) -> None:
@@ -696,8 +707,16 @@ def _written_under_no_sync() -> None:
         def loaded(model: nn.Module, state: dict[str, Tensor] = state) -> None:
             model.load_state_dict(state)
 
+        def loaded_from_rank_0(model: nn.Module, state: dict[str, Tensor] = state) -> None:
+            if not isinstance(model, FullyShardedDataParallel):
+                model.load_state_dict(state)
+                return
+            config = FullStateDictConfig(rank0_only=True)
+            with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+                model.load_state_dict(state if dist.get_rank() == 0 else {})
+
         with model.no_sync():
-            for write in (in_place, summoned, assigned, summoned_past_versions, loaded, in_place):
+            for write in (in_place, summoned, assigned, summoned_past_versions, loaded, in_place, loaded_from_rank_0):
                 model(x).sum().backward()
                 write(model)
                 write(plain)

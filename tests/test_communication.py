@@ -317,6 +317,25 @@ def record_case(name: str, strategy: ShardingStrategy, use_orig_params: bool) ->
     return [(str(r.label), r.op, r.nbytes) for r in log.records]
 
 
+def record_around_a_cast() -> None:
+    for use_orig_params in (False, True):
+        model = wrap(
+            Chain(Piece(), Piece(), Piece()), FULL_SHARD, use_orig_params, wrap_policy=ModuleWrapPolicy({Piece})
+        )
+        orders = []
+        for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
+            model.to(dtype)
+            with record_collectives() as log:
+                model(torch.ones(2, 5, dtype=dtype)).sum().backward()
+            orders.append(order(log))
+        assert orders[1:] == [orders[1]] * 3, orders
+
+
+def test_a_cast_changes_no_order() -> None:
+    """Each unit is reduced as early as before: when its last gradient is there, which other nodes bring now."""
+    run_ranks(2, record_around_a_cast)
+
+
 @pytest.mark.parametrize("name", ["encoder-decoder", "used-twice", "unused", "lora", "segment-reentrant"])
 def test_order_is_the_same_on_every_rank(name: str) -> None:
     for strategy in STRATEGIES:

@@ -122,8 +122,8 @@ COMBINATIONS = [(strategy, opt, mode) for mode in (True, False) for opt in OPTIM
 
 
 def by_turns(world_size: int, collectives: str, first: int, count: int = len(ZOO)) -> list[Run]:
-    """`count` runs: models one after the other, and combinations of strategy, optimizer and mode one after the other from
-    `first` on. There are 11 models and 12 combinations, so the two do not come round together."""
+    """`count` runs: models one after the other, and combinations of strategy, optimizer and mode one after the other,
+    from `first` on. There are 11 models and 12 combinations, so the two do not come round together."""
     runs = []
     for i in range(count):
         strategy, optimizer, mode = COMBINATIONS[(first + i) % len(COMBINATIONS)]

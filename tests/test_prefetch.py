@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
+from fsdp.runtime.order import Sequence
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal, clean_name
@@ -258,6 +259,21 @@ def orders(delayed: bool) -> None:
         plain = plain or grads
         for step, (ours, theirs) in enumerate(zip(grads, plain, strict=True)):
             assert_bit_equal(ours, theirs, f"{choice}, step {step}")
+
+
+def test_a_pass_in_which_nothing_was_gathered_is_a_record_too() -> None:
+    """After it nothing is gathered ahead; a unit at another place than recorded moves on from there."""
+    sequence: Sequence[str] = Sequence()
+    sequence.start()
+    for unit in "abc":
+        sequence.record(unit)
+    sequence.start()
+    sequence.record("b")
+    assert sequence.upcoming(2) == ["c"]
+    sequence.start()
+    assert sequence.upcoming(2) == ["b"]
+    sequence.start()
+    assert sequence.upcoming(2) == []
 
 
 @pytest.mark.parametrize("delayed", [False, True])

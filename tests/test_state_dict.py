@@ -517,6 +517,14 @@ def _live_and_copied(mode: bool) -> None:
     assert torch.equal(states["full"]["table"], plain["table"] + 1)
     storages = [value.untyped_storage() for key, value in states["full"].items() if key in managed]
     assert len({storage.data_ptr() for storage in storages}) == len(storages)
+    rows = [
+        shard.tensor
+        for key in managed
+        if isinstance(states["sharded"][key], ShardedTensor)
+        for shard in states["sharded"][key].local_shards()
+        if shard.tensor.numel()
+    ]
+    assert len({row.data_ptr() for row in rows}) == len(rows)
     for storage, key in zip(storages, managed, strict=True):
         assert storage.nbytes() == plain[key].nbytes, key
     with warnings.catch_warnings():

@@ -38,9 +38,14 @@ class Visible:
     absent: bool  # this rank's shard holds nothing of it
 
 
+def _memory_of(tensor: torch.Tensor) -> int:
+    """Another one after ``tensor.data = other``. A tensor without elements points nowhere, but has a storage, too."""
+    return tensor.data_ptr() or tensor.untyped_storage()._cdata
+
+
 def _looks(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
     """Of each what changes when it is replaced, given other data, or written in place."""
-    return [None if tensor is None else (id(tensor), tensor._version, tensor.data_ptr()) for tensor in tensors]
+    return [None if tensor is None else (id(tensor), tensor._version, _memory_of(tensor)) for tensor in tensors]
 
 
 def _flags(tensors: Iterable[torch.Tensor | None]) -> list[bool | None]:
@@ -176,7 +181,7 @@ class _BucketViews:
                 self._check_fits(index, new, values[index] if values is not None else ours[index])
                 self._adopt(index, new, self._write(index, new))
             for index, (tensor, value) in enumerate(zip(ours, values or ())):
-                if tensor.data_ptr() != value.data_ptr():
+                if _memory_of(tensor) != _memory_of(value):
                     self._check_fits(index, tensor, value, cast=summoned is not None)
                     value.copy_(tensor)
                     point_at([tensor], [value])

@@ -440,7 +440,6 @@ class Unit(UnitBuffers):
 
     def shards_were_written(self) -> None:
         """On some rank, if not on this one: what has been gathered for a forward to come is out of date on all."""
-        self.kept_versions = None
         context = self.context
         if context is not None and context.residency.of(self) is Residence.PREFETCHED:
             context.residency.reshard(self)
