@@ -263,15 +263,17 @@ def orders(delayed: bool) -> None:
 
 def test_a_pass_in_which_nothing_was_gathered_is_a_record_too() -> None:
     """After it nothing is gathered ahead; a unit at another place than recorded moves on from there."""
+    first, second, third = units = ["first", "second", "third"]
     sequence: Sequence[str] = Sequence()
     sequence.start()
-    for unit in "abc":
+    for unit in units:
         sequence.record(unit)
     sequence.start()
-    sequence.record("b")
-    assert sequence.upcoming(2) == ["c"]
+    assert sequence.upcoming(1) == [first]
+    sequence.record(second)
+    assert sequence.upcoming(2) == [third]
     sequence.start()
-    assert sequence.upcoming(2) == ["b"]
+    assert sequence.upcoming(2) == [second]
     sequence.start()
     assert sequence.upcoming(2) == []
 
