@@ -320,11 +320,6 @@ def as_cpu_offload(value: Any) -> CPUOffload:
     return CPUOffload() if value is None else _as_record(CPUOffload, value, "cpu_offload")
 
 
-def as_training_state(value: Any) -> TrainingState:
-    """The :class:`TrainingState` that ``value``, a member of it or of torch's enum of that name, stands for."""
-    return _as_member(TrainingState, value, "state")
-
-
 _STATE_DICT_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),

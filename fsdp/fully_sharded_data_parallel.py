@@ -51,7 +51,8 @@ from fsdp.checkpoint.state_dict import SavingHooks
 from fsdp.checkpoint.wrapper_methods import StateDictMethods
 from fsdp.comm.board import processes
 from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
-from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES, Groups, check_hybrid, default_group
+from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
+from fsdp.comm.groups import Groups, check_hybrid, default_group
 from fsdp.comm.versions import skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE
@@ -130,14 +131,10 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         module: the module to wrap, in place.
         process_group: the ranks to shard over; the default group if None. Only its ``rank()`` and ``size()`` are used
             here.
-        sharding_strategy: ``FULL_SHARD`` (None means the same): parameters are freed after forward and gathered again
-            for backward. ``SHARD_GRAD_OP``: they stay gathered between the two. ``NO_SHARD``: nothing is sharded,
-            gradients are averaged.
+        sharding_strategy: see :class:`fsdp.api.ShardingStrategy`; None is ``FULL_SHARD``.
         cpu_offload: whether shards and gradients live in host memory; see :class:`fsdp.api.CPUOffload`.
         auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp.wrap`.
-        backward_prefetch: ``BACKWARD_PRE`` gathers the next unit of the backward before the current one's gradients are
-            computed, ``BACKWARD_POST`` after, before its gradients are reduced; None gathers nothing ahead. See
-            ``backward_prefetch_distance``.
+        backward_prefetch: see :class:`fsdp.api.BackwardPrefetch`; None gathers nothing ahead.
         mixed_precision: the dtypes of compute, reduction, buffers and outputs; see :class:`fsdp.api.MixedPrecision`.
         ignored_modules: modules to leave alone, with all that is below them.
         param_init_fn: called on each module of a unit that has meta parameters or buffers, to give that module's own
@@ -149,7 +146,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         forward_prefetch: changes nothing: with or without it, ``forward_prefetch_distance`` units are gathered before
             the current one computes.
         limit_all_gathers: True: beside the root, the units around the one that computes, and those that their strategy
-            keeps, at most ``1 + distance`` units have memory at a time: a gather ahead is held back until there is
+            keeps, at most ``1 + distance`` units have memory at a time: a prefetch is held back until there is
             room, and what is idle makes room for what is needed. The host never waits for it. False: nothing is held
             back or sent away (a checkpointed segment that was recomputed stays as a whole, for instance); memory then
             depends on the program alone, the same at every step. It is the same for all instances under one root.
@@ -170,7 +167,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             computes, in the order in which the units ran in the last forward or backward; the first pass has no order
             to follow, and gathers each unit when it is needed. 0: none ahead, for the least memory. 1 hides a gather
             behind one unit's compute; each further one costs the memory of a unit, and hides a slower network, or
-            units too small to hide the next. ``backward_prefetch`` tells when in a unit's backward; None is 0.
+            units too small to hide the next.
 
     ``device_mesh`` and the hybrid strategies are not there yet and raise ``NotImplementedError``.
 
@@ -236,7 +233,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
                 )
             policy = dataclasses.replace(policy, backward_prefetch=0)
         if self.forward_prefetch and forward_prefetch_distance == 0:
-            raise ValueError("forward_prefetch=True asks for a gather ahead, and forward_prefetch_distance is 0")
+            raise ValueError("forward_prefetch=True asks for a prefetch, and forward_prefetch_distance is 0")
         check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
@@ -402,6 +399,10 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         self._join_context()
         return bool(self._is_root)
 
+    def _check_root(self, words: str, kind: type[Exception] = RuntimeError) -> None:
+        if not self.check_is_root():
+            raise kind(f"{words}, and this one is inside another: call it on the outermost wrapped module")
+
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
         """All instances in ``module``, itself included, depth first; with ``root_only``, those that are roots."""
@@ -487,7 +488,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         forward.
 
         Under ``SHARD_GRAD_OP`` full parameters stay from one backward inside to the next forward, which gathers them
-        again only where they were written in between. That is told by the version counters of the parameters that the
+        again only where they were written in between. The version counters tell, those of the parameters that the
         model shows, so what is written past these (into ``param.data``, or through numpy) is not seen before the
         accumulation ends.
 
@@ -495,11 +496,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             RuntimeError: not called on the root.
             ValueError: a forward or backward is under way.
         """
-        if not self.check_is_root():
-            raise RuntimeError(
-                "no_sync() should only be called on the root FSDP instance, and this one is inside another: call it on "
-                "the outermost wrapped module"
-            )
+        self._check_root("no_sync() should only be called on the root FSDP instance")
         self._assert_state(TrainingState.IDLE)
         units = units_of(self)
         before = [unit.synchronize for unit in units]
@@ -537,11 +534,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
                 ``error_if_nonfinite`` asks for it (gradients stay as they are).
             ValueError: a forward or backward is under way, or there is no such norm.
         """
-        if not self.check_is_root():
-            raise RuntimeError(
-                "clip_grad_norm_() should only be called on the root FSDP instance, and this one is inside another: "
-                "call it on the outermost wrapped module"
-            )
+        self._check_root("clip_grad_norm_() should only be called on the root FSDP instance")
         for wrapper in self.fsdp_modules(self):
             wrapper._assert_state(TrainingState.IDLE)
         units = units_of(self)
@@ -563,21 +556,11 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         any device. The compressing ones get gradients in the parameters' own dtype.
 
         Raises:
-            AssertionError: not called on the root; a unit has a hybrid strategy; or a hook is there already.
+            AssertionError: not called on the root; or a hook is there already.
             ValueError: ``hook`` is not callable.
             TypeError: it does not take the arguments that the units will pass.
         """
-        if not self.check_is_root():
-            raise AssertionError(
-                "register_comm_hook() can only be called on a root instance, and this one is inside another: call it "
-                "on the outermost wrapped module"
-            )
-        for wrapper in self.fsdp_modules(self):
-            if wrapper.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
-                raise AssertionError(
-                    f"register_comm_hook(): {wrapper._fsdp_unit.name} has {wrapper.sharding_strategy}; communication "
-                    "hooks are not supported for hybrid strategies"
-                )
+        self._check_root("register_comm_hook() can only be called on a root instance", AssertionError)
         register_comm_hook(units_of(self), state, hook)
 
     # -- copies --------------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class PrivateNames(nn.Module):
 
     @property
     def _exec_order_data(self) -> PrefetchLimits:
-        """How many units this instance, and those below it, gather ahead: readable and writable."""
+        """How many units this instance, and those below it, prefetch: readable and writable."""
         wrappers = [module for module in self.modules() if isinstance(module, PrivateNames)]
         ahead = [wrapper._fsdp_unit for wrapper in wrappers if wrapper.backward_prefetch is not None]
         return PrefetchLimits([wrapper._fsdp_unit for wrapper in wrappers], ahead)

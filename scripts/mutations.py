@@ -208,7 +208,7 @@ MUTATIONS = [
     Mutation(
         "fsdp/runtime/unit.py",
         "return Phase.IDLE if self.summoned is Summoned.NOWHERE else Phase.SUMMONED",
-        "return Phase.SUMMONED if self.shown else Phase.IDLE",
+        "return Phase.SUMMONED if self.is_summoned else Phase.IDLE",
         "what is summoned into other memory is taken for sharded",
         _tests("writes", "state_is_taken_while_parameters_are_shown_elsewhere"),
     ),
@@ -336,7 +336,7 @@ MUTATIONS = [
         "        for unit in self.residency.idle if backward_follows else self.residency:\n",
         "        self.passes.end(wait=False)\n"
         "        for unit in self.residency.idle if backward_follows else self.residency:\n",
-        "a rank that waits in vain for what it gathered ahead does not come to meet the others",
+        "a rank that waits for a prefetch that fails does not come to meet the others",
         _tests("differing_ranks", "one_rank_differs[2-seeds0]"),
     ),
     Mutation(
@@ -369,8 +369,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "            unit.wait()  # gathered ahead in vain: whoever writes to the shard "
-        "next must not overtake the gather\n",
+        "            unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it\n",
         "            pass\n",
         "nobody waits for a gather that turned out useless",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
@@ -393,7 +392,7 @@ MUTATIONS = [
         "fsdp/flat/memory.py",
         "            block, last_use = self._free.pop(min(fitting)[1])\n            self._streams.wait(last_use)\n",
         "            block, last_use = self._free.pop(min(fitting)[1])\n",
-        "a block is lent while another stream still uses it",
+        "a block is used again while another stream still uses it",
         _tests("streams", "no_race_whatever_lends_the_memory"),
     ),
     Mutation(
@@ -441,9 +440,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            item.pending.wait()\n            self.give_back(source)\n",
-        "            self.give_back(source)\n",
-        "a reduce buffer is lent again while its reduction reads it",
+        "            item.pending.wait()\n            self.free(source)\n",
+        "            self.free(source)\n",
+        "a reduce buffer is used again while its reduction reads it",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),
     Mutation(
@@ -677,7 +676,7 @@ MUTATIONS = [
         "fsdp/runtime/context.py",
         "in self.residency.idle if backward_follows else self.residency:",
         "in [] if backward_follows else self.residency:",
-        "what was gathered ahead in vain stays until the backward",
+        "a prefetch that nothing used stays until the backward",
         _tests("communication", "order_that_changes[early exit]"),
     ),
     Mutation(
@@ -703,7 +702,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            self.give_back(source)\n",
+        "            self.free(source)\n",
         "            pass\n",
         "a reduce buffer is not given back",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
@@ -808,7 +807,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit_buffers.py",
-        "return [(handle.shard._version, view.versions) for",
+        "return [(view.handle.shard._version, view.versions) for",
         "return [(0, view.versions) for",
         "what the engine writes inside no_sync is not gathered",
         _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
@@ -985,14 +984,14 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "        self.forget_output(unit)\n        if not unit.shown:  # now",
-        "        if not unit.shown:  # now",
+        "        self.forget_output(unit)\n        if not unit.is_summoned:  # now",
+        "        if not unit.is_summoned:  # now",
         "a unit that returned a parameter once stays gathered for good",
         _tests("backward_outputs", "outputs_that_are_parameters"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            queue.give_back(target)\n\n    # -- inside",
+        "            queue.free(target)\n\n    # -- inside",
         "            pass\n\n    # -- inside",
         "a failed backward's slots keep their memory",
         _tests("backward_faults", "faults_leave_no_memory_behind"),
@@ -1279,7 +1278,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "        if (unit.shown or unit.expected.seen) and any(handle.casts for handle in unit.handles):\n",
+        "        if (unit.is_summoned or unit.expected.seen) and any(handle.casts for handle in unit.handles):\n",
         "        if False:\n",
         "a backward that needs both precisions goes on",
         VALUES,

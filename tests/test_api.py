@@ -84,7 +84,6 @@ def test_none_means_the_default() -> None:
     [
         (api.as_sharding_strategy, "ShardingStrategy"),
         (api.as_backward_prefetch, "BackwardPrefetch"),
-        (api.as_training_state, "TrainingState"),
     ],
 )
 def test_members_are_taken_by_name(normalise: Any, name: str) -> None:
@@ -141,7 +140,6 @@ def test_records_with_fewer_or_more_fields() -> None:
         (api.as_mixed_precision, MixedPrecision, "not the class"),
         (api.as_cpu_offload, True, "cpu_offload must be a CPUOffload or None, but got True"),
         (api.as_cpu_offload, MixedPrecision(), "cpu_offload must be a CPUOffload"),
-        (api.as_training_state, "IDLE", "state must be a TrainingState"),
     ],
 )
 def test_other_types_are_refused(normalise: Any, value: Any, words: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from fsdp.flat.memory import LentTensor, MemoryPool
+from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal
@@ -72,22 +72,22 @@ def batch(step: int) -> Tensor:
 
 
 class OutOfMemory:
-    """While installed, the memory that buffers are lent runs out at the `left`-th request."""
+    """While installed, the memory of buffers runs out at the `left`-th request."""
 
     def __init__(self) -> None:
         self.left = 0
         self.asked = 0
-        self._lend = MemoryPool.lend
+        self._allocate = MemoryPool.allocate
 
     def __enter__(self) -> OutOfMemory:
-        def lend(pool: MemoryPool, buffer: LentTensor) -> None:
+        def allocate(pool: MemoryPool, buffer: PooledTensor) -> None:
             self.asked += 1
             self.left -= 1
             if self.left == 0:
                 raise torch.OutOfMemoryError("there is no more")
-            self._lend(pool, buffer)
+            self._allocate(pool, buffer)
 
-        self._patch = mock.patch.object(MemoryPool, "lend", lend)
+        self._patch = mock.patch.object(MemoryPool, "allocate", allocate)
         self._patch.start()
         return self
 

@@ -262,7 +262,7 @@ class Formulas:
         return self.root + min(index + 1 + ahead, UNITS) * self.unit
 
     def gathered_between(self, ahead: int) -> int:
-        """Under FULL_SHARD the units' blocks are kept ones by now, lent to nobody."""
+        """Under FULL_SHARD the units' blocks are kept ones by now, used by nobody."""
         return self.gathered_in_forward(UNITS - 1, ahead)
 
     def gathered_in_backward(self, over: int, ahead: int, *, unsynced: bool = False) -> int:

@@ -29,7 +29,7 @@ from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy,
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.collectives import Communicator
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.memory import LentTensor, MemoryPool
+from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.runtime import hooks
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
 from fsdp.runtime.unit import units_in
@@ -105,7 +105,7 @@ def test_reads_do_not_conflict_with_reads_nor_views_with_anything() -> None:
 def test_memory_is_followed_from_storage_to_storage() -> None:
     with trace_streams(check=False) as tracer:
         streams = tracer.streams
-        buffers = [LentTensor(torch.empty(4)) for _ in range(2)]
+        buffers = [PooledTensor(torch.empty(4)) for _ in range(2)]
         block = torch.UntypedStorage(16)
         buffers[0].attach(block)
         buffers[0].tensor.fill_(1)
@@ -532,7 +532,7 @@ def offloaded_gradients() -> Any:
 
 @contextmanager
 def memory(kind: str) -> Iterator[None]:
-    """How full buffers get their memory: "lent", "resized" (where storages cannot exchange it), or "poisoned"; or
+    """How full buffers get their memory: "pooled", "resized" (where storages cannot exchange it), or "poisoned"; or
     "offloaded": as if gradients went to the host's."""
     swap = memory_module.STORAGES_SWAP
     memory_module.STORAGES_SWAP = swap and kind != "resized"
@@ -545,16 +545,16 @@ def memory(kind: str) -> Iterator[None]:
 
 
 PROGRAMS: dict[str, tuple[str, type[nn.Module], tuple[Part, ...]]] = {
-    "lent": (
-        "lent",
+    "pooled": (
+        "pooled",
         Tower,
         (Training.steps, Training.several_forwards, Training.skipping, Training.summoning, Training.deletion),
     ),
-    "equal": ("lent", Chain, (Training.steps, Training.several_forwards)),
+    "equal": ("pooled", Chain, (Training.steps, Training.several_forwards)),
     "resized": ("resized", Tower, (Training.steps, Training.skipping, Training.deletion)),
     "poisoned": ("poisoned", Tower, (Training.steps, Training.skipping)),
     "offloaded": ("offloaded", Tower, (Training.steps, Training.failures)),
-    "hooks": ("lent", Tower, (Training.hooks,)),
+    "hooks": ("pooled", Tower, (Training.hooks,)),
 }
 
 
@@ -739,12 +739,12 @@ def on_stream(tracer: StreamTracer, owner: type, name: str, stream: str) -> Iter
 
 
 MISPLACED = (
-    (MemoryPool, "lend", "compute"),
-    (MemoryPool, "lend", "reduce"),
+    (MemoryPool, "allocate", "compute"),
+    (MemoryPool, "allocate", "reduce"),
     (MemoryPool, "trim", "compute"),
     (FlatParamHandle, "release", "compute"),
     (Communicator, "gather", "compute"),
-    (ReductionQueue, "lend", "reduce"),
+    (ReductionQueue, "allocate", "reduce"),
     (BucketGradients, "open", "reduce"),
     (BucketGradients, "add", "reduce"),
     (BucketGradients, "reduce", "reduce"),
@@ -756,7 +756,7 @@ def misplace_each() -> dict[str, list[str]]:
     races: dict[str, list[str]] = {}
     for owner, name, stream in MISPLACED:
         found = races[f"{owner.__name__}.{name} on the {stream} stream"] = []
-        for kind, model in (("lent", Chain), ("lent", Tower), ("poisoned", Chain)):
+        for kind, model in (("pooled", Chain), ("pooled", Tower), ("poisoned", Chain)):
             if not found:
                 with (
                     memory(kind),

@@ -1,6 +1,6 @@
 """One bucket of a unit: its shard, its full buffer and its leaves; gathering and releasing them.
 
-See [Note: Permanent tensors, lent memory] in ``full_copy.py``.
+See [Note: Permanent tensors, pooled memory] in ``full_copy.py``.
 
 [Note: The tensors of a bucket]
 Of each bucket there are, of ``shard_numel`` elements (1/N of the padded flat vector) or ``padded_numel`` (all of it):
@@ -84,22 +84,6 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         return flat
 
 
-def collect(params: Sequence[nn.Parameter], values: Sequence[torch.Tensor]) -> None:
-    """Copy back into ``values``, which ``params`` were pointed at, what users put in their place.
-
-    Raises:
-        RuntimeError: something of another shape.
-    """
-    for param, value in zip(params, values):
-        if param.data_ptr() != value.data_ptr():
-            if param.shape != value.shape:
-                raise RuntimeError(
-                    f"Cannot writeback a parameter of shape {tuple(value.shape)}: its data was replaced by one of "
-                    f"shape {tuple(param.shape)}"
-                )
-            value.copy_(param.detach())
-
-
 def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
     """Set ``param.grad`` to a gradient of another shape, dtype or device than ``param`` has."""
     shard = param.data
@@ -156,9 +140,8 @@ class FlatParamHandle:
         for name, value in for_tools(layout, groups.shard_rank).items():
             setattr(self.flat_param, name, value)
         self._copies: dict[torch.dtype, FullCopy] = {}
-        leaves = self._new_leaves(layout.compute_dtype, params)
-        whole = self._new_whole(layout.compute_dtype) if with_whole else None
-        self.copy = self._make_copy(layout.compute_dtype, leaves, whole, donated)
+        like = [*params, self.flat_param] if with_whole else params
+        self.copy = self._make_copy(layout.compute_dtype, self._new_leaves(layout.compute_dtype, like), donated)
 
     @staticmethod
     def flatten(
@@ -202,25 +185,14 @@ class FlatParamHandle:
             leaf.__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
         return leaves
 
-    def _new_whole(self, dtype: torch.dtype) -> nn.Parameter:
-        leaf = new_leaf(dtype, self.device, self.flat_param.requires_grad)
-        leaf.__dict__.update(self.flat_param.__dict__)
-        return leaf
-
-    def _make_copy(
-        self,
-        dtype: torch.dtype,
-        leaves: list[nn.Parameter],
-        whole: nn.Parameter | None,
-        donated: torch.Tensor | None,
-    ) -> FullCopy:
+    def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter], donated: torch.Tensor | None) -> FullCopy:
         """``donated``, which may become the buffer: the flattened values have just its size."""
         resident = not self.groups.sharded and (dtype, self.device) == (self._shard.dtype, self._shard.device)
         if resident:
             donated = self._shard
         elif donated is None or donated.dtype != dtype:
             donated = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        self._copies[dtype] = copy = FullCopy(self.layout, donated, leaves, whole, resident=resident)
+        self._copies[dtype] = copy = FullCopy(self.layout, donated, leaves, resident=resident)
         for index, leaf in enumerate(copy.all_leaves):
             if isinstance(leaf, CheckedLeaf):
                 leaf.explain = _why_not(weakref.ref(self), dtype, index)
@@ -233,8 +205,7 @@ class FlatParamHandle:
         copy = self._copies.get(dtype)
         if copy is None:
             with torch.inference_mode(False):  # it outlives this forward, and the next one may want gradients
-                whole = self._new_whole(dtype) if self.copy.whole is not None else None
-                copy = self._make_copy(dtype, self._new_leaves(dtype, self.leaves), whole, None)
+                copy = self._make_copy(dtype, self._new_leaves(dtype, self.copy.all_leaves), None)
         self.copy = copy
 
     @property
@@ -275,7 +246,7 @@ class FlatParamHandle:
     @property
     def full_nbytes(self) -> int:
         """Bytes of the full buffer while it has memory of its own."""
-        return self.copy.lent.nbytes if self.copy.lent is not None else 0
+        return self.copy.pooled.nbytes if self.copy.pooled is not None else 0
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -307,7 +278,7 @@ class FlatParamHandle:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the full buffer, and so loses its values when that is released."""
         kinds = (torch.Tensor, nn.Parameter, CheckedLeaf)
-        if self.copy.lent is None or type(tensor) not in kinds or tensor.layout != torch.strided:
+        if self.copy.pooled is None or type(tensor) not in kinds or tensor.layout != torch.strided:
             return False
         return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
 
@@ -341,9 +312,9 @@ class FlatParamHandle:
             return
         if copy.state is BufferState.GATHERING:
             self.wait()
-        assert copy.lent is not None
+        assert copy.pooled is not None
         if copy.state is BufferState.SHARDED:
-            pool.lend(copy.lent)
+            pool.allocate(copy.pooled)
         copy.state = BufferState.GATHERING
         shard = self._shard
         if self.groups.sharded:  # else it is moved and cast as it is copied
@@ -388,8 +359,8 @@ class FlatParamHandle:
         if copy.state is not BufferState.UNSHARDED:
             return
         copy.state, copy.pending = BufferState.SHARDED, None
-        assert copy.lent is not None
-        pool.take_back(copy.lent, last_use)
+        assert copy.pooled is not None
+        pool.free(copy.pooled, last_use)
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze parameter ``index`` in every dtype."""
@@ -411,7 +382,7 @@ class FlatParamHandle:
         The flat parameter and the leaves stay the same objects. The full buffer must have been released.
         """
         self.compute_in_full_precision(False)
-        leaves, whole = self.leaves, self.copy.whole
+        leaves = self.copy.all_leaves
         self.layout = dataclasses.replace(
             self.layout,
             dtype=new.dtype,
@@ -421,7 +392,7 @@ class FlatParamHandle:
         self.device = compute_device
         self._shard = self.flat_param.data = self._put_at_rest(new)
         self._copies.clear()
-        self.copy = self._make_copy(self.layout.compute_dtype, leaves, whole, None)
+        self.copy = self._make_copy(self.layout.compute_dtype, leaves, None)
 
     # -- the shard's views ---------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The whole flat vector of a bucket: its buffer, the leaves over it, and whether there is memory behind them.
 
-[Note: Permanent tensors, lent memory]
+[Note: Permanent tensors, pooled memory]
 A full buffer is a tensor whose identity and views are permanent while its memory comes from a pool and goes back. So
 nothing is split, viewed or allocated per step, and what autograd saved in forward is valid again once the buffer has
 been refilled in backward. The leaves, which the modules compute with, are parameters made empty and given their view
@@ -8,7 +8,7 @@ of the buffer through ``.data``: they share no version counter with it, so a ref
 change. The price is that autograd no longer notices a wrong fill; the handle's state machine and, with
 ``FSDP_DEBUG=1``, poisoning take its place. That there is no memory it does notice: then leaves have another version.
 
-``memory.py`` lends the memory and takes it back. This file and ``flat_param.py`` alone (with ``ownership.py``, while a
+``memory.py`` allocates the memory and frees it. This file and ``flat_param.py`` alone (with ``ownership.py``, while a
 unit is built) assign ``.data``.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 
 from fsdp.comm.collectives import Pending
 from fsdp.flat.layout import FlatLayout
-from fsdp.flat.memory import LentTensor
+from fsdp.flat.memory import PooledTensor
 
 
 def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ class FullCopy:
         tensor: ``layout.padded_numel`` elements; the shard itself if that is all of it, in this dtype, on this device.
         leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over ``tensor``.
         whole: one for all of the vector, without padding, where the modules have a flat parameter.
-        lent: the buffer's memory; None where the shard has it.
+        pooled: the buffer's memory; None where the shard has it.
         keeps_writes: whether what is written to the leaves reaches the shard.
     """
 
@@ -72,8 +72,8 @@ class FullCopy:
         "all_leaves",
         "keeps_writes",
         "leaves",
-        "lent",
         "pending",
+        "pooled",
         "tensor",
         "whole",
     )
@@ -83,19 +83,20 @@ class FullCopy:
         layout: FlatLayout,
         tensor: torch.Tensor,
         leaves: list[nn.Parameter],
-        whole: nn.Parameter | None,
         *,
         resident: bool,
     ) -> None:
-        """Points the leaves at ``tensor``, whose memory is released unless it is ``resident``."""
-        self.tensor, self.leaves, self.whole = tensor, leaves, whole
-        self.all_leaves = leaves if whole is None else [*leaves, whole]
+        """Points the leaves, the whole vector's behind those of its parameters, at ``tensor``, whose memory is released
+        unless it is ``resident``."""
+        count = len(layout.params)
+        self.tensor, self.all_leaves = tensor, leaves
+        self.leaves, self.whole = leaves[:count], leaves[count] if len(leaves) > count else None
         self.pending: Pending | None = None
         self._views = [*parameter_views(layout, tensor), tensor[: layout.numel]]  # made while there is memory
         point_at(self.all_leaves, self._views)
         self._marks = self._look()
         self.keeps_writes = resident
-        self.lent = None if resident else LentTensor(tensor)
+        self.pooled = None if resident else PooledTensor(tensor)
         self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._versions: list[tuple[nn.Parameter, int]] = []  # that the leaves have while there is memory
 
@@ -162,17 +163,17 @@ def _set_versions(versions: list[tuple[nn.Parameter, int]]) -> None:
 class SlotBuffer:
     """A flat gradient vector in the reduce dtype, and its slots: one view per parameter, with its strides."""
 
-    __slots__ = ("flat", "lent", "slots")
+    __slots__ = ("flat", "pooled", "slots")
 
     def __init__(self, layout: FlatLayout, flat: torch.Tensor) -> None:
         """Over ``flat``, of ``layout.padded_numel`` elements."""
         self.flat = flat
         self.slots = parameter_views(layout, flat)
-        self.lent: LentTensor | None = None
+        self.pooled: PooledTensor | None = None
 
     @staticmethod
-    def lendable(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> SlotBuffer:
-        """One without memory until a pool lends it some."""
+    def from_pool(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> SlotBuffer:
+        """One without memory until a pool allocates it some."""
         buffer = SlotBuffer(layout, torch.empty(layout.padded_numel, dtype=dtype, device=device))
-        buffer.lent = LentTensor(buffer.flat)
+        buffer.pooled = PooledTensor(buffer.flat)
         return buffer

@@ -1,6 +1,6 @@
-"""The memory of full and reduce buffers: tensors that outlive it, and the pools that lend it.
+"""The memory of full and reduce buffers: tensors that outlive it, and the pools that it comes from.
 
-See [Note: Permanent tensors, lent memory] in ``flat_param.py``. This file alone resizes or exchanges storages;
+See [Note: Permanent tensors, pooled memory] in ``flat_param.py``. This file alone resizes or exchanges storages;
 ``released.py`` sets up what they hold meanwhile.
 """
 
@@ -16,8 +16,8 @@ from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
 
 
-class LentTensor:
-    """A 1-D tensor whose identity and views are permanent while its memory is lent by a :class:`MemoryPool`."""
+class PooledTensor:
+    """A 1-D tensor whose identity and views are permanent while its memory comes from a :class:`MemoryPool`."""
 
     __slots__ = ("_block", "nbytes", "tensor")
 
@@ -46,9 +46,9 @@ class LentTensor:
 
 
 class MemoryPool:
-    """Lends memory to :class:`LentTensor` s and keeps a bounded amount of what came back for the next one.
+    """Allocates memory for :class:`PooledTensor` s and keeps a bounded amount of what came back for the next one.
 
-    All calls happen on the stream that owns the pool, which waits for a returned block's last use before lending it
+    All calls happen on the stream that owns the pool, which waits for a returned block's last use before using it
     again (see [Note: Memory across streams]). Fresh memory costs page faults on CPU, several times the price of a
     reused block.
 
@@ -63,7 +63,7 @@ class MemoryPool:
         self._streams = streams
         self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
 
-    def lend(self, buffer: LentTensor) -> None:
+    def allocate(self, buffer: PooledTensor) -> None:
         """Give ``buffer`` memory, with undefined contents."""
         if buffer.nbytes == 0:
             return
@@ -84,7 +84,7 @@ class MemoryPool:
             block = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
         buffer.attach(block)
 
-    def take_back(self, buffer: LentTensor, last_use: Event) -> None:
+    def free(self, buffer: PooledTensor, last_use: Event) -> None:
         """Take ``buffer``'s memory; other streams have used it until ``last_use``."""
         if buffer.nbytes == 0:
             return
@@ -113,11 +113,11 @@ class PoisoningPool(MemoryPool):
     """For debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN, so that a use after
     release shows as NaN at the place that did it instead of a crash or another unit's weights."""
 
-    def lend(self, buffer: LentTensor) -> None:
+    def allocate(self, buffer: PooledTensor) -> None:
         if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:
-            super().lend(buffer)
+            super().allocate(buffer)
 
-    def take_back(self, buffer: LentTensor, last_use: Event) -> None:
+    def free(self, buffer: PooledTensor, last_use: Event) -> None:
         self._streams.wait(last_use)
         tensor = buffer.tensor
         if tensor.is_floating_point() or tensor.is_complex():

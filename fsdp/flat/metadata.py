@@ -86,10 +86,3 @@ def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
             for piece in layout.pieces(rank)
         ),
     }
-
-
-def full_values(layout: FlatLayout, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each parameter of ``layout`` (by its name in the unit) as a view of ``flat`` (``layout.numel`` or more
-    elements)."""
-    start = flat.storage_offset()
-    return {p.name: flat.as_strided(p.shape, p.stride, start + p.offset) for p in layout.params}

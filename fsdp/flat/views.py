@@ -52,11 +52,6 @@ def _flags(tensors: Iterable[torch.Tensor | None]) -> list[bool | None]:
     return [None if tensor is None else tensor.requires_grad for tensor in tensors]
 
 
-def _watched(layer: Layer) -> Layer:
-    layer.before = _looks(layer.tensors), _flags(layer.tensors)
-    return layer
-
-
 class _BucketViews:
     """What both modes share."""
 
@@ -64,7 +59,9 @@ class _BucketViews:
 
     def __init__(self, handle: FlatParamHandle, registration: Registration) -> None:
         self.handle, self.registration = handle, registration
-        self._values: list[torch.Tensor] | None = None  # the memory of what rests on the modules, if that has values
+        # the memory of what rests on the modules, if that has values, and where it is
+        self._values: list[torch.Tensor] | None = None
+        self._pointers: list[int] = []
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
     # -- versions ------------------------------------------------------------------------------------------------------
@@ -173,18 +170,20 @@ class _BucketViews:
             NotImplementedError: one registration of a shared parameter was replaced.
         """
         summoned = self.registration.summoned
-        ours, values = (
-            (self.registration.resting, self._values) if summoned is None else (summoned.tensors, summoned.values)
-        )
+        ours: Sequence[Any] = self.registration.resting
+        values: Sequence[torch.Tensor] | None = self._values
+        pointers = self._pointers
+        if summoned is not None:
+            ours, values = summoned.tensors, summoned.values
+            pointers = [_memory_of(value) for value in values or ()]
         with torch.no_grad():
             for index, new in self.registration.replaced():
                 self._check_fits(index, new, values[index] if values is not None else ours[index])
                 self._adopt(index, new, self._write(index, new))
-            for index, (tensor, value) in enumerate(zip(ours, values or ())):
-                if _memory_of(tensor) != _memory_of(value):
-                    self._check_fits(index, tensor, value, cast=summoned is not None)
-                    value.copy_(tensor)
-                    point_at([tensor], [value])
+            for index, (tensor, pointer) in enumerate(zip(ours, pointers)):
+                if _memory_of(tensor) != pointer and values is not None:
+                    self._check_fits(index, tensor, values[index], cast=summoned is not None)
+                    point_at([tensor], [values[index].copy_(tensor)])
 
     def _check_fits(self, index: int, new: torch.Tensor, like: torch.Tensor, *, cast: bool = False) -> None:
         """Raises where ``new`` cannot stand for parameter ``index``, whose values lie in ``like``; with ``cast`` it may
@@ -220,11 +219,8 @@ class _BucketViews:
     # -- what is registered in the parameters' places ------------------------------------------------------------------
 
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
-        """Parameters that hold ``values`` (in their true shapes) are registered until ``end_summon``."""
-        self.handle.copy.keeps_writes = True
-        self.registration.cover(_watched(Layer(self._summoned_params(values, grads), values)), summoned=True)
-
-    def _summoned_params(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> list[Any]:
+        """Parameters that hold ``values`` (in their true shapes) are registered until ``end_summon``; so are ``grads``,
+        or the gradients that there are."""
         raise AssertionError("each mode has its own")
 
     def end_summon(self, *, write_grads: bool) -> None:
@@ -234,6 +230,10 @@ class _BucketViews:
             RuntimeError: parameters of one flat parameter were frozen or unfrozen, and others of it not.
         """
         raise AssertionError("each mode has its own")
+
+    def _cover_by(self, summoned: Layer) -> None:
+        self.handle.copy.keeps_writes = True
+        self.registration.cover(summoned, summoned=True)
 
     def _uncover_summoned(self) -> Layer:
         layer = self.registration.summoned
@@ -258,8 +258,8 @@ class _BucketViews:
         with ``flat`` (where, and as what) one for the whole bucket. With ``keep_writes``, which they are whole on all
         ranks for, what users do to them is done to the parameters."""
         keep_writes = keep_writes and not torch.is_inference_mode_enabled()  # there nothing counts writes
-        layer = Layer(list(placeholders), flat=flat)
-        self.registration.cover(_watched(layer) if keep_writes else layer, summoned=False)
+        before = (_looks(placeholders), _flags(placeholders)) if keep_writes else None
+        self.registration.cover(Layer(list(placeholders), flat=flat, before=before), summoned=False)
 
     def drop_placeholders(self) -> None:
         """Register what belongs there again; idempotent."""
@@ -303,6 +303,7 @@ class _BucketViews:
         """The shard is new, or has moved or changed its dtype: so does what rests on the modules."""
         self._values = self.handle.sharded_views(self.handle.shard)
         self.registration.rest(self._resting(self._values))
+        self._pointers = [_memory_of(value) for value in self._values or ()]
         self.registration.use_resting()
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
@@ -317,13 +318,15 @@ class _BucketViews:
         self.drop_placeholders()  # left there by something that raised
         if self.check_writeback:
             self.take_over()
-        wanted = [visible.param.requires_grad for visible in self.visible for _ in visible.members]
-        changed = False
-        for index, (leaf, flag) in enumerate(zip(self.handle.copy.all_leaves, wanted)):
-            if leaf.requires_grad is not flag:
-                self.handle.set_requires_grad(index, flag)
-                changed = True
+        leaves, changed = self.handle.copy.all_leaves, False
+        for visible in self.visible:
+            flag = visible.param.requires_grad
+            for index in visible.members:
+                if leaves[index].requires_grad is not flag:
+                    self.handle.set_requires_grad(index, flag)
+                    changed = True
         if changed:
+            wanted = [visible.param.requires_grad for visible in self.visible for _ in visible.members]
             self.handle.flat_param.requires_grad_(any(wanted))
             for tensor, flag in zip(self.registration.resting, wanted):
                 tensor.requires_grad_(flag)
@@ -400,14 +403,13 @@ class OriginalViews(_BucketViews):
         grad: torch.Tensor = self._originals[index].grad
         return grad
 
-    def _summoned_params(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> list[Any]:
-        """The originals themselves, with ``grads``, or the gradients that they have."""
+    def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         self._hidden_grads, self.shows_grads = [original.grad for original in self._originals], grads is not None
         point_at(self._originals, values)
         for original, grad in zip(self._originals, grads or ()):
             original.grad = None  # of another shape
             original.grad = grad
-        return self._originals
+        self._cover_by(Layer(self._originals, values))
 
     def end_summon(self, *, write_grads: bool) -> None:
         hidden, with_grads = self._hidden_grads or [], self.shows_grads
@@ -482,10 +484,11 @@ class FlatViews(_BucketViews):
         sharded = grad.shape == self.handle.shard.shape
         return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
 
-    def _summoned_params(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> list[Any]:
-        """New parameters, under the original names."""
+    def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
+        """New parameters are registered, under the original names."""
         requires_grad = self.handle.flat_param.requires_grad
-        return [nn.Parameter(value, requires_grad=requires_grad) for value in values]
+        params = [nn.Parameter(value, requires_grad=requires_grad) for value in values]
+        self._cover_by(Layer(params, values, before=(_looks(params), _flags(params))))
 
     def end_summon(self, *, write_grads: bool) -> None:
         layer = self._uncover_summoned()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import TensorWeakRef
 
-from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import SlotBuffer
 from fsdp.flat.views import BucketViews
 
@@ -18,8 +17,8 @@ from fsdp.flat.views import BucketViews
 class Accumulator:
     """One bucket's. A *position* is a place in ``views.visible``, the parameters that have a ``.grad``."""
 
-    def __init__(self, handle: FlatParamHandle, views: BucketViews) -> None:
-        self._handle, self._views = handle, views
+    def __init__(self, views: BucketViews) -> None:
+        self._handle, self._views = views.handle, views
         # The views of the accumulator that are .grad now, by position. Users alone own them.
         self._exposed: list[TensorWeakRef] = []
         self._shapes: list[torch.Size] = []

@@ -56,7 +56,7 @@ class Place(NamedTuple):
 
 
 class CalledUnit(Protocol):
-    """What a call tells of its backward: a unit."""
+    """What a call reports its backward to: a unit."""
 
     def backward_reached(self, call: ForwardCall) -> None: ...
 
@@ -206,7 +206,7 @@ def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:
 
     A unit's parameters are gathered again when the gradient of one of its outputs is there. A tensor that the forward
     computes and stores (``self.aux_loss = ...``), or that a hook on an inner module takes, is an output as well, and
-    where nothing is returned whose gradient comes first, the unit has to be told::
+    where nothing is returned whose gradient comes first, the tensor has to be marked::
 
         def forward(self, x):
             y = self.attention(x)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -66,14 +65,14 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     if options.sync_over is not None:
         synchronize(module, owned, options.sync_over)
     home = Home.of(module, inside_checkpoint(module))
-    buckets: list[tuple[Any, BucketViews]] = []
+    buckets: list[BucketViews] = []
     for handle, members in build_handles(
         owned, options.groups, device, options.mixed_precision, options.cpu_offload, use_orig_params=use_orig_params
     ):
         if use_orig_params:
-            buckets.append((handle, OriginalViews(handle, members, forward_refused)))
+            buckets.append(OriginalViews(handle, members, forward_refused))
         else:
-            buckets.append((handle, FlatViews(handle, members, home)))
+            buckets.append(FlatViews(handle, members, home))
     for item in owned:
         item.param._fsdp_flattened = True  # type: ignore[attr-defined]
         item.param._fsdp_owner = f"{item.name!r} of {name}"  # type: ignore[attr-defined]

@@ -101,7 +101,7 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of ``units`` and ``params`` (which may name the units' own again) to a norm of ``max_norm``.
 
-    What is returned and raised is told at ``FullyShardedDataParallel.clip_grad_norm_``.
+    For what is returned and raised, see ``FullyShardedDataParallel.clip_grad_norm_``.
     """
     max_norm = float(max_norm)
     p, order = _order(norm_type)

@@ -87,7 +87,7 @@ class RootContext:
         ``often`` the ranks are not asked where the call comes in the same place of a step as before.
         """
         if self.passes.in_backward and hooks.current_backward() == hooks.NO_BACKWARD:
-            self.reset()  # the backward raised, and nobody has told
+            self.reset()  # the backward raised, and nothing else has noticed
         try:
             with self.passes.calling(call, f"{call} of {self.root.name}", often=often):
                 yield
@@ -162,7 +162,7 @@ class RootContext:
         if not backward_follows:
             self.residency.forget_casts()
             self.residency.trim()
-        self.passes.end(wait=False)  # last: where a wait fails for what was gathered ahead, the pass has failed
+        self.passes.end(wait=False)  # last: where a wait fails for what was prefetched, the pass has failed
 
     # -- backward ------------------------------------------------------------------------------------------------------
 

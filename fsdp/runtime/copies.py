@@ -42,9 +42,9 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     for handle, views in zip(handles, unit.views):
         views.announce_copies(handle, memo)
     module = copy_module()
-    buckets = [(handle, views.copied(handle, memo)) for handle, views in zip(handles, unit.views)]
+    views_of_copy = [views.copied(handle, memo) for handle, views in zip(handles, unit.views)]
     precision = unit.precision.copied(module, memo)
-    copied = Unit(module, unit.name, buckets, unit.groups, unit.device, unit.policy, precision)
+    copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, unit.policy, precision)
     copied.has_parent, copied.mesh, copied.state_settings = unit.has_parent, unit.mesh, copy.copy(unit.state_settings)
     if unit.comm_hook is not None:
         copied.use_hook(unit.comm_hook)

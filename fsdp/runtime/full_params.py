@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState, parameter_views
 from fsdp.flat.names import joined
 from fsdp.flat.views import BucketViews
@@ -78,32 +77,34 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
         full_grads = _gather_grads(unit) if options.with_grads else None
         context.residency.summon(unit)
     offloaded = options.offload_to_cpu and is_device(unit.device)
-    shown = not options.rank0_only or unit.groups.shard_rank == 0 or not unit.groups.sharded
+    writes = options.writeback or not unit.groups.sharded  # where nothing is sharded, what is shown is live
+    shown = not options.rank0_only or unit.groups.shard_rank == 0
     values = (
         [handle.full.to("cpu", copy=True) if offloaded else handle.full for handle in unit.handles] if shown else []
     )
     if offloaded or options.rank0_only:
         context.residency.summon_elsewhere(unit, release=offloaded or not shown)
     try:
-        for position, (handle, views, value) in enumerate(zip(unit.handles, unit.views, values)):
+        for position, (views, value) in enumerate(zip(unit.views, values)):
             grads = None if full_grads is None else full_grads[position]
-            views.summon(parameter_views(handle.layout, value), grads)
+            views.summon(parameter_views(views.handle.layout, value), grads)
         yield
     finally:
-        with torch.no_grad(), contextlib.ExitStack() as hidden:  # all of it, though a part may raise
-            hidden.callback(context.residency.end_summon, unit)
-            for handle, views, value in reversed(list(zip(unit.handles, unit.views, values))):  # the last comes first
-                hidden.callback(_hide, handle, views, value, options)
+        with torch.no_grad(), contextlib.ExitStack() as undo:  # all of it, though a part may raise
+            undo.callback(context.residency.end_summon, unit)
+            for views, value in reversed(list(zip(unit.views, values))):  # the last comes first
+                undo.callback(_end_summon, views, value, writes=writes)
 
 
-def _hide(handle: FlatParamHandle, views: BucketViews, value: torch.Tensor, options: SummonOptions) -> None:
-    """Hold the shards again, with what was changed in ``value``, the full vector that was shown."""
+def _end_summon(views: BucketViews, value: torch.Tensor, *, writes: bool) -> None:
+    """Register shards again, with what was changed in ``value``, the full vector that was shown, if that ``writes``."""
     try:
-        if options.writeback or not handle.groups.sharded:
+        if writes:
             views.take_over()
     finally:
-        views.end_summon(write_grads=options.writeback or not handle.groups.sharded)
-    if (options.writeback or not handle.groups.sharded) and handle.state is not BufferState.RESIDENT:
+        views.end_summon(write_grads=writes)
+    handle = views.handle
+    if writes and handle.state is not BufferState.RESIDENT:
         start, end = handle.layout.shard_range(handle.groups.shard_rank)
         handle.shard.copy_(value[start:end])
 

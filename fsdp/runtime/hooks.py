@@ -182,7 +182,7 @@ _optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[St
 
 
 def watch_optimizers(unit: Stepped) -> None:
-    """From now on, ``unit`` is told before each step of an optimizer that has some of its parameters. And there is a
+    """From now on, ``unit.before_step()`` is called before a step of an optimizer that has parameters of it. There is a
     warning at the first step of each optimizer that holds parameters which no module has any more."""
     _stepped.add(unit)
     _register_step_hook()

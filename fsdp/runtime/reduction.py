@@ -21,7 +21,6 @@ import torch
 from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import Streams
-from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.views import BucketViews
@@ -53,17 +52,17 @@ class ReductionQueue:
         self.streams = streams
         self._in_flight: deque[_InFlight] = deque()
 
-    def lend(self, buffer: SlotBuffer) -> None:
+    def allocate(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory; called on the compute stream, which owns it."""
         if any(item.source is buffer for item in self._in_flight):  # its last reduction still reads the slots
             self._complete_all_but(0)
         self._complete_all_but(self.MAX_BUFFERS - 1)
-        assert buffer.lent is not None
-        self.pool.lend(buffer.lent)
+        assert buffer.pooled is not None
+        self.pool.allocate(buffer.pooled)
 
-    def give_back(self, buffer: SlotBuffer) -> None:
-        if buffer.lent is not None:
-            self.pool.take_back(buffer.lent, None)
+    def free(self, buffer: SlotBuffer) -> None:
+        if buffer.pooled is not None:
+            self.pool.free(buffer.pooled, None)
 
     def add(
         self, pending: Pending, source: SlotBuffer, *, bounded: bool, at_once: bool, finish: Callable[[], None]
@@ -83,7 +82,7 @@ class ReductionQueue:
         source, item.source = item.source, None
         if source is not None:
             item.pending.wait()
-            self.give_back(source)
+            self.free(source)
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results (or, after an error, drop them)."""
@@ -98,19 +97,18 @@ class ReductionQueue:
 class BucketGradients:
     """The gradient of one bucket during and between backwards."""
 
-    def __init__(self, handle: FlatParamHandle, views: BucketViews, *, keep_low_precision: bool = False) -> None:
+    def __init__(self, views: BucketViews, *, keep_low_precision: bool = False) -> None:
         """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's."""
-        self.handle = handle
-        self.views = views
+        self.handle, self.views = views.handle, views
         self._keep_low_precision = keep_low_precision
         self._hook: CommHook | None = None  # reduces in place of the communicator
         self._on_host = HostBuffers()  # of offloaded gradients
-        self._scratch: SlotBuffer | None = None  # the reduce buffer; its memory is lent for each backward
+        self._scratch: SlotBuffer | None = None  # the reduce buffer; with memory from the pool in each backward
         self._target: SlotBuffer | None = None  # where this backward writes
         self._continues = False  # whether that is the accumulator of earlier backwards
-        self._written = [False] * len(handle.copy.all_leaves)
+        self._written = [False] * len(self.handle.copy.all_leaves)
         self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
-        self._accumulator = Accumulator(handle, views)
+        self._accumulator = Accumulator(views)
 
     @property
     def trainable(self) -> bool:
@@ -166,8 +164,8 @@ class BucketGradients:
             self._target = SlotBuffer(layout, accumulator)
         elif self.handle.groups.sharded and synchronize:
             if self._scratch is None or self._scratch.flat.dtype != self.handle.reduce_dtype:
-                self._scratch = SlotBuffer.lendable(layout, self.handle.reduce_dtype, device)
-            queue.lend(self._scratch)
+                self._scratch = SlotBuffer.from_pool(layout, self.handle.reduce_dtype, device)
+            queue.allocate(self._scratch)
             self._target = self._scratch
         else:  # users will hold this memory as .grad: it cannot be taken back
             empty = torch.empty(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device)
@@ -265,7 +263,7 @@ class BucketGradients:
             with queue.streams.on_reduce_stream():
                 last_use = queue.streams.record()  # by a communication hook that raised
             queue.streams.wait(last_use)
-            queue.give_back(target)
+            queue.free(target)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Which units of one tree have their full buffers in memory, and why; gathering and resharding them.
 
 [Note: Idle units]
-A unit may be gathered without being in use: gathered ahead, or left so by a recomputation whose backward is about to
+A unit may be gathered without being in use: prefetched, or left so by a recomputation whose backward is about to
 come. It stays while there is room (``Residency.make_room``) and is resharded first when there is not.
 """
 
@@ -129,7 +129,7 @@ class Residency(Residences[UnitBuffers]):
         With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since. Where
         a backward of ``no_sync`` kept it, their versions tell.
         """
-        if unit.gathers and not unit.shown:
+        if unit.gathers and not unit.is_summoned:
             earlier = refill and unit.generation != self.generation
             stale = earlier and unit.kept_versions != unit.versions
             if not unit.is_gathered or earlier or self.of(unit) is Residence.PREFETCHED:
@@ -179,10 +179,10 @@ class Residency(Residences[UnitBuffers]):
     def reshard(self, unit: UnitBuffers) -> None:
         """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
         unit.use_resting()
-        if unit.shown or unit.in_output:
+        if unit.is_summoned or unit.in_output:
             return
         if self.becomes(unit, Residence.SHARDED):
-            unit.wait()  # gathered ahead in vain: whoever writes to the shard next must not overtake the gather
+            unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
             last_use = self._streams.record()
             with self._streams.on_gather_stream():
                 for handle in unit.handles:
@@ -230,7 +230,7 @@ class Residency(Residences[UnitBuffers]):
         """As ``compute_in``, without the buffers."""
         if all(handle.full_precision is full_precision for handle in unit.handles):
             return
-        if (unit.shown or unit.expected.seen) and any(handle.casts for handle in unit.handles):
+        if (unit.is_summoned or unit.expected.seen) and any(handle.casts for handle in unit.handles):
             raise RuntimeError(
                 f"{unit.name} would have to compute in mixed and in full precision at once. Forwards inside "
                 "summon_full_params, and in eval mode with FSDP_USE_FULL_PREC_IN_EVAL=1, are in full precision: give "
@@ -246,7 +246,7 @@ class Residency(Residences[UnitBuffers]):
     def refresh(self, unit: UnitBuffers) -> None:
         """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
         self.forget_output(unit)
-        if not unit.shown:  # now, so that what is gathered ahead is the right thing
+        if not unit.is_summoned:  # now, so that what is prefetched is the right thing
             self.compute_in(unit, unit.precision.wants_full)
         unit.follow_parameters()
 
@@ -278,7 +278,7 @@ class Residency(Residences[UnitBuffers]):
     # -- room ----------------------------------------------------------------------------------------------------------
 
     def _distance(self, unit: UnitBuffers) -> int:
-        """How many units to gather ahead while ``unit`` computes."""
+        """How many units to prefetch while ``unit`` computes."""
         return unit.policy.backward_prefetch if self.passes.in_backward else unit.policy.forward_prefetch
 
     def _has_room(self, unit: UnitBuffers, computing: UnitBuffers) -> bool:
@@ -300,7 +300,7 @@ class Residency(Residences[UnitBuffers]):
                 return
             self.reshard(other)
 
-    def gather_ahead(self, unit: UnitBuffers) -> None:
+    def prefetch(self, unit: UnitBuffers) -> None:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
         if unit.policy.reduce_unused:
             return

@@ -57,7 +57,7 @@ class Unit(UnitBuffers):
         super().__post_init__()
         self.comm_hook: CommHook | None = None
         keep_low = self.precision.asked.keep_low_precision_grads
-        self.gradients = [BucketGradients(*bucket, keep_low_precision=keep_low) for bucket in self.buckets]
+        self.gradients = [BucketGradients(views, keep_low_precision=keep_low) for views in self.views]
         self.membership: Callable[[], Any] = lambda: None
         self.parent_is_built = self.has_parent = False
         self.mesh: DeviceMesh | None = None
@@ -195,7 +195,7 @@ class Unit(UnitBuffers):
 
     @hooks.untraced
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
-        """Gather, and gather ahead; returns the call to hand to ``post_forward``, and the inputs, cast."""
+        """Gather, and prefetch; returns the call to hand to ``post_forward``, and the inputs, cast."""
         if self.summoned in (Summoned.HERE_ALONE, Summoned.ELSEWHERE):
             raise RuntimeError(
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
@@ -206,7 +206,7 @@ class Unit(UnitBuffers):
         self._depth += 1
         try:
             start = hooks.next_node_number()
-            full_precision = self.shown or self.precision.wants_full
+            full_precision = self.is_summoned or self.precision.wants_full
             if not full_precision:
                 is_root, has_parameters = self is context.root, bool(self.handles)
                 inputs = self.precision.cast_inputs(inputs, is_root=is_root, has_parameters=has_parameters)
@@ -226,21 +226,21 @@ class Unit(UnitBuffers):
             raise
 
     def _make_ready(self, context: RootContext, full_precision: bool) -> None:
-        """Gather for a forward, and gather ahead."""
+        """Gather for a forward, and prefetch."""
         recomputing = hooks.current_backward() != hooks.NO_BACKWARD
         if recomputing:
             close_passed(Place.now())
         context.residency.compute_in(self, full_precision)
         context.residency.unshard(self, refill=not recomputing)
         if not recomputing:
-            context.residency.gather_ahead(self)
+            context.residency.prefetch(self)
 
     @hooks.untraced
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
         """Reshard unless the backward follows at once, and hook the outputs; returns them."""
         for view in self.views:
             view.check_leaves()
-        if not self.shown and not self.precision.wants_full:
+        if not self.is_summoned and not self.precision.wants_full:
             output = self.precision.cast_outputs(output)
         outputs = list(tensors_in(output))
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
@@ -256,7 +256,7 @@ class Unit(UnitBuffers):
                     residency.keep(self)
                 else:
                     residency.reshard(self)
-                    residency.gather_ahead(self)
+                    residency.prefetch(self)
             if self._depth == 0:  # last: what fails before it is aborted
                 context.exit_forward(self, backward_follows=bool(differentiable))
         return output
@@ -312,7 +312,7 @@ class Unit(UnitBuffers):
         context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
             views.check_unchanged(before, {index for of, index in expected if of == bucket})
-        context.residency.gather_ahead(self)
+        context.residency.prefetch(self)
 
     def leaf_ready(self, key: LeafKey, leaf: torch.Tensor) -> None:
         """A leaf's gradient of the running graph task is complete: move it to its slot."""
@@ -348,15 +348,15 @@ class Unit(UnitBuffers):
         gradients.add(index, self.views[bucket].hooked(index, grad))
         expected.discard(key)
         if not self.expected:
-            context.residency.gather_ahead(self)  # before the reduction: somebody waits for a gather
+            context.residency.prefetch(self)  # before the reduction: somebody waits for a gather
             self.finish_gradients(context, at_end=False)
             if self._maybe_reshard(context):
-                context.residency.gather_ahead(self)
+                context.residency.prefetch(self)
 
     def backward_left(self, call: ForwardCall) -> None:
         """The backward is at an argument of ``call``, which it is behind of: gather what comes next."""
         try:
-            (self.context or call.context).residency.gather_ahead(self)
+            (self.context or call.context).residency.prefetch(self)
         except BaseException as error:
             self.backward_failed(error, "end of backward")
             raise

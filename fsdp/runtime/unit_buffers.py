@@ -18,7 +18,6 @@ from torch import nn
 from fsdp.comm.collectives import Communicator, Tag
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import Streams, streams_for
-from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.agreement import MAX_BUCKETS
@@ -28,17 +27,17 @@ from fsdp.runtime.precision import UnitPrecision
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """When a unit is resharded and which ones are gathered ahead while it computes.
+    """When a unit is resharded and which ones are prefetched while it computes.
 
     Attributes:
         reshard_after_forward: whether it is gathered again for backward.
-        forward_prefetch, backward_prefetch: how many of the next units to gather ahead. The default is one: asked for
+        forward_prefetch, backward_prefetch: how many of the next units to gather. The default is one: asked for
             only after the unit before it was resharded, a gather would get that unit's memory and wait for its
             compute, even where the host runs ahead.
-        prefetch_after_gradients: in backward, gather ahead only once the gradients under way are computed.
-        limit_gathers: no more full buffers than this unit's and those to gather ahead of it. Without it nothing is
+        prefetch_after_gradients: in backward, prefetch only once the gradients under way are computed.
+        limit_gathers: no more full buffers than this unit's and those to prefetch. Without it nothing is
             held back, and nothing idle resharded, for want of room.
-        reduce_unused: whether a rank may skip the unit where others do not. Nothing is gathered ahead then, as what
+        reduce_unused: whether a rank may skip the unit where others do not. Nothing is prefetched then, as what
             comes next may not be what came last time.
         use_orig_params: whether users see their own parameters, or flat ones.
     """
@@ -73,7 +72,7 @@ class UnitBuffers(ABC):
 
     module: nn.Module  # the wrapped one
     name: str  # what errors call it; its path in the tree once a root is known
-    buckets: list[tuple[FlatParamHandle, BucketViews]]  # also as `handles` and as `views`
+    views: list[BucketViews]  # one per bucket; so are `handles`
     groups: Groups  # the ranks it is sharded and replicated over
     device: torch.device  # where it computes
     policy: UnitPolicy
@@ -90,8 +89,7 @@ class UnitBuffers(ABC):
     kept_versions: list[Any] | None = field(default=None, init=False)  # of shards that a backward left gathered
 
     def __post_init__(self) -> None:
-        self.handles = [handle for handle, _ in self.buckets]
-        self.views = [views for _, views in self.buckets]
+        self.handles = [views.handle for views in self.views]
         self._tree: Callable[[], Any] = lambda: None
         self._call(self.name)
 
@@ -167,14 +165,14 @@ class UnitBuffers(ABC):
         return any(handle.departs_from_layout for handle in self.handles)
 
     @property
-    def shown(self) -> bool:
-        """Whether the full buffers are what users see."""
+    def is_summoned(self) -> bool:
+        """Whether the full buffers, which have memory then, are what users see."""
         return self.summoned in (Summoned.HERE, Summoned.HERE_ALONE)
 
     @property
     def versions(self) -> list[Any]:
         """Others when a shard was written: through what users hold, or by the engine."""
-        return [(handle.shard._version, view.versions) for handle, view in zip(self.handles, self.views)]
+        return [(view.handle.shard._version, view.versions) for view in self.views]
 
     def tag(self, bucket: int, what: str) -> Tag:
         return Tag(f"{what} {self.name}", (self.place * MAX_BUCKETS + bucket) * 2 + (what == "reduce"))
