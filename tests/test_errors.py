@@ -26,7 +26,8 @@ import fsdp.flat.released as released
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from tests.harness.pool import run_ranks
-from tests.test_wrapper import BAD, WIDTH, Lacking, StandIn, batch, build, error_of, net, on_meta
+from tests.test_ownership import Lacking, on_meta
+from tests.test_wrapper import BAD, WIDTH, StandIn, batch, build, error_of, net
 
 MODES = [False, True]
 both_modes = pytest.mark.parametrize("use_orig_params", MODES)

@@ -1,5 +1,4 @@
-"""Parameters shown whole, moved, cast and gathered by hand: what users see meanwhile, and that training goes on as if
-nothing had happened.
+"""Parameters shown whole: what users see meanwhile, and that training goes on as if nothing had happened.
 
 Most checks run on ranks of one pool over every mode at once; what they compare with is the same steps of a plain model.
 """
@@ -222,7 +221,12 @@ def _shown(mode: Mode) -> None:
     assert_bit_equal(full_parameters(model), plain.values())
 
 
-def _everywhere(check: str, *args: Any) -> None:
+def gathered(log: CollectiveLog) -> int:
+    """How many collectives gathered a bucket."""
+    return sum((record.label or "").startswith("gather ") for record in log.records)
+
+
+def everywhere(check: Callable[..., None], *args: Any) -> None:
     """Run a check in each mode, and say in which it failed.
 
     With three ranks the plain model's bits need sums in rank order: a direct exchange has it, an all-reduce has not.
@@ -233,7 +237,7 @@ def _everywhere(check: str, *args: Any) -> None:
         os.environ["FSDP_COLLECTIVES"] = "direct"
     for mode in [m for m in MODES if m.strategy is FULL_SHARD or not three]:
         try:
-            globals()[check](mode, *args)
+            check(mode, *args)
         except Exception as error:
             raise AssertionError(f"{mode.strategy}, use_orig_params={mode.use_orig_params}: {error}") from error
 
@@ -244,7 +248,7 @@ on_ranks = pytest.mark.parametrize("world_size", [1, 2, 3])
 @on_ranks
 def test_parameters_are_shown_whole(world_size: int) -> None:
     """G7, S1, S10: between steps, of a wrapped model and of a module it is in, with gradients out of sight."""
-    run_ranks(world_size, _everywhere, "_shown")
+    run_ranks(world_size, everywhere, _shown)
 
 
 def _names(mode: Mode) -> None:
@@ -270,8 +274,8 @@ def _names(mode: Mode) -> None:
 
 def test_names_are_clean_while_shown() -> None:
     """G10: of the instances that are shown, and of nothing around or inside them."""
-    run_ranks(1, _everywhere, "_names")
-    run_ranks(2, _everywhere, "_names")
+    run_ranks(1, everywhere, _names)
+    run_ranks(2, everywhere, _names)
 
 
 def _partly(mode: Mode) -> None:
@@ -315,7 +319,7 @@ def _partly(mode: Mode) -> None:
 
 def test_instances_are_shown_one_by_one_and_once() -> None:
     """S1, S3, Y38: recurse=False, one inside the other, and never the same twice or during a forward."""
-    run_ranks(2, _everywhere, "_partly")
+    run_ranks(2, everywhere, _partly)
 
 
 def _between(mode: Mode) -> None:
@@ -335,7 +339,7 @@ def _between(mode: Mode) -> None:
 
 def test_shown_between_forward_and_backward() -> None:
     """S4"""
-    run_ranks(2, _everywhere, "_between")
+    run_ranks(2, everywhere, _between)
 
 
 # -- what is changed meanwhile ---------------------------------------------------------------------------------------
@@ -403,7 +407,7 @@ def _written(mode: Mode) -> None:
 @on_ranks
 def test_writing_back(world_size: int) -> None:
     """S5, S6, AA14"""
-    run_ranks(world_size, _everywhere, "_written")
+    run_ranks(world_size, everywhere, _written)
 
 
 class Problem(Exception):
@@ -464,7 +468,7 @@ def _raising(mode: Mode) -> None:
 
 def test_errors_inside_and_before() -> None:
     """S2, Y39: nothing stays shown; what was written until then is kept."""
-    run_ranks(2, _everywhere, "_raising")
+    run_ranks(2, everywhere, _raising)
 
 
 # -- on rank 0, on the CPU, with gradients ---------------------------------------------------------------------------
@@ -495,7 +499,7 @@ def _rank0(mode: Mode) -> None:
 
 def test_on_rank_0_only() -> None:
     """S7: the others see shards, and no rank can run a forward meanwhile."""
-    run_ranks(2, _everywhere, "_rank0")
+    run_ranks(2, everywhere, _rank0)
 
 
 def _offloaded(mode: Mode) -> list[str]:
@@ -581,7 +585,7 @@ def _with_grads(mode: Mode) -> None:
 @on_ranks
 def test_with_gradients(world_size: int) -> None:
     """S9, S5, AA14: in full shape, zeros from ranks without one, written back in place or replaced or dropped."""
-    run_ranks(world_size, _everywhere, "_with_grads")
+    run_ranks(world_size, everywhere, _with_grads)
 
 
 def _accumulating(mode: Mode) -> None:
@@ -613,7 +617,7 @@ def _accumulating(mode: Mode) -> None:
 
 def test_shown_during_accumulation() -> None:
     """G9, AA18"""
-    run_ranks(2, _everywhere, "_accumulating")
+    run_ranks(2, everywhere, _accumulating)
 
 
 # -- forward and backward inside -------------------------------------------------------------------------------------
@@ -648,7 +652,7 @@ def _forward_inside(mode: Mode) -> None:
 @on_ranks
 def test_forward_inside(world_size: int) -> None:
     """Y58, S11"""
-    run_ranks(world_size, _everywhere, "_forward_inside")
+    run_ranks(world_size, everywhere, _forward_inside)
 
 
 def _backward_inside(mode: Mode) -> None:
@@ -697,7 +701,7 @@ def _backward_inside(mode: Mode) -> None:
 @on_ranks
 def test_backward_inside(world_size: int) -> None:
     """Y58"""
-    run_ranks(world_size, _everywhere, "_backward_inside")
+    run_ranks(world_size, everywhere, _backward_inside)
 
 
 def _frozen_flat() -> None:
@@ -760,7 +764,7 @@ def _loop(mode: Mode) -> None:
 
 @on_ranks
 def test_full_parameters_unit_by_unit(world_size: int) -> None:
-    run_ranks(world_size, _everywhere, "_loop")
+    run_ranks(world_size, everywhere, _loop)
 
 
 COUNT, BIG = 6, 511
@@ -802,299 +806,3 @@ def test_unit_by_unit_holds_one_unit(use_orig_params: bool) -> None:
     expected = [*(2 * COUNT) * [unit], 0, COUNT * unit, 0]
     for found in run_ranks(2, _loop_memory, use_orig_params):
         assert all(abs(a - b) < 4 * NOISE for a, b in zip(found, expected, strict=True)), (found, expected)
-
-
-# -- apply ---------------------------------------------------------------------------------------------------------
-
-
-def _applied(mode: Mode) -> None:
-    def init(module: nn.Module) -> None:
-        seen.append(type(module).__name__)
-        with torch.no_grad():
-            for name, param in module.named_parameters(recurse=False):
-                assert list(param.shape) == list(shapes[f"{type(module).__name__}.{name}"]), name
-                nn.init.normal_(param)
-
-    shapes = {f"{type(m).__name__}.{n}": p.shape for m in net().modules() for n, p in m.named_parameters(recurse=False)}
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    for step in range(2):
-        seen: list[str] = []
-        torch.manual_seed(step)
-        assert model.apply(init) is model
-        wrapped, seen = seen, []
-        torch.manual_seed(step)
-        plain.module.apply(init)
-        assert [name for name in wrapped if name != "FullyShardedDataParallel"] == seen
-        assert wrapped.count("FullyShardedDataParallel") == 4
-        assert_at_rest(model, mode)
-        assert_bit_equal(full_parameters(model), plain.values())
-        train(model, optimizer, step)
-        plain.train(step)
-        assert_bit_equal(full_parameters(model), plain.values())
-    with summon(model):
-        model.apply(lambda module: None)
-        assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
-    parent = nn.Sequential(model)
-    torch.manual_seed(5)
-    parent.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
-    torch.manual_seed(5)
-    plain.module.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
-    assert_bit_equal(full_parameters(model), plain.values())
-
-
-def test_apply_sees_whole_parameters() -> None:
-    """R6: before and after the first use, on the wrapper, a parent, and while shown."""
-    run_ranks(2, _everywhere, "_applied")
-
-
-# -- moved and cast --------------------------------------------------------------------------------------------------
-
-CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "double": lambda m: m.double(),
-    "half": lambda m: m.half(),
-    "bfloat16": lambda m: m.to(torch.bfloat16),
-    "to": lambda m: m.to("cpu", torch.float64),
-    "nothing": lambda m: m.float(),
-}
-MOMENTS = ["built", "trained", "with gradients"]
-
-
-def _cast(mode: Mode, cast: str, moment: str) -> None:
-    """Casting is what it is to a plain model: same values, same dtypes, gradients and all, and then the same steps."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    if moment != "built":
-        train(model, optimizer, 0)
-        plain.train(0)
-    if moment == "trained":
-        optimizer.zero_grad()
-        plain.optimizer.zero_grad()
-    leaves = [leaf for handle in model._all_handles for leaf in handle.leaves]
-    result: Any = CASTS[cast](model)
-    CASTS[cast](plain.module)
-    assert result is model
-    assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
-    assert all(a is b for a, b in zip([x for h in model._all_handles for x in h.leaves], leaves, strict=True))
-    assert {p.dtype for p in model.parameters()} == {p.dtype for p in plain.module.parameters()}
-    assert model.scale.dtype == plain.module.scale.dtype
-    assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
-    with summon(model):
-        assert_bit_equal(values(model), plain.values())
-    assert_at_rest(model, mode)
-    if moment == "with gradients":
-        assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.module.named_parameters()})
-        optimizer.step()
-        plain.optimizer.step()
-    for step in (1, 2):
-        train(model, optimizer, step)
-        plain.train(step)
-        assert_bit_equal(full_parameters(model), plain.values(), f"{cast} {moment}, step {step}")
-    for layout in (bucket.layout for unit in shard_info(model) for bucket in unit.buckets):
-        assert layout.dtype == layout.compute_dtype == layout.reduce_dtype == plain.module.gain.dtype
-
-
-def _casts(mode: Mode, cast: str) -> None:
-    _cast(mode, cast, MOMENTS[(MODES.index(mode) + list(CASTS).index(cast)) % len(MOMENTS)])  # by turns
-
-
-@pytest.mark.parametrize("cast", CASTS)
-def test_casting(cast: str) -> None:
-    """R7, H6: before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
-    run_ranks(2, _everywhere, "_casts", cast)
-
-
-def _cast_in_parts(mode: Mode) -> None:
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    train(model, optimizer, 0)
-    plain.train(0)
-    nn.Sequential(model).double()  # a parent
-    plain.module.double()
-    train(model, optimizer, 1)
-    plain.train(1)
-    assert_bit_equal(full_parameters(model), plain.values())
-    assert_at_rest(model, mode)
-
-    # A single unit: its neighbours stay what they are.
-    model.layers[1].float()
-    plain.module.layers[1].float()
-    assert {str(p.dtype) for p in model.layers[1].parameters()} == {"torch.float32"}
-    for each in (model, plain.module):
-        each.layers[1].register_forward_pre_hook(lambda m, args: args[0].float())
-        each.layers[1].register_forward_hook(lambda m, args, output: output.double())
-    with summon(model):
-        assert_bit_equal(values(model), plain.values())
-
-    # Not while it runs, is shown, or accumulates; and then nothing of it has changed.
-    found: list[str] = []
-    handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model.half)))
-    model(batch(0).double())
-    handle.remove()
-    with summon(model):
-        found.append(error_of(model.half))
-    if mode.strategy is not NO_SHARD:
-        with model.no_sync():
-            model(batch(0).double()).sum().backward()
-        found.append(error_of(model.half))
-        model.zero_grad()
-    assert all(words.startswith("RuntimeError") for words in found), found
-    assert model.scale.dtype == torch.float64
-    with summon(model):
-        assert_bit_equal(values(model), plain.values())
-    model.double()
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-
-
-def test_casting_in_parts_and_at_bad_times() -> None:
-    """R7"""
-    run_ranks(2, _everywhere, "_cast_in_parts")
-
-
-# -- other methods -------------------------------------------------------------------------------------------------
-
-
-def _methods(mode: Mode) -> None:
-    model, plain = build(mode), Plain()
-    fsdp.register_forward_method(model, "generate")
-    optimizer = sgd(model)
-    for step in range(2):
-        x = batch(step)
-        assert torch.equal(model.generate(x, steps=3), plain.module.generate(x, steps=3))
-        with torch.no_grad():
-            assert torch.equal(model.generate(x), plain.module.generate(x))
-        assert_at_rest_without_grad(model, mode)
-        optimizer.zero_grad()
-        model.generate(x).square().mean().backward()  # used twice
-        grads: list[list[Tensor | None]] = []
-        for rank in range(dist.get_world_size()):
-            plain.optimizer.zero_grad()
-            plain.module.generate(batch(step, rank)).square().mean().backward()
-            grads.append([p.grad for p in plain.module.parameters()])
-        for param, *each in zip(plain.module.parameters(), *grads, strict=True):
-            if each[0] is not None:
-                param.grad = functools.reduce(torch.add, each) / dist.get_world_size()
-        plain.module.never.grad = torch.zeros(3)
-        optimizer.step()
-        plain.optimizer.step()
-        assert_bit_equal(full_parameters(model), plain.values())
-
-    def fail(*args: Any) -> None:
-        raise Problem
-
-    handle = model.layers[0].register_forward_pre_hook(fail)
-    assert error_of(model.generate, batch(0)).startswith("Problem")
-    handle.remove()
-    assert torch.equal(model.generate(batch(0)), plain.module.generate(batch(0)))
-    words = error_of(fsdp.register_forward_method, model, "nothing")
-    assert words == "ValueError: Net has no method 'nothing'"
-    unwrapped = net()
-    fsdp.register_forward_method(unwrapped, "nothing")  # no error: it need not be wrapped
-    assert "generate" not in unwrapped.__dict__
-
-
-def assert_at_rest_without_grad(model: nn.Module, mode: Mode) -> None:
-    if not torch.is_grad_enabled():
-        assert_at_rest(model, mode)
-
-
-def test_other_methods_run_gathered() -> None:
-    run_ranks(2, _everywhere, "_methods")
-
-
-# -- gathered by hand ------------------------------------------------------------------------------------------------
-
-
-def gathered(log: CollectiveLog) -> int:
-    """How many collectives gathered a bucket."""
-    return sum((record.label or "").startswith("gather ") for record in log.records)
-
-
-def _by_hand(mode: Mode) -> None:
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    gathers = 1 if mode.strategy is not NO_SHARD and dist.get_world_size() > 1 else 0
-    units = FullyShardedDataParallel.fsdp_modules(model)
-    buckets = {unit: len(unit._fsdp_unit.handles) for unit in units}
-    for step in range(3):
-        optimizer.zero_grad()
-        with record_collectives() as log:
-            for unit in units[:2]:  # the root and the first of the others
-                if step == 0:
-                    assert unit._unshard() is None
-                else:
-                    handle = unit._unshard(async_op=True)
-                    assert handle is not None and handle.wait() is None and handle.wait() is None
-            assert gathered(log) == gathers * (buckets[units[0]] + buckets[units[1]])
-            loss = model(batch(step)).square().mean()
-            assert gathered(log) == gathers * sum(buckets.values()), "gathered by hand, and then not again"
-        loss.backward()
-        optimizer.step()
-        model._wait_unshard_streams_on_current_stream()
-        plain.train(step)
-        assert_bit_equal(full_parameters(model), plain.values())
-        assert_at_rest(model, mode)
-    # Asked for and never used, or used by a forward without gradients.
-    model._unshard()
-    model.layers[1]._unshard(async_op=True)
-    with torch.no_grad():
-        assert torch.equal(model(batch(0)), plain.module(batch(0)))
-    assert_at_rest(model, mode)
-    model._unshard()
-    model.reset_iter_state()
-    model.reset_iter_state()
-    train(model, optimizer, 3)
-    plain.train(3)
-    assert_bit_equal(full_parameters(model), plain.values())
-
-    found: list[str] = []
-    handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model._unshard)))
-    model(batch(0))
-    handle.remove()
-    assert "Cannot manually unshard parameters during forward/backward" in found[0]
-    assert found[0].startswith("AssertionError")
-    with summon(model):
-        assert error_of(model._unshard).startswith("AssertionError")
-
-
-@on_ranks
-def test_gathered_by_hand(world_size: int) -> None:
-    """R16, K12: the next forward uses it and gathers no more."""
-    run_ranks(world_size, _everywhere, "_by_hand")
-
-
-def _reset(mode: Mode) -> None:
-    """After a failure, at any moment: what was under way is dropped, what was attached stays."""
-    model, plain = build(mode), Plain()
-    optimizer = sgd(model)
-    model.reset_iter_state()
-    backward(model, 0)
-    before = {name: p.grad for name, p in model.named_parameters()}
-
-    def fail(*args: Any) -> None:
-        raise Problem
-
-    handle = model.layers[1].register_forward_pre_hook(fail)
-    assert error_of(model, batch(1)).startswith("Problem")
-    handle.remove()
-    model.reset_iter_state()
-    assert all(unit.training_state is TrainingState.IDLE for unit in FullyShardedDataParallel.fsdp_modules(model))
-    output = model(batch(1))
-    output.register_hook(fail)
-    assert error_of(output.sum().backward).startswith("Problem")
-    model.reset_iter_state()
-    model(batch(2))  # and a forward whose backward does not come
-    model.reset_iter_state()
-    assert_at_rest(model, mode)
-    assert all(p.grad is before[name] for name, p in model.named_parameters())
-    plain.backward(0)
-    optimizer.step()
-    plain.optimizer.step()
-    train(model, optimizer, 1)
-    plain.train(1)
-    assert_bit_equal(full_parameters(model), plain.values())
-
-
-def test_reset_iter_state() -> None:
-    run_ranks(2, _everywhere, "_reset")

@@ -1,0 +1,330 @@
+"""What users do to a wrapped model by hand: apply, moving and casting, other methods, gathering, resetting."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, shard_info
+from fsdp.api import TrainingState
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, full_parameters
+from tests.test_full_params import (
+    MODES,
+    NO_SHARD,
+    Mode,
+    Plain,
+    Problem,
+    assert_at_rest,
+    backward,
+    batch,
+    build,
+    error_of,
+    everywhere,
+    gathered,
+    net,
+    on_ranks,
+    sgd,
+    summon,
+    train,
+    values,
+)
+
+# -- apply ---------------------------------------------------------------------------------------------------------
+
+
+def _applied(mode: Mode) -> None:
+    def init(module: nn.Module) -> None:
+        seen.append(type(module).__name__)
+        with torch.no_grad():
+            for name, param in module.named_parameters(recurse=False):
+                assert list(param.shape) == list(shapes[f"{type(module).__name__}.{name}"]), name
+                nn.init.normal_(param)
+
+    shapes = {f"{type(m).__name__}.{n}": p.shape for m in net().modules() for n, p in m.named_parameters(recurse=False)}
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    for step in range(2):
+        seen: list[str] = []
+        torch.manual_seed(step)
+        assert model.apply(init) is model
+        wrapped, seen = seen, []
+        torch.manual_seed(step)
+        plain.module.apply(init)
+        assert [name for name in wrapped if name != "FullyShardedDataParallel"] == seen
+        assert wrapped.count("FullyShardedDataParallel") == 4
+        assert_at_rest(model, mode)
+        assert_bit_equal(full_parameters(model), plain.values())
+        train(model, optimizer, step)
+        plain.train(step)
+        assert_bit_equal(full_parameters(model), plain.values())
+    with summon(model):
+        model.apply(lambda module: None)
+        assert model.training_state is TrainingState.SUMMON_FULL_PARAMS
+    parent = nn.Sequential(model)
+    torch.manual_seed(5)
+    parent.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
+    torch.manual_seed(5)
+    plain.module.apply(lambda m: init(m) if isinstance(m, nn.Linear) else None)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def test_apply_sees_whole_parameters() -> None:
+    """R6: before and after the first use, on the wrapper, a parent, and while shown."""
+    run_ranks(2, everywhere, _applied)
+
+
+# -- moved and cast --------------------------------------------------------------------------------------------------
+
+CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "double": lambda m: m.double(),
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.to(torch.bfloat16),
+    "to": lambda m: m.to("cpu", torch.float64),
+    "nothing": lambda m: m.float(),
+}
+MOMENTS = ["built", "trained", "with gradients"]
+
+
+def _cast(mode: Mode, cast: str, moment: str) -> None:
+    """Casting is what it is to a plain model: same values, same dtypes, gradients and all, and then the same steps."""
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if moment != "built":
+        train(model, optimizer, 0)
+        plain.train(0)
+    if moment == "trained":
+        optimizer.zero_grad()
+        plain.optimizer.zero_grad()
+    leaves = [leaf for handle in model._all_handles for leaf in handle.leaves]
+    result: Any = CASTS[cast](model)
+    CASTS[cast](plain.module)
+    assert result is model
+    assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
+    assert all(a is b for a, b in zip([x for h in model._all_handles for x in h.leaves], leaves, strict=True))
+    assert {p.dtype for p in model.parameters()} == {p.dtype for p in plain.module.parameters()}
+    assert model.scale.dtype == plain.module.scale.dtype
+    assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())
+    with summon(model):
+        assert_bit_equal(values(model), plain.values())
+    assert_at_rest(model, mode)
+    if moment == "with gradients":
+        assert_bit_equal(full_gradients(model), {n: p.grad for n, p in plain.module.named_parameters()})
+        optimizer.step()
+        plain.optimizer.step()
+    for step in (1, 2):
+        train(model, optimizer, step)
+        plain.train(step)
+        assert_bit_equal(full_parameters(model), plain.values(), f"{cast} {moment}, step {step}")
+    for layout in (bucket.layout for unit in shard_info(model) for bucket in unit.buckets):
+        assert layout.dtype == layout.compute_dtype == layout.reduce_dtype == plain.module.gain.dtype
+
+
+def _casts(mode: Mode, cast: str) -> None:
+    _cast(mode, cast, MOMENTS[(MODES.index(mode) + list(CASTS).index(cast)) % len(MOMENTS)])  # by turns
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_casting(cast: str) -> None:
+    """R7, H6: before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
+    run_ranks(2, everywhere, _casts, cast)
+
+
+def _cast_in_parts(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    train(model, optimizer, 0)
+    plain.train(0)
+    nn.Sequential(model).double()  # a parent
+    plain.module.double()
+    train(model, optimizer, 1)
+    plain.train(1)
+    assert_bit_equal(full_parameters(model), plain.values())
+    assert_at_rest(model, mode)
+
+    # A single unit: its neighbours stay what they are.
+    model.layers[1].float()
+    plain.module.layers[1].float()
+    assert {str(p.dtype) for p in model.layers[1].parameters()} == {"torch.float32"}
+    for each in (model, plain.module):
+        each.layers[1].register_forward_pre_hook(lambda m, args: args[0].float())
+        each.layers[1].register_forward_hook(lambda m, args, output: output.double())
+    with summon(model):
+        assert_bit_equal(values(model), plain.values())
+
+    # Not while it runs, is shown, or accumulates; and then nothing of it has changed.
+    found: list[str] = []
+    handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model.half)))
+    model(batch(0).double())
+    handle.remove()
+    with summon(model):
+        found.append(error_of(model.half))
+    if mode.strategy is not NO_SHARD:
+        with model.no_sync():
+            model(batch(0).double()).sum().backward()
+        found.append(error_of(model.half))
+        model.zero_grad()
+    assert all(words.startswith("RuntimeError") for words in found), found
+    assert model.scale.dtype == torch.float64
+    with summon(model):
+        assert_bit_equal(values(model), plain.values())
+    model.double()
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_casting_in_parts_and_at_bad_times() -> None:
+    """R7"""
+    run_ranks(2, everywhere, _cast_in_parts)
+
+
+# -- other methods -------------------------------------------------------------------------------------------------
+
+
+def _methods(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    fsdp.register_forward_method(model, "generate")
+    optimizer = sgd(model)
+    for step in range(2):
+        x = batch(step)
+        assert torch.equal(model.generate(x, steps=3), plain.module.generate(x, steps=3))
+        with torch.no_grad():
+            assert torch.equal(model.generate(x), plain.module.generate(x))
+        assert_at_rest_without_grad(model, mode)
+        optimizer.zero_grad()
+        model.generate(x).square().mean().backward()  # used twice
+        grads: list[list[Tensor | None]] = []
+        for rank in range(dist.get_world_size()):
+            plain.optimizer.zero_grad()
+            plain.module.generate(batch(step, rank)).square().mean().backward()
+            grads.append([p.grad for p in plain.module.parameters()])
+        for param, *each in zip(plain.module.parameters(), *grads, strict=True):
+            if each[0] is not None:
+                param.grad = functools.reduce(torch.add, each) / dist.get_world_size()
+        plain.module.never.grad = torch.zeros(3)
+        optimizer.step()
+        plain.optimizer.step()
+        assert_bit_equal(full_parameters(model), plain.values())
+
+    def fail(*args: Any) -> None:
+        raise Problem
+
+    handle = model.layers[0].register_forward_pre_hook(fail)
+    assert error_of(model.generate, batch(0)).startswith("Problem")
+    handle.remove()
+    assert torch.equal(model.generate(batch(0)), plain.module.generate(batch(0)))
+    words = error_of(fsdp.register_forward_method, model, "nothing")
+    assert words == "ValueError: Net has no method 'nothing'"
+    unwrapped = net()
+    fsdp.register_forward_method(unwrapped, "nothing")  # no error: it need not be wrapped
+    assert "generate" not in unwrapped.__dict__
+
+
+def assert_at_rest_without_grad(model: nn.Module, mode: Mode) -> None:
+    if not torch.is_grad_enabled():
+        assert_at_rest(model, mode)
+
+
+def test_other_methods_run_gathered() -> None:
+    run_ranks(2, everywhere, _methods)
+
+
+# -- gathered by hand ------------------------------------------------------------------------------------------------
+
+
+def _by_hand(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    gathers = 1 if mode.strategy is not NO_SHARD and dist.get_world_size() > 1 else 0
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    buckets = {unit: len(unit._fsdp_unit.handles) for unit in units}
+    for step in range(3):
+        optimizer.zero_grad()
+        with record_collectives() as log:
+            for unit in units[:2]:  # the root and the first of the others
+                if step == 0:
+                    assert unit._unshard() is None
+                else:
+                    handle = unit._unshard(async_op=True)
+                    assert handle is not None and handle.wait() is None and handle.wait() is None
+            assert gathered(log) == gathers * (buckets[units[0]] + buckets[units[1]])
+            loss = model(batch(step)).square().mean()
+            assert gathered(log) == gathers * sum(buckets.values()), "gathered by hand, and then not again"
+        loss.backward()
+        optimizer.step()
+        model._wait_unshard_streams_on_current_stream()
+        plain.train(step)
+        assert_bit_equal(full_parameters(model), plain.values())
+        assert_at_rest(model, mode)
+    # Asked for and never used, or used by a forward without gradients.
+    model._unshard()
+    model.layers[1]._unshard(async_op=True)
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), plain.module(batch(0)))
+    assert_at_rest(model, mode)
+    model._unshard()
+    model.reset_iter_state()
+    model.reset_iter_state()
+    train(model, optimizer, 3)
+    plain.train(3)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+    found: list[str] = []
+    handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model._unshard)))
+    model(batch(0))
+    handle.remove()
+    assert "Cannot manually unshard parameters during forward/backward" in found[0]
+    assert found[0].startswith("AssertionError")
+    with summon(model):
+        assert error_of(model._unshard).startswith("AssertionError")
+
+
+@on_ranks
+def test_gathered_by_hand(world_size: int) -> None:
+    """R16, K12: the next forward uses it and gathers no more."""
+    run_ranks(world_size, everywhere, _by_hand)
+
+
+def _reset(mode: Mode) -> None:
+    """After a failure, at any moment: what was under way is dropped, what was attached stays."""
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    model.reset_iter_state()
+    backward(model, 0)
+    before = {name: p.grad for name, p in model.named_parameters()}
+
+    def fail(*args: Any) -> None:
+        raise Problem
+
+    handle = model.layers[1].register_forward_pre_hook(fail)
+    assert error_of(model, batch(1)).startswith("Problem")
+    handle.remove()
+    model.reset_iter_state()
+    assert all(unit.training_state is TrainingState.IDLE for unit in FullyShardedDataParallel.fsdp_modules(model))
+    output = model(batch(1))
+    output.register_hook(fail)
+    assert error_of(output.sum().backward).startswith("Problem")
+    model.reset_iter_state()
+    model(batch(2))  # and a forward whose backward does not come
+    model.reset_iter_state()
+    assert_at_rest(model, mode)
+    assert all(p.grad is before[name] for name, p in model.named_parameters())
+    plain.backward(0)
+    optimizer.step()
+    plain.optimizer.step()
+    train(model, optimizer, 1)
+    plain.train(1)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def test_reset_iter_state() -> None:
+    run_ranks(2, everywhere, _reset)

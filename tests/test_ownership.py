@@ -1,0 +1,507 @@
+"""What a unit owns: parameters that are shared, ignored or on the meta device, and which values they start with."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp import (
+    FullyShardedDataParallel,
+    shard_info,
+)
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_parameters
+from tests.test_wrapper import (
+    WIDTH,
+    Net,
+    StandIn,
+    batch,
+    both_modes,
+    build,
+    error_of,
+    is_2_13,
+    net,
+    torchs,
+    train,
+    train_plain,
+    values,
+)
+
+# -- sharing -------------------------------------------------------------------------------------------------------
+
+
+def _tied(place: str) -> tuple[nn.Module, ModuleWrapPolicy]:
+    module = net()
+    if place == "siblings":
+        module.layers[4].weight = module.layers[0].weight
+        return module, ModuleWrapPolicy({nn.Linear})
+    module.head = nn.Linear(WIDTH, WIDTH)
+    module.layers[0].weight = module.head.weight
+    return module, ModuleWrapPolicy({nn.Sequential})
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("place", "names"),
+    [("siblings", ("layers.0.weight", "layers.4.weight")), ("parent", ("layers.0.weight", "head.weight"))],
+)
+def test_R08_a_parameter_shared_across_units(place: str, names: tuple[str, str], use_orig_params: bool) -> None:
+    """Y60: the error names both places, and nothing is left half wrapped."""
+    module, policy = _tied(place)
+    modules, before = list(module.modules()), values(module)
+    with pytest.raises(ValueError, match="shared") as caught:
+        FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    for name in names:
+        assert f"'{name}'" in str(caught.value)
+    assert list(module.modules()) == modules
+    assert_bit_equal(values(module), before)
+
+
+@both_modes
+def test_a_parameter_shared_with_a_unit_wrapped_by_hand(use_orig_params: bool) -> None:
+    """Y60: both places are named as far as they are known."""
+    module, _ = _tied("parent")
+    module.layers = build(module.layers, process_group=StandIn(), use_orig_params=use_orig_params)
+    words = r"parameter 'head.weight' of the Net unit is shared with '0.weight' of the Sequential unit"
+    with pytest.raises(ValueError, match=words):
+        FullyShardedDataParallel(module, StandIn(), use_orig_params=use_orig_params)
+
+
+def _shared_module(use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(WIDTH, WIDTH)
+    model = build(
+        nn.Sequential(shared, nn.Tanh(), shared, nn.Linear(WIDTH, 3)),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=use_orig_params,
+    )
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, WIDTH)
+    train(model)
+    assert model[0] is model[2]
+    expected = train_plain(nn.Sequential(plain, nn.Tanh(), plain, nn.Linear(WIDTH, 3)), 2)
+    assert_bit_equal(full_parameters(model), expected)
+
+
+def _sharing() -> None:
+    for use_orig_params in (False, True):
+        _shared_module(use_orig_params)
+
+
+def test_a_shared_module_is_one_unit_at_every_place() -> None:
+    """Y61"""
+    run_ranks(2, _sharing)
+
+
+class WithHead(nn.Module):
+    """Looks like the module it holds: attributes fall through."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.value = inner, nn.Linear(WIDTH, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inner":
+                raise
+            return getattr(self.inner, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.value(self.inner(x))
+
+
+@both_modes
+def test_a_module_that_looks_like_a_wrapper_is_owned(use_orig_params: bool) -> None:
+    wrap = functools.partial(build, process_group=StandIn(), use_orig_params=use_orig_params)
+    model = wrap(nn.Sequential(WithHead(wrap(nn.Linear(WIDTH, WIDTH)))))
+    owned = [[unit.full_name(r) for b in unit.buckets for r in b.layout.params] for unit in shard_info(model)]
+    assert owned == [["0.value.weight", "0.value.bias"], ["0.inner.weight", "0.inner.bias"]]
+
+
+@both_modes
+def test_wrapping_a_wrapped_module(use_orig_params: bool) -> None:
+    """D2: the outer one is a unit without parameters."""
+    wrap = functools.partial(build, process_group=StandIn(0, 1), use_orig_params=use_orig_params)
+    inner = wrap(nn.Linear(WIDTH, 3))
+    model = wrap(inner)
+    assert not model._has_params and inner._has_params and model._all_handles == inner._all_handles
+    assert model(torch.ones(1, WIDTH)).shape == (1, 3)
+
+
+# -- what is ignored -----------------------------------------------------------------------------------------------
+
+
+@both_modes
+def test_ignored_modules_bring_all_below_them(use_orig_params: bool) -> None:
+    """Q1, Q4, Q5, AA5: nested units apart; generators are read once; what is not in the tree does not matter."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), nn.Linear(4, 5))
+    inner = module[1][0] = build(module[1][0], process_group=StandIn(), use_orig_params=use_orig_params)
+    ignored = module[1]
+    strangers = [nn.Linear(9, 9)]
+    kept = dict(ignored[1].named_parameters())
+    policy = CustomPolicy(lambda m: isinstance(m, nn.Linear) and m is not inner.module)
+    with pytest.raises(ValueError, match="holds no FullyShardedDataParallel"):
+        FullyShardedDataParallel(module, StandIn(), auto_wrap_policy=policy)
+    model = build(
+        module,
+        process_group=StandIn(),
+        use_orig_params=use_orig_params,
+        ignored_modules=(m for m in [ignored, *strangers]),
+    )
+    names = [[record.name for record in unit.buckets[0].layout.params] for unit in shard_info(model)]
+    assert names == [["0.weight", "0.bias", "2.weight", "2.bias"], ["weight", "bias"]]
+    assert dict(ignored[1].named_parameters()) == kept
+    assert not any(hasattr(p, "_fsdp_flattened") for p in kept.values())
+
+
+@both_modes
+@pytest.mark.parametrize("by", ["ignored_modules", "ignored_states", "parameters"])
+def test_ignored_states(by: str, use_orig_params: bool) -> None:
+    """Q2-Q4, C15, AA5: modules are skipped by the policy, parameters leave their module to it."""
+    module = net()
+    skipped = module.layers[2]
+    states = iter([skipped.weight, nn.Parameter(torch.ones(3))]) if by == "parameters" else iter([skipped])
+    model = build(
+        module,
+        process_group=StandIn(),
+        use_orig_params=use_orig_params,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        **{"ignored_modules" if by == "ignored_modules" else "ignored_states": states},
+    )
+    units = {unit.name: [r.name for b in unit.buckets for r in b.layout.params] for unit in shard_info(model)}
+    whole = ["weight", "bias"]
+    expected = {"": [], "layers.0": whole, "layers.2": ["bias"], "layers.4": whole, "head": whole}
+    if by != "parameters":
+        del expected["layers.2"]
+        assert model.layers[2] is skipped
+    assert units == expected
+    assert type(skipped.weight) is nn.Parameter and skipped.weight.shape == (WIDTH, WIDTH)
+    assert any(p is skipped.weight for p in model.parameters())
+
+
+def _ignoring(use_orig_params: bool) -> None:
+    """Ignored parameters and buffers stay where and what they are; their gradients are this rank's own."""
+    rank = dist.get_rank()
+    module = net()
+    module.layers.insert(1, nn.BatchNorm1d(WIDTH))
+    ignored, weight = module.layers[1], module.layers[2 + 1].weight
+    pointer, running = weight.data_ptr(), ignored.running_mean
+    # Nested by hand: what the inner one ignores, the outer one does not take.
+    module.layers = build(
+        module.layers, ignored_states=[weight, *ignored.parameters()], use_orig_params=use_orig_params
+    )
+    model = build(module, use_orig_params=use_orig_params)
+    owned = [[record.name for record in unit.buckets[0].layout.params] for unit in shard_info(model)]
+    assert owned == [["head.weight", "head.bias"], ["0.weight", "0.bias", "3.bias", "5.weight", "5.bias"]]
+    model(batch(0, rank)).square().mean().backward()
+    assert weight.data_ptr() == pointer and ignored.running_mean is running
+
+    plain = net()
+    plain.layers.insert(1, nn.BatchNorm1d(WIDTH))
+    plain(batch(0, rank)).square().mean().backward()
+    assert torch.equal(weight.grad, plain.layers[3].weight.grad)
+    assert torch.equal(ignored.weight.grad, plain.layers[1].weight.grad)
+    with model.summon_full_params(model):
+        assert module.layers.module[3].weight is weight
+
+
+@both_modes
+def test_what_is_ignored_is_left_alone(use_orig_params: bool) -> None:
+    """Q1, Q3"""
+    run_ranks(2, _ignoring, use_orig_params)
+
+
+def _replicated(use_orig_params: bool) -> list[str]:
+    from torch.distributed._composable import replicate
+
+    module = net()
+    replicate(module.layers[0])
+    model = build(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+    assert module.layers[0].weight.shape == (WIDTH, WIDTH)
+    train(model)
+    expected = train_plain(net(), 2)
+    assert torch.equal(module.layers[0].weight, expected["layers.0.weight"])
+    assert_bit_equal(full_parameters(model), {n: v for n, v in expected.items() if not n.startswith("layers.0.")})
+    return [unit.name for unit in shard_info(model)]
+
+
+@both_modes
+def test_modules_under_composable_replicate_are_left_to_it(use_orig_params: bool) -> None:
+    """Q1"""
+    assert run_ranks(2, _replicated, use_orig_params)[0] == ["", "layers.2", "layers.4", "head"]
+
+
+# -- the meta device -----------------------------------------------------------------------------------------------
+
+
+def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def constant_init(module: nn.Module) -> None:
+    """This module's own parameters and buffers get memory and values that tell them apart."""
+    module.to_empty(device="cpu", recurse=False)
+    with torch.no_grad():
+        for index, tensor in enumerate([*module.parameters(recurse=False), *module.buffers(recurse=False)]):
+            tensor.fill_(index + 1)
+
+
+def recursive_init(module: nn.Module) -> None:
+    """As some libraries do it: everything below is emptied and initialised again."""
+    module.to_empty(device="cpu")
+
+    def fill(each: nn.Module) -> None:
+        with torch.no_grad():
+            for param in each.parameters(recurse=False):
+                param.fill_(3)
+
+    module.apply(fill)
+
+
+class WithOwn(nn.Module):
+    """A parameter and a buffer of its own beside a layer, all to be initialised by `reset_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Parameter(torch.empty(3))
+        self.register_buffer("state", torch.empty(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.own, 0.5)
+        self.state.fill_(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.own.sum()
+
+
+def _meta(use_orig_params: bool) -> None:
+    wrap = functools.partial(build, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=use_orig_params)
+
+    def shown(model: nn.Module) -> dict[str, Tensor]:
+        with FullyShardedDataParallel.summon_full_params(model):
+            return values(model)
+
+    # By reset_parameters, in the order in which a plain model of these units draws its random numbers.
+    torch.manual_seed(0)
+    model = wrap(on_meta(Net))
+    assert_bit_equal(shown(model), values(net()))
+    train(model)
+    assert_bit_equal(full_parameters(model), train_plain(net(), 2))
+    model = wrap(on_meta(lambda: nn.Sequential(WithOwn(), WithOwn())))
+    assert [b.tolist() for b in model.buffers()] == [[7, 7]] * 2
+    assert all(v.unique().tolist() == [0.5] for n, v in shown(model).items() if n.endswith("own"))
+
+    # By param_init_fn, which sees each module of each unit once, those without parameters too.
+    seen: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(module)
+        constant_init(module)
+
+    plain = on_meta(Net)
+    expected_order = [m for m in plain.modules() if isinstance(m, nn.Linear)]
+    model = wrap(plain, param_init_fn=init)
+    assert seen[: len(expected_order)] == expected_order and len(set(seen)) == len(seen)
+    for name, value in shown(model).items():
+        assert value.unique().tolist() == [1.0 if name.endswith("weight") else 2.0], name
+    # One that goes down into units that have been wrapped before.
+    model = wrap(on_meta(lambda: nn.Sequential(WithOwn(), WithOwn())), param_init_fn=recursive_init)
+    assert all(value.unique().tolist() == [3.0] for value in shown(model).values())
+    model(batch(0, 0)).sum().backward()
+    assert any(param.grad is not None for param in model.parameters())
+
+    # Rank 0 has the values, the others have none (Q19).
+    rank = dist.get_rank()
+    module = net() if rank == 0 else on_meta(Net)
+    empty = functools.partial(nn.Module.to_empty, device="cpu", recurse=False)
+    model = wrap(module, sync_module_states=True, param_init_fn=empty if rank else None)
+    assert_bit_equal(shown(model), values(net()))
+
+
+@both_modes
+def test_modules_from_the_meta_device(use_orig_params: bool) -> None:
+    """Q7-Q9, Q11, Q19, AA7"""
+    run_ranks(2, _meta, use_orig_params)
+
+
+class Lacking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2))
+
+
+def test_missing_initialisers_are_listed() -> None:
+    """Q9, Y23: all of them, before anything is changed; ignored modules need none."""
+    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Lacking(), nn.Sequential(Lacking())))
+    words = r"no reset_parameters\(\) .*: 1 \(Lacking\), 2\.0 \(Lacking\)\. Give them one, or pass param_init_fn="
+    with pytest.raises(AttributeError, match=words):
+        FullyShardedDataParallel(module, StandIn())
+    assert all(param.is_meta and param.dim() > 0 for param in module.parameters())
+    model = build(module, process_group=StandIn(), ignored_modules=[module[1], module[2]])
+    assert module[1].weight.is_meta and not model._flat_param.is_meta
+    with pytest.raises(ValueError, match=r"param_init_fn left .* of '1' \(Lacking\) on the meta device"):
+        FullyShardedDataParallel(
+            on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Lacking())),
+            StandIn(),
+            param_init_fn=lambda m: constant_init(m) if isinstance(m, nn.Linear) else None,
+        )
+
+
+@both_modes
+@pytest.mark.parametrize("init", [None, constant_init], ids=["reset_parameters", "param_init_fn"])
+def test_meta_device_keeps_ties(init: Any, use_orig_params: bool) -> None:
+    """Parameters that were one stay one when they get their values."""
+
+    def make() -> nn.Module:
+        module = nn.Sequential(nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 7, bias=False))
+        module[1].weight = module[0].weight
+        return module
+
+    model = build(on_meta(make), process_group=StandIn(), use_orig_params=use_orig_params, param_init_fn=init)
+    (record,) = shard_info(model)[0].buckets[0].layout.params
+    assert (record.name, record.aliases) == ("0.weight", ("1.weight",))
+    assert model[0].weight is model[1].weight
+
+
+class PeakOf(TorchDispatchMode):
+    """The most bytes alive after any operation inside, beyond those at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.collect()
+        self.meter = Meter()
+        self.base = self.meter.at_rest()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.nbytes = max(self.nbytes, self.meter.live() - self.base)
+        return result
+
+
+@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+@both_modes
+@pytest.mark.parametrize("init", [None, constant_init], ids=["reset_parameters", "param_init_fn"])
+def test_the_peak_from_the_meta_device_is_the_shards_and_one_unit(init: Any, use_orig_params: bool) -> None:
+    """Q12, F10: one unit's parameters, and the flat vector they are copied into."""
+    count, width, ranks = 16, 511, 4
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+    options: dict[str, Any] = {"process_group": StandIn(1, ranks), "use_orig_params": use_orig_params}
+    options |= {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "param_init_fn": init}
+    with PeakOf():
+        build(on_meta(make), **options)  # fills the caches of what is called
+    unit = (width + 1) * width * 4
+    shards = count * unit // ranks
+    with PeakOf() as peak:
+        model = build(on_meta(make), **options)
+    assert shards < peak.nbytes <= shards + 2 * unit + 4 * NOISE
+    assert abs(peak.meter.live() - peak.base - shards) < 4 * NOISE
+    del model
+
+
+# -- the same values on every rank -----------------------------------------------------------------------------------
+
+
+def _synchronised(use_orig_params: bool) -> list[str]:
+    rank = dist.get_rank()
+    policy = ModuleWrapPolicy({nn.Linear, nn.BatchNorm1d})
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))
+        for norm in (module[1], module[3]):
+            norm.running_mean.fill_(seed)
+            norm.num_batches_tracked.fill_(seed)
+        module[0].bias.requires_grad_(False)
+        module[2].double()  # several dtypes and kinds in one message
+        module[2].weight.data = module[2].weight.data.t().contiguous().t()
+        return module
+
+    expected = make(10)
+    for wrap_policy in (None, policy):
+        module = make(10 + rank)
+        ignored = [module[1].weight]
+        model = build(
+            module,
+            sync_module_states=True,
+            auto_wrap_policy=wrap_policy,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored,
+        )
+        wanted = values(expected)
+        wanted["1.weight"] = values(make(10 + rank))["1.weight"]  # Q18: what is ignored is not synchronised
+        with model.summon_full_params(model):
+            assert_bit_equal(values(model), wanted)
+        for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+            assert torch.equal(buffer, other), name
+    return [error_of(torchs, make(10 + rank), sync_module_states=True, use_orig_params=True)]
+
+
+@both_modes
+def test_sync_module_states_on_cpu(use_orig_params: bool) -> None:
+    """Q15-Q18, AA1, Y65: parameters, frozen ones, and buffers of rank 0; torch refuses on CPU."""
+    (words,) = run_ranks(3, _synchronised, use_orig_params)[0]
+    if torch.__version__.startswith("2.13"):
+        assert words.startswith("ValueError")
+
+
+# -- torch's own FSDP ----------------------------------------------------------------------------------------------
+
+
+def _nest_with_torchs(use_orig_params: bool) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+    from torch.distributed.fsdp import fully_shard
+
+    torchs = functools.partial(TorchFSDP, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    ours = functools.partial(FullyShardedDataParallel, use_orig_params=use_orig_params)
+    policy = ModuleWrapPolicy({nn.Linear})
+    for wrap, words in ((torchs, "FullyShardedDataParallel"), (fully_shard, "FSDPModule")):
+        net = Net()
+        net.head = wrap(net.head)
+        before = [(name, type(module)) for name, module in net.named_modules()]
+        with pytest.raises(
+            ValueError, match=rf"'head' is already wrapped by torch\.distributed\.fsdp.*\.{words}, which"
+        ):
+            ours(net, auto_wrap_policy=policy)
+        assert [(name, type(module)) for name, module in net.named_modules()] == before
+        with pytest.raises(ValueError, match=r"the module is already wrapped by torch"):
+            ours(net.head)
+    if use_orig_params:
+        net = Net()
+        torchs(net)
+        with pytest.raises(ValueError, match=r"parameter 'weight' is already sharded by torch\.distributed\.fsdp"):
+            ours(net.head)
+    net = Net()
+    net.head = ours(net.head)
+    model = torchs(net)
+    with pytest.raises(RuntimeError, match=r"the Linear unit lies in a module that torch's own FSDP has wrapped"):
+        model(torch.ones(2, WIDTH))
+    model = ours(Net(), auto_wrap_policy=policy)
+    model.head(torch.ones(2, WIDTH))  # one of ours in one of ours, called first (Y63)
+
+
+@is_2_13
+@pytest.mark.filterwarnings("ignore:.*FullyShardedDataParallel:")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_not_nested_with_torchs(use_orig_params: bool) -> None:
+    """Two engines in one tree would shard the same things twice: refused by the class, before anything changes."""
+    run_ranks(2, _nest_with_torchs, use_orig_params)
