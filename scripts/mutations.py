@@ -1702,7 +1702,7 @@ MUTATIONS = [
         "    prepared[0].write()\n",
         "",
         "parameters are not loaded",
-        _tests("store_promises", "fd42_a_load_loads_all_or_nothing"),
+        _tests("store", "resumed_training_is_that_which_never_stopped"),
     ),
     Mutation(
         "fsdp/checkpoint/placeholders.py",
