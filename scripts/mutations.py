@@ -1026,8 +1026,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        "        if votes[:2].tolist() != [digest, -digest]:\n",
-        "        if False:\n",
+        '        digest = hash_of("\\n".join(line.partition(": ")[2] for line in lines))\n',
+        "        digest = 0\n",
         "ranks that wrapped different models go on",
         _tests("agreement", "different_layouts"),
     ),
@@ -1093,6 +1093,13 @@ MUTATIONS = [
         "        self._watch = None\n",
         "a rank that compares what it has found waits for one that was interrupted",
         _tests("agreement", "rank_that_is_interrupted_in_a_call"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_state.py",
+        "            holders[0].unit.announce()\n",
+        "",
+        "a rank that collects the optimizers' states waits for one that was interrupted",
+        _tests("agreement", "rank_that_is_interrupted_in_a_call[optim_state_dict()]"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
@@ -1173,8 +1180,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/negotiation.py",
-        "        if votes[1:].tolist() != [understood, -understood]:\n",
-        "        if False:\n",
+        "        chosen = Vote(understood,",
+        "        chosen = Vote(0,",
         "ranks negotiate about different passes",
         REDUCE_UNUSED,
     ),
@@ -1734,8 +1741,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/consensus.py",
-        'packed = "\\n".join([label, str(number), *names]).encode()',
-        'packed = "\\n".join([label, str(number)]).encode()',
+        'digest = hash_of("\\n".join([label, str(number), *names]))',
+        'digest = hash_of("\\n".join([label, str(number)]))',
         "ranks exchange what only some of them were given",
         _tests("checkpoints", "what_one_rank_alone_was_given_is_an_error_on_all"),
     ),

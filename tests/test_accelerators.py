@@ -62,7 +62,6 @@ def talk_beside_nccl() -> list[Any]:
     rank, group = dist.get_rank(), dist.group.WORLD
     calls: list[Any] = []
     values = torch.tensor([rank, -rank])
-    streams = AcceleratorStreams.__new__(AcceleratorStreams)
     real = dist.all_reduce
 
     def all_reduce(tensor: Tensor, **options: Any) -> Any:
@@ -74,16 +73,16 @@ def talk_beside_nccl() -> list[Any]:
 
     with mock.patch.object(dist, "all_reduce", all_reduce), mock.patch.object(groups_module, "backend_of", backend):
         collectives_module.agree(values, group, AWAY, "agree")
-        every = collectives_module.gather_numbers([rank, 7], group, AWAY, "gather")
-        same, other = (collectives_module.Agreeing(value, group, AWAY, "ask", streams) for value in (1, rank))
-        answers = [same.differs(), other.differs()]
-        done = same.answered()
+        every = collectives_module.gather_values(torch.tensor([rank, 7]), group, AWAY, "gather").tolist()
+        same, other = (collectives_module.Vote(number, group, AWAY, "ask", largest=rank) for number in (1, rank))
+        answers = [same.result(), other.result()]
+        done = same.is_completed()
     return [values.tolist(), every, answers, done, set(calls)]
 
 
 def test_control_messages_stay_off_the_device() -> None:
     """FD70: on NCCL alone they ran on the compute stream, and the host that waited for them drained it."""
-    said = [[1, 0], [[0, 7], [1, 7]], [False, True], True, {("cpu", False)}]
+    said = [[1, 0], [[0, 7], [1, 7]], [1, None], True, {("cpu", False)}]
     assert run_ranks(2, talk_beside_nccl) == [said, said]
 
 

@@ -649,7 +649,7 @@ def check_ragged() -> None:
                 record_collectives() as log,
             ):
                 saved = FSDP.optim_state_dict(model, optimizer)
-            assert {record.op for record in log.records} <= {"object"}
+            assert all(str(record.label).startswith("agree") for record in log.records)
             assert saved["param_groups"] == full["param_groups"]
             assert list(saved["state"]) == list(full["state"])
             for name, states in saved["state"].items():

@@ -211,7 +211,7 @@ def save_halfway(root: str) -> list[dict[str, Tensor]]:
         steps(model, optimizer, 0)
         with record_collectives() as log:
             save(f"{root}/{mode}", model, optimizer)
-        assert set(log.ops()) <= {"object"}
+        assert all(str(record.label).startswith("agree") for record in log.records)
         told.append(whole(model, optimizer))
         steps(model, optimizer, 2)
         told.append(whole(model, optimizer))
@@ -224,7 +224,7 @@ def resume(root: str) -> list[dict[str, Tensor]]:
         model, optimizer = trained(2, mode)
         with record_collectives() as log:
             load(f"{root}/{mode}", model, optimizer)
-        assert all(record.op == "object" or record.nbytes == 24 for record in log.records)
+        assert all(record.nbytes == 24 or str(record.label).startswith("agree") for record in log.records)
         told.append(whole(model, optimizer))
         steps(model, optimizer, 2)
         told.append(whole(model, optimizer))

@@ -239,7 +239,7 @@ _MAXIMUM: dict[str, Any] = {"control": True, "op": dist.ReduceOp.MAX}
 
 
 def agree(values: torch.Tensor, group: Any, device: torch.device, label: str) -> None:
-    """Replace ``values`` (int64, on CPU) by the largest of ``group``'s ranks, element by element. The host waits.
+    """Replace ``values`` (integers, on CPU) by the largest of ``group``'s ranks, element by element. The host waits.
 
     ``device`` is where the ranks' models compute.
     """
@@ -249,37 +249,38 @@ def agree(values: torch.Tensor, group: Any, device: torch.device, label: str) ->
     values.copy_(on_device)
 
 
-def gather_numbers(values: list[int], group: Any, device: torch.device, label: str) -> list[list[int]]:
-    """Every rank's ``values``, equally many, by rank; zeros from a group that changes nothing. The host waits."""
-    own = torch.tensor(values, device=control_device(group, device))
-    every = torch.zeros(group.size() * len(values), dtype=own.dtype, device=own.device)
+def gather_values(values: torch.Tensor, group: Any, device: torch.device, label: str) -> torch.Tensor:
+    """Every rank's ``values`` (1-D, equally many, on CPU), a row per rank; zeros from a group that changes nothing. The
+    host waits."""
+    own = values.to(control_device(group, device))
+    every = own.new_zeros(group.size() * own.numel())
     on_host = own.device.type == "cpu"
     issue(ALL_GATHER, every, own, group=group, label=label, asynchronous=on_host, control=True).wait()
-    return every.view(group.size(), -1).tolist()
+    return every.cpu().view(group.size(), -1)
 
 
-class Agreeing:
-    """Whether all ranks have the same number: asked now, answered later, and nobody waits in between.
+class Vote:
+    """Whether all ranks have the same number, and the largest of another one: asked now, answered later.
 
-    The message is as long as every other question of an agreement: different ones may meet, and gloo aborts the process
-    where lengths differ.
+    Every vote is as long: different ones may meet where ranks are out of step, and gloo aborts the process where
+    lengths differ.
     """
 
-    def __init__(self, value: int, group: Any, device: torch.device, label: str, streams: Streams) -> None:
-        """``device`` is where the ranks' models compute, and ``streams`` are its."""
-        self._value = value
-        self._host_may_wait = streams.asynchronous_work
-        self._votes = torch.tensor([value, -value, 0], device=control_device(group, device))
+    def __init__(self, number: int, group: Any, device: torch.device, label: str, *, largest: int = 0) -> None:
+        """``device`` is where the ranks' models compute."""
+        self._number = number
+        self._votes = torch.tensor([number, -number, largest], device=control_device(group, device))
         self._work = issue("all_reduce", self._votes, group=group, label=label, asynchronous=True, **_MAXIMUM)
 
-    def answered(self) -> bool:
-        """Whether ``differs()`` can tell, where an accelerator's host should not be made to wait."""
-        return self._host_may_wait or self._work.is_completed()
+    def is_completed(self) -> bool:
+        """Whether nobody has to wait for the result."""
+        return self._work.is_completed()
 
-    def differs(self) -> bool:
-        """Whether some rank has another number. On CPU it waits for the answer."""
+    def result(self) -> int | None:
+        """The ``largest`` of all ranks; None if some rank has another number. The host waits."""
         self._work.wait()
-        return bool(self._votes[:2].tolist() != [self._value, -self._value])
+        *numbers, largest = self._votes.tolist()
+        return int(largest) if numbers == [self._number, -self._number] else None
 
 
 def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, largest: bool = False) -> None:

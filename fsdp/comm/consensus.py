@@ -38,10 +38,8 @@ import torch.distributed as dist
 
 from fsdp.comm import waiting
 from fsdp.comm.board import Board, processes
-from fsdp.comm.collectives import agree
+from fsdp.comm.collectives import Vote, agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
-from fsdp.comm.ledger import labelled, note
-from fsdp.comm.streams import streams_for
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; one that is dead is noticed at once
@@ -72,6 +70,11 @@ class Failure(NamedTuple):
             return OSError(self.number, text)  # an instance of the fitting subclass
         kinds = (TypeError, ValueError, KeyError, NotImplementedError, AssertionError, FileNotFoundError, OSError)
         return {kind.__name__: kind for kind in kinds}.get(self.kind, RuntimeError)(text)
+
+
+def hash_of(text: str) -> int:
+    """Equal on all ranks for equal texts, and not negative when it is read as an int64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def joint_error(failures: Mapping[int, Failure]) -> Exception:
@@ -124,8 +127,7 @@ def _failures_of(
     group: Any, failures: dict[int, Failure], names: list[str], label: str, device: torch.device
 ) -> dict[int, Failure]:
     number = _numbers[group] = _numbers.get(group, 0) + 1
-    packed = "\n".join([label, str(number), *names]).encode()
-    digest = int.from_bytes(hashlib.blake2b(packed, digest_size=7).digest(), "big")
+    digest = hash_of("\n".join([label, str(number), *names]))
     votes = torch.tensor([int(bool(failures)), digest, -digest], device="cpu")
     agree(votes, group, device, label)
     if votes.tolist() == [0, digest, -digest]:
@@ -158,11 +160,8 @@ def _differences(here: list[str], theirs: list[str]) -> str:
 
 def all_gather_object(value: Any, group: Any, label: str, device: torch.device = CPU) -> list[Any]:
     """Every rank's ``value`` (anything that pickles), in rank order. ``device`` is where the models compute."""
-    values: list[Any] = [None] * group.size()
-    note(group, "all_gather_object")
-    with labelled(label), streams_for(device).on_device():
-        dist.all_gather_object(values, value, group=group)
-    return values
+    rows = gather_values(_padded(pickle.dumps(value), group, label, device), group, device, label)
+    return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
 
 def broadcast_object(value: Any, group: Any, label: str, device: torch.device = CPU) -> Any:
@@ -176,14 +175,20 @@ def broadcast_object(value: Any, group: Any, label: str, device: torch.device = 
         packed = pickle.dumps(value) if first else b""
     except Exception as error:  # whatever its class does
         problem = f"{label}: what rank 0 has cannot be sent to the other ranks: {type(error).__name__}: {error}"
-    values: list[Any] = [packed, problem]
-    note(group, "broadcast_object_list")
-    with labelled(label), streams_for(device).on_device():
-        dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
-    packed, problem = values
+    message = _padded(pickle.dumps((packed, problem)) if first else b"", group, label, device)
+    agree(message, group, device, label)  # the others have zeros
+    packed, problem = pickle.loads(message.numpy().tobytes())
     if problem:
         raise TypeError(problem)
     return value if first else pickle.loads(packed)
+
+
+def _padded(data: bytes, group: Any, label: str, device: torch.device) -> torch.Tensor:
+    """``data`` with as many bytes as the longest of all ranks' has: what follows the end of a pickle is not read."""
+    nbytes = Vote(hash_of(label), group, device, label, largest=len(data)).result()
+    if nbytes is None:
+        raise RuntimeError(f"{label}: other ranks do something else")
+    return torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
 
 
 # -- beside the training -----------------------------------------------------------------------------------------------

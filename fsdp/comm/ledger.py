@@ -69,7 +69,7 @@ class _Ledger:
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
 
 
-def note(group: Any, name: str, tensor: torch.Tensor | None = None, **details: Any) -> None:
+def _note(group: Any, name: str, tensor: torch.Tensor | None = None, **details: Any) -> None:
     """This rank is about to issue it in ``group``, with ``tensor`` among others."""
     ledger = _ledgers.get(group)
     if ledger is None:
@@ -89,7 +89,7 @@ def issue(
     own = tensors[:1] if root is not None else tensors
     numels = [tensor.numel() for tensor in own] if name in _COMPLETED else ()
     operation = str(options["op"]).rpartition(".")[2] if "op" in options else None
-    note(group, name, first, control=control, numels=numels, detail=operation if root is None else root)
+    _note(group, name, first, control=control, numels=numels, detail=operation if root is None else root)
     serving = serving_group(group, first.device) if control else group
     with labelled(label):
         work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
@@ -119,7 +119,7 @@ def issue_letters(letters: Sequence[Letter], group: Any, label: str, device: tor
         for letter in letters
     ]
     told = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in letters]
-    note(group, "messages", letters[0].tensor if letters else None, detail=told)
+    _note(group, "messages", letters[0].tensor if letters else None, detail=told)
     with labelled(label):
         works = dist.batch_isend_irecv(operations) if operations else []
     return Work(works, group, label, device)

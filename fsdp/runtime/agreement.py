@@ -25,7 +25,6 @@ With ``reduce_unused`` the order may differ between ranks, and is settled as the
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 import weakref
@@ -38,8 +37,8 @@ import torch
 
 from fsdp.comm import ledger
 from fsdp.comm.board import Board
-from fsdp.comm.collectives import Agreeing, OutOfStep, agree, debug_detail, gather_numbers
-from fsdp.comm.consensus import calls_in, go_on_from
+from fsdp.comm.collectives import OutOfStep, Vote, debug_detail, gather_values
+from fsdp.comm.consensus import all_gather_object, calls_in, go_on_from, hash_of
 from fsdp.comm.groups import group_timeout
 from fsdp.comm.streams import Streams
 from fsdp.comm.waiting import watch
@@ -154,7 +153,7 @@ class Agreement:
         """``device`` is where the members compute, and ``streams`` are its."""
         self._group = group
         self._device = device
-        self._streams = streams
+        self._host_may_wait = streams.asynchronous_work
         self._rank, self._size = group.rank(), group.size()
         self._members = [weakref.ref(member) for member in members]
         self._board = Board(group, None)  # of this tree once the layout is agreed on; nobody is heard before
@@ -176,7 +175,7 @@ class Agreement:
         self._trained = False  # a forward in training mode has begun
         self._detailed = False  # see ``_compare_handles``
         self._together = True  # no rank has begun anything since all of them were asked
-        self._questions: deque[Agreeing] = deque()  # not yet answered
+        self._questions: deque[Vote] = deque()  # not yet answered
         self._recent: deque[Did] = deque(maxlen=32)
 
     # -- the layout ----------------------------------------------------------------------------------------------------
@@ -191,12 +190,13 @@ class Agreement:
             return
         lines = [f"{member.name}: {member.signature()}" for member in self._present()]
         digest = hash_of("\n".join(line.partition(": ")[2] for line in lines))
-        votes = torch.tensor([digest, -digest, random.SystemRandom().getrandbits(62)], device="cpu")
-        agree(votes, self._group, self._device, "agree on the layout")
-        if votes[:2].tolist() != [digest, -digest]:
+        name = Vote(
+            digest, self._group, self._device, "agree on the layout", largest=random.SystemRandom().getrandbits(62)
+        ).result()
+        if name is None:
             raise OutOfStep(first_difference(self._all_texts("\n".join(lines))))
         self._layout_agreed = True
-        self._board = Board(self._group, f"{int(votes[2]):x}")
+        self._board = Board(self._group, f"{name:x}")
         self._board.live()
 
     def _present(self) -> list[Member]:
@@ -204,13 +204,7 @@ class Agreement:
 
     def _all_texts(self, own: str) -> list[str]:
         """Every rank's text; all ranks have to ask."""
-        data = own.encode()
-        length = torch.tensor([len(data)], device="cpu")
-        agree(length, self._group, self._device, "agree on what differs")
-        table = torch.zeros(self._size, int(length), dtype=torch.int64, device="cpu")
-        table[self._rank, : len(data)] = torch.tensor(list(data), dtype=torch.int64, device="cpu")
-        agree(table, self._group, self._device, "agree on what differs")
-        return [bytes(row[row > 0].tolist()).decode() for row in table]
+        return all_gather_object(own, self._group, "agree on what differs", self._device)
 
     # -- the order -----------------------------------------------------------------------------------------------------
 
@@ -280,11 +274,11 @@ class Agreement:
         self._under_way = None
 
     def _ask_later(self, value: int, label: str) -> None:
-        self._questions.append(Agreeing(value, self._group, self._device, label, self._streams))
+        self._questions.append(Vote(value, self._group, self._device, label))
 
     def _look_at_answers(self) -> None:
-        while self._questions and self._questions[0].answered():
-            if self._questions.popleft().differs():
+        while self._questions and (self._host_may_wait or self._questions[0].is_completed()):
+            if self._questions.popleft().result() is None:
                 raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
     def give_up(self) -> None:
@@ -363,7 +357,8 @@ class Agreement:
         in training mode: how many handles, and which."""
         handles = [member.place * MAX_BUCKETS + bucket for bucket in range(len(member.handles))]
         for numbers in ([len(handles)], handles):
-            by_rank = gather_numbers(numbers, self._group, self._device, f"agree to gather {member.name}")
+            values = torch.tensor(numbers, device="cpu")
+            by_rank = gather_values(values, self._group, self._device, f"agree to gather {member.name}").tolist()
             if any(other != by_rank[0] for other in by_rank):
                 found = "; ".join(f"rank {rank} gathers handles {theirs}" for rank, theirs in enumerate(by_rank))
                 found = f"in the {self._pass[1]}, where rank {self._rank} gathers {member.name}, {found}"
@@ -388,9 +383,7 @@ class Agreement:
         self._recent.append(Did(self._passes, self._position, event, words))
 
     def _ask_all(self, words: str, event: int) -> None:
-        votes = torch.tensor([event, -event, 0], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {words}")
-        if votes[:2].tolist() != [event, -event]:
+        if Vote(event, self._group, self._device, f"agree to {words}").result() is None:
             raise self._out_of_step(self._what_differs(self._talk(HEARING)))
 
     def _announce(self, words: str, position: int, event: int) -> None:
@@ -490,10 +483,6 @@ class Agreement:
             else:
                 words.append(f"rank {rank}: nothing heard")
         return f"Last collectives of {'; '.join(words)}"
-
-
-def hash_of(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") & _MASK
 
 
 def event_of(kind: str, member: Member) -> int:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from fsdp.comm.collectives import agree
+from fsdp.comm.collectives import Vote
+from fsdp.comm.consensus import hash_of
 from fsdp.comm.streams import Streams
 from fsdp.comm.waiting import watch
 from fsdp.runtime.agreement import (
@@ -20,7 +21,6 @@ from fsdp.runtime.agreement import (
     Member,
     Pass,
     event_of,
-    hash_of,
     words_of,
 )
 
@@ -104,12 +104,12 @@ class Negotiation(Agreement):
         """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""
         turn = self._end if event == self._end else self._turn(event)
         understood = hash_of(f"{self._passes} {self._pass[0]} {self._understood.partition(chr(10))[2]}")
-        votes = torch.tensor([(self._end - turn) << 24 | event, understood, -understood], device="cpu")
-        agree(votes, self._group, self._device, f"agree to {words}")
-        if votes[1:].tolist() != [understood, -understood]:
+        proposal = (self._end - turn) << 24 | event
+        chosen = Vote(understood, self._group, self._device, f"agree to {words}", largest=proposal).result()
+        if chosen is None:
             found = self._first_misunderstanding(self._all_texts(self._understood))
             raise self._out_of_step(self._in_words(found, {self._rank: self._own()}))
-        return int(votes[0]) & ((1 << 24) - 1)
+        return chosen & ((1 << 24) - 1)
 
     def _first_misunderstanding(self, texts: list[str]) -> str:
         for lines in zip(*(text.split("\n") for text in texts)):
