@@ -1102,11 +1102,11 @@ MUTATIONS = [
         _tests("agreement", "rank_that_is_interrupted_in_a_call[optim_state_dict()]"),
     ),
     Mutation(
-        "fsdp/runtime/agreement.py",
-        "        go_on_from(self._group, max(calls for _, calls, _ in said.values()))\n",
-        "",
-        "the call after one that was interrupted is taken for another",
-        _tests("agreement", "rank_that_is_interrupted_in_a_call"),
+        "fsdp/comm/consensus.py",
+        "[label, str(number), *names]",
+        "[label, *names]",
+        "what a rank said in an earlier call is taken for an answer",
+        _tests("consensus", "all_ranks_raise_or_none"),
     ),
     Mutation(
         "fsdp/comm/board.py",
@@ -1489,8 +1489,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/diagnosis.py",
-        "    if said[other].gave_up is None:\n        return None\n",
-        "",
+        "    if gave_up is None:\n        return None\n    number, count = gave_up\n",
+        "    number, count = gave_up or (0, 0)\n",
         "a slow collective before the first pass is taken for a pass that was given up",
         _tests("agreement", "late_rank_before_the_first_pass"),
     ),

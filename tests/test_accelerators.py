@@ -122,10 +122,10 @@ def test_a_rank_catches_up_where_the_others_have_issued() -> None:
         ledger.issue("all_reduce", torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.MAX, control=True, **usual)
         full, shard = torch.ones(8, dtype=torch.bfloat16, device=AWAY), torch.ones(4, dtype=torch.bfloat16, device=AWAY)
         ledger.issue(REDUCE_SCATTER, shard, full, op=dist.ReduceOp.AVG, **usual)
-        said = {rank: json.loads(json.dumps(ledger.told(group))) for rank, group in enumerate(ranks)}
+        said = {rank: json.loads(json.dumps(ledger.latest_issued(group))) for rank, group in enumerate(ranks)}
         ledger.catch_up(ranks[1], AWAY, said)
     assert issued[1] == issued[0] and [beside for _, beside, *_ in issued[1]] == [False, True, False]
-    assert ledger.told(ranks[1]) == ledger.told(ranks[0])
+    assert ledger.latest_issued(ranks[1]) == ledger.latest_issued(ranks[0])
 
 
 class NeverOver:

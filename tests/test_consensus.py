@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp.comm import consensus
+from fsdp.comm import ledger
 from fsdp.comm.consensus import CPU, failures_in, joint_error
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
@@ -56,11 +56,12 @@ def agreements() -> None:
     assert not failures_in([world], None, "compare", CPU, {world: ["a"]})
     different = failures_in(own, None, "compare", CPU, {own[1]: ["a"] if rank == 1 else []})
     assert "differs" in next(iter(different.values())).text  # rank 2 learns of it, too
-    with pytest.raises(RuntimeError, match=r"it is at '.*', its call .*, and others at"):
+    with pytest.raises(RuntimeError, match=r"it is at '.*', its collective .*, and others at"):
         unanimous([world], failing_on(set(), ValueError), "save" if rank == 0 else "load")
-    consensus._numbers[world] += rank == 1  # it has made a call that the others have not
-    with pytest.raises(RuntimeError, match=r"rank .: it is at 'load', its call"):
+    ledger._ledger_of(world).count += rank == 1  # it has come farther than the others
+    with pytest.raises(RuntimeError, match=r"rank .: it is at 'load', its collective"):
         unanimous([world], failing_on(set(), ValueError), "load")
+    ledger._ledger_of(world).count -= rank == 1
     assert unanimous([world], failing_on(set(), ValueError), "load") == 7
     dist.destroy_process_group(own[1])
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, memory_order
-from fsdp.comm.collectives import Communicator, Letter, Tag, broadcast, direct_threshold, exchange, mail
+from fsdp.comm.collectives import Communicator, Tag, Transfer, broadcast, direct_threshold, exchange, send_and_receive
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
 
@@ -144,7 +144,7 @@ class Channel:
 
     def _exchange(self, items: list[Item], label: str) -> Callable[[], None]:
         outgoing, incoming = [_Message() for _ in range(self.size)], [_Message() for _ in range(self.size)]
-        letters: list[Letter] = []
+        transfers: list[Transfer] = []
         late: list[tuple[Item, Box, torch.Tensor]] = []  # what cannot arrive where it belongs
         direct = False  # whether any rank sends anything directly: all have to know
         for item in items:
@@ -157,12 +157,12 @@ class Channel:
                 direct = direct or goes_directly
                 if concerned and giver == self.rank:
                     if goes_directly:
-                        letters.append(self._letter(True, taker, self._leaving(item, box)))
+                        transfers.append(self._transfer(True, taker, self._leaving(item, box)))
                     else:
                         outgoing[taker].append(item, box)
                 elif concerned:
                     if goes_directly:
-                        letters.append(self._letter(False, giver, self._arriving(item, box, late)))
+                        transfers.append(self._transfer(False, giver, self._arriving(item, box, late)))
                     else:
                         incoming[giver].append(item, box)
         leaving, arriving = [message.nbytes for message in outgoing], [message.nbytes for message in incoming]
@@ -170,10 +170,10 @@ class Channel:
         for message, piece in zip(outgoing, sent.split(leaving)):
             message.pack(piece)
         if direct:
-            letters += [self._letter(True, to, piece) for to, piece in enumerate(sent.split(leaving)) if leaving[to]]
-            pieces = enumerate(received.split(arriving))
-            letters += [self._letter(False, giver, piece) for giver, piece in pieces if arriving[giver]]
-            pending = mail(letters, self.group, self._streams, label, self.device)
+            for is_sent, pieces in ((True, sent.split(leaving)), (False, received.split(arriving))):
+                packed = [(rank, piece) for rank, piece in enumerate(pieces) if piece.numel()]
+                transfers += [self._transfer(is_sent, rank, piece) for rank, piece in packed]
+            pending = send_and_receive(transfers, self.group, self._streams, label, self.device)
         else:
             pending = exchange(received, sent, arriving, leaving, self.group, self._streams, label)
 
@@ -203,10 +203,10 @@ class Channel:
             late.append((item, box, elements))
         return elements
 
-    def _letter(self, sent: bool, rank: int, values: torch.Tensor) -> Letter:
+    def _transfer(self, sent: bool, rank: int, values: torch.Tensor) -> Transfer:
         """The next one to or from ``rank``, which counts alike."""
         number = self._numbers[rank, sent] = self._numbers.get((rank, sent), 0) + 1
-        return Letter(sent, rank, values.view(torch.uint8), _TAGS + number)
+        return Transfer(sent, rank, values.view(torch.uint8), _TAGS + number)
 
     def _broadcast(self, items: list[Item]) -> Callable[[], None]:
         message = _Message()

@@ -22,7 +22,7 @@ _SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
 
 
 class Board:
-    """A part of one group's store. Without a store (a stand-in) nobody is heard, and everybody agrees.
+    """A part of one group's store. Without a store (a fake group) nobody is heard, and everybody agrees.
 
     The store may go with the rank that served it: what is written then is lost, nothing is read, and a wait raises.
     """

@@ -23,10 +23,10 @@ from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp.comm.groups import Groups, backend_of, control_device
-from fsdp.comm.ledger import Letter as Letter
+from fsdp.comm.ledger import Transfer as Transfer
 from fsdp.comm.ledger import current_label as current_label
-from fsdp.comm.ledger import issue, issue_letters
-from fsdp.comm.streams import Event, Streams
+from fsdp.comm.ledger import issue, issue_transfers
+from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import OutOfStep as OutOfStep
 from fsdp.comm.waiting import Work, watcher
@@ -168,12 +168,12 @@ class Communicator:
     def _exchange(self, tag: Tag, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> Work:
         """Send ``sends[i]`` to and receive ``receives[i]`` from each other rank i, all at once."""
         rank, size = self.groups.shard_rank, self.groups.shard_size
-        letters = []
+        transfers = []
         for distance in range(1, size):  # each rank starts with another peer
             to, source = (rank + distance) % size, (rank - distance) % size
-            letters.append(Letter(True, to, sends[to], tag.number))
-            letters.append(Letter(False, source, receives[source], tag.number))
-        return issue_letters(letters, self.groups.shard, tag.label, sends[rank].device)
+            transfers.append(Transfer(True, to, sends[to], tag.number))
+            transfers.append(Transfer(False, source, receives[source], tag.number))
+        return issue_transfers(transfers, self.groups.shard, tag.label, sends[rank].device)
 
     def _direct_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
         pieces = list(_wire(full).view(self.groups.shard_size, -1).unbind())
@@ -191,10 +191,11 @@ class Communicator:
         return work, lambda: sum_in_rank_order(out, received)
 
 
-def mail(letters: list[Letter], group: Any, streams: Streams, label: str, device: torch.device) -> Pending:
-    """Start sending and receiving ``letters``, all at once, from and to memory on ``device``. No tensor may be touched
-    before ``wait()``."""
-    return Pending(issue_letters(letters, group, label, device), streams)
+def send_and_receive(
+    transfers: list[Transfer], group: Any, streams: Streams, label: str, device: torch.device
+) -> Pending:
+    """Start all ``transfers`` at once, from and to memory on ``device``. No tensor may be touched before ``wait()``."""
+    return Pending(issue_transfers(transfers, group, label, device), streams)
 
 
 def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
@@ -235,17 +236,13 @@ def reduce_compressed(
         shard.copy_(low_shard.to(state.parameter_type))
 
 
-_MAXIMUM: dict[str, Any] = {"control": True, "op": dist.ReduceOp.MAX}
-
-
 def agree(values: torch.Tensor, group: Any, device: torch.device, label: str) -> None:
     """Replace ``values`` (integers, on CPU) by the largest of ``group``'s ranks, element by element. The host waits.
 
     ``device`` is where the ranks' models compute.
     """
     on_device = values.to(control_device(group, device))
-    on_host = on_device.device.type == "cpu"
-    issue("all_reduce", on_device, group=group, label=label, asynchronous=on_host, **_MAXIMUM).wait()
+    combine(on_device, group, streams_for(on_device.device), label, largest=True)
     values.copy_(on_device)
 
 
@@ -270,7 +267,8 @@ class Vote:
         """``device`` is where the ranks' models compute."""
         self._number = number
         self._votes = torch.tensor([number, -number, largest], device=control_device(group, device))
-        self._work = issue("all_reduce", self._votes, group=group, label=label, asynchronous=True, **_MAXIMUM)
+        options: dict[str, Any] = {"asynchronous": True, "control": True, "op": dist.ReduceOp.MAX}
+        self._work = issue("all_reduce", self._votes, group=group, label=label, **options)
 
     def is_completed(self) -> bool:
         """Whether nobody has to wait for the result."""

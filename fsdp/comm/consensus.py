@@ -40,6 +40,7 @@ from fsdp.comm import waiting
 from fsdp.comm.board import Board, processes
 from fsdp.comm.collectives import Vote, agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
+from fsdp.comm.ledger import issued_in
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; one that is dead is noticed at once
@@ -109,24 +110,10 @@ def failures_in(
     return {rank: failure for rank, failure in sorted(failures.items()) if rank != dist.get_rank()}
 
 
-_numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the calls in each group
-
-
-def calls_in(group: Any) -> int:
-    """How many calls this rank has made in ``group``, of those that are agreed on here."""
-    return _numbers.get(group, 0)
-
-
-def go_on_from(group: Any, number: int) -> None:
-    """All ranks of ``group`` have met after a failure, and some had made ``number`` calls, the most: their next one has
-    a number that no call had before, as what was said in each stays in the store."""
-    _numbers[group] = number
-
-
 def _failures_of(
     group: Any, failures: dict[int, Failure], names: list[str], label: str, device: torch.device
 ) -> dict[int, Failure]:
-    number = _numbers[group] = _numbers.get(group, 0) + 1
+    number = issued_in(group)  # the same on all ranks that do the same, and never again: what was said before stays
     digest = hash_of("\n".join([label, str(number), *names]))
     votes = torch.tensor([int(bool(failures)), digest, -digest], device="cpu")
     agree(votes, group, device, label)
@@ -138,12 +125,11 @@ def _failures_of(
     board.tell(key, own)
     by_place = {group.rank(): own} | board.hear(key, HEARING, lambda said: len(said) == group.size())
     said = {rank: by_place[place] for place, rank in enumerate(group_ranks(group)) if place in by_place}
-    _numbers[group] = max(words[1] for words in said.values())
     found = {rank: Failure(*failure) for words in said.values() for rank, failure in words[2]}
     if not found:
         for rank, (at, count, _, theirs) in said.items():
             if (at, count) != (label, number):
-                text = f"it is at {at!r}, its call {count}, and others at {label!r}, call {number}"
+                text = f"it is at {at!r}, its collective {count}, and others at {label!r}, collective {number}"
                 found[rank] = Failure("RuntimeError", None, text)
             elif theirs != names:
                 found[rank] = Failure("RuntimeError", None, _differences(names, theirs))
@@ -195,7 +181,7 @@ def _padded(data: bytes, group: Any, label: str, device: torch.device) -> torch.
 
 
 class _Share(NamedTuple):
-    """What one rank has to say in a round, or has been told: a value, or why there is none."""
+    """The message of one rank in a round, or the answer to it: a value, or why there is none."""
 
     value: Any
     failures: dict[int, Failure]  # by rank
@@ -230,7 +216,7 @@ class Ranks:
     def __init__(self, group: Any = None) -> None:
         """
         Raises:
-            RuntimeError: ``group`` is a stand-in, whose ranks have no store to meet at.
+            RuntimeError: ``group`` is not a real one: its ranks have no store to meet at.
         """
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()

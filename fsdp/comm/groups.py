@@ -1,6 +1,6 @@
 """Process groups: which ranks a unit is sharded and replicated over, and what a group can tell of itself.
 
-Stand-ins for groups and backends that ``torch.distributed`` does not know are asked for their rank and size only.
+Groups and backends that ``torch.distributed`` does not know are asked for their rank and size only.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def group_store(group: Any) -> Any | None:
-    """The store through which ``group``'s ranks met; its keys are the group's own. None for a stand-in."""
+    """The store through which ``group``'s ranks met; its keys are the group's own. None for a fake group."""
     met: Any = dist.distributed_c10d._world.pg_map.get(group)
     return None if met is None or backend_of(group, torch.device("cpu")) == "fake" else met[1]
 

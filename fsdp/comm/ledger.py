@@ -23,7 +23,7 @@ from fsdp.comm.waiting import Work, watcher
 
 _KEPT = 64  # of the latest of each group: ranks that agree are never so far apart
 _COMPLETED = (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "gather", "scatter", "broadcast")  # by ``catch_up``
-_PLAIN: dict[str, Any] = {"control": False, "numels": (), "detail": None}
+_PLAIN: dict[str, Any] = {"control": False, "dtype": "", "numels": (), "detail": None}
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
 
@@ -57,7 +57,7 @@ class Issued(NamedTuple):
     device: str  # the type of device that its tensors are on
     dtype: str
     numels: Sequence[int]  # of its tensors, where all ranks' are alike
-    detail: Any  # the operation, or the rank that all send to or receive from; for messages what ``Letter`` says
+    detail: Any  # the operation, or the rank that all send to or receive from; of messages what ``Transfer`` has
 
 
 class _Ledger:
@@ -69,14 +69,17 @@ class _Ledger:
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
 
 
-def _note(group: Any, name: str, tensor: torch.Tensor | None = None, **details: Any) -> None:
-    """This rank is about to issue it in ``group``, with ``tensor`` among others."""
-    ledger = _ledgers.get(group)
-    if ledger is None:
-        ledger = _ledgers[group] = _Ledger()
+def _ledger_of(group: Any) -> _Ledger:
+    if group not in _ledgers:
+        _ledgers[group] = _Ledger()
+    return _ledgers[group]
+
+
+def _note(group: Any, name: str, device: torch.device, **details: Any) -> None:
+    """This rank is about to issue it in ``group``."""
+    ledger = _ledger_of(group)
     ledger.count += 1
-    device, dtype = ("", "") if tensor is None else (tensor.device.type, str(tensor.dtype))
-    ledger.latest.append(Issued(name, device=device, dtype=dtype, **{**_PLAIN, **details}))
+    ledger.latest.append(Issued(name, device=device.type, **{**_PLAIN, **details}))
 
 
 def issue(
@@ -89,7 +92,8 @@ def issue(
     own = tensors[:1] if root is not None else tensors
     numels = [tensor.numel() for tensor in own] if name in _COMPLETED else ()
     operation = str(options["op"]).rpartition(".")[2] if "op" in options else None
-    _note(group, name, first, control=control, numels=numels, detail=operation if root is None else root)
+    details = {"dtype": str(first.dtype), "numels": numels, "detail": operation if root is None else root}
+    _note(group, name, first.device, control=control, **details)
     serving = serving_group(group, first.device) if control else group
     with labelled(label):
         work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
@@ -97,7 +101,7 @@ def issue(
     return Work([work] if work is not None else [], group, label, first.device, ends_alone=ends_alone)
 
 
-class Letter(NamedTuple):
+class Transfer(NamedTuple):
     """A tensor to send to, or to receive from, a rank of a group; ``number`` is the same at both ends."""
 
     sent: bool
@@ -106,20 +110,20 @@ class Letter(NamedTuple):
     number: int
 
 
-def issue_letters(letters: Sequence[Letter], group: Any, label: str, device: torch.device) -> Work:
+def issue_transfers(transfers: Sequence[Transfer], group: Any, label: str, device: torch.device) -> Work:
     """Start sending and receiving them, all at once, from and to memory on ``device``."""
     operations = [
         dist.P2POp(
-            dist.isend if letter.sent else dist.irecv,
-            letter.tensor,
-            dist.get_global_rank(group, letter.rank),
+            dist.isend if transfer.sent else dist.irecv,
+            transfer.tensor,
+            dist.get_global_rank(group, transfer.rank),
             group,
-            _TAG_BASE + letter.number,
+            _TAG_BASE + transfer.number,
         )
-        for letter in letters
+        for transfer in transfers
     ]
-    told = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in letters]
-    _note(group, "messages", letters[0].tensor if letters else None, detail=told)
+    detail = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in transfers]
+    _note(group, "messages", device, detail=detail)
     with labelled(label):
         works = dist.batch_isend_irecv(operations) if operations else []
     return Work(works, group, label, device)
@@ -128,10 +132,14 @@ def issue_letters(letters: Sequence[Letter], group: Any, label: str, device: tor
 # -- ranks that have parted --------------------------------------------------------------------------------------------
 
 
-def told(group: Any) -> list[Any]:
-    """How much this rank has issued, and the latest of it: for the others."""
-    ledger = _ledgers.get(group) or _Ledger()
-    return [ledger.count, list(ledger.latest)]
+def issued_in(group: Any) -> int:
+    """How many collectives this rank has issued."""
+    return _ledger_of(group).count
+
+
+def latest_issued(group: Any) -> list[Any]:
+    """How many collectives this rank has issued, and the latest of them: for the others."""
+    return [issued_in(group), list(_ledger_of(group).latest)]
 
 
 def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]]) -> None:
@@ -139,7 +147,7 @@ def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]])
 
     Args:
         device: where the ranks' models compute.
-        by_rank: what each rank has ``told``.
+        by_rank: the ``latest_issued`` of each rank.
 
     Raises:
         RuntimeError: the ranks have issued different things, or something that only its caller can complete.
@@ -178,13 +186,13 @@ def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, l
     """What the ranks ``ahead`` have issued, with memory of its own."""
     what = next(iter(ahead.values()))
     if what.name == "messages":  # what they expect of this rank, and what they send to it
-        letters = [
-            Letter(not sent, other, torch.zeros(numel, dtype=_dtype(dtype), device=where), number)
+        transfers = [
+            Transfer(not sent, other, torch.zeros(numel, dtype=_dtype(dtype), device=where), number)
             for other, issued in ahead.items()
             for sent, rank, numel, dtype, number in issued.detail
             if rank == group.rank()
         ]
-        return issue_letters(letters, group, label, where)
+        return issue_transfers(transfers, group, label, where)
     if what.name not in _COMPLETED:
         raise _useless(f"rank {group.rank()} has left the others in the middle of {what.name}, which none can complete")
     tensors: list[Any] = [torch.zeros(numel, dtype=_dtype(what.dtype), device=where) for numel in what.numels]

@@ -38,7 +38,7 @@ import torch
 from fsdp.comm import ledger
 from fsdp.comm.board import Board
 from fsdp.comm.collectives import OutOfStep, Vote, debug_detail, gather_values
-from fsdp.comm.consensus import all_gather_object, calls_in, go_on_from, hash_of
+from fsdp.comm.consensus import all_gather_object, hash_of
 from fsdp.comm.groups import group_timeout
 from fsdp.comm.streams import Streams
 from fsdp.comm.waiting import watch
@@ -163,7 +163,7 @@ class Agreement:
         self._habit = Habit()
         self._before = 0  # a hash of the pass so far
         self._begun = 0  # a hash of the pass and of the one before it
-        self._pass = (BACKWARD, "", False)  # the last that began: its number, which all ranks agree on; words; a call?
+        self._pass, self._kind = Pass(""), BACKWARD  # the last that began, and its number, which all ranks agree on
         self._passes = 0
         self._position = 0
         self._under_way: Pass | None = None
@@ -227,7 +227,7 @@ class Agreement:
         self._habit.note(number, what)
         before, self._before = self._before, hash_of(str(number))
         self._begun = (before * 1000003 + self._before) & _MASK
-        self._pass, self._position = (number, what.words, bool(what.call)), 0
+        self._pass, self._kind, self._position = what, number, 0
         self._passes += 1
         self._under_way = what
         self._detailed = what.trains and not self._trained and debug_detail()
@@ -255,7 +255,7 @@ class Agreement:
         whose messages have other sizes, and gloo aborts the process when such messages meet. Where the group serves the
         CPU, the first collective waits for the answer.
         """
-        self._ask_later(self._begun, f"agree to begin the {self._pass[1]}")
+        self._ask_later(self._begun, f"agree to begin the {self._pass.words}")
 
     def end(self, *, wait: bool) -> None:
         """The pass is over. With ``wait`` all ranks have to be through, and are asked whether theirs was the same.
@@ -265,10 +265,10 @@ class Agreement:
         """
         watch(self._group, self)
         self._detailed = False
-        if not self._pass[2]:  # what a call communicates is the same wherever it is called
+        if not self._pass.call:  # what a call communicates is the same wherever it is called
             self._next(END_WORDS, PER_MEMBER * len(self._members))
         if wait:
-            self._ask_later(self._before, f"agree on the {self._pass[1]}")
+            self._ask_later(self._before, f"agree on the {self._pass.words}")
             self._look_at_answers()
             self._together = True
         self._under_way = None
@@ -304,7 +304,7 @@ class Agreement:
             self._board.tell(f"issued/{self._recoveries}", self._issued())
 
     def _issued(self) -> list[Any]:
-        return [self._passes, calls_in(self._group), ledger.told(self._group)]
+        return [self._passes, ledger.latest_issued(self._group)]
 
     def meet(self) -> None:
         """Wait until all ranks have given up, wherever they were, and go on together as if nothing had been agreed on
@@ -319,9 +319,8 @@ class Agreement:
         self._raise_if_broken()  # others may have come without this rank having looked around
         said = {self._rank: self._issued()} | self._board.told(f"issued/{self._recoveries}")
         watch(self._group, self)
-        ledger.catch_up(self._group, self._device, {rank: issued for rank, (*_, issued) in said.items()})
-        self._passes = max(passes for passes, *_ in said.values())
-        go_on_from(self._group, max(calls for _, calls, _ in said.values()))
+        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in said.items()})
+        self._passes = max(passes for passes, _ in said.values())
         self._record.clear()
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
@@ -361,7 +360,7 @@ class Agreement:
             by_rank = gather_values(values, self._group, self._device, f"agree to gather {member.name}").tolist()
             if any(other != by_rank[0] for other in by_rank):
                 found = "; ".join(f"rank {rank} gathers handles {theirs}" for rank, theirs in enumerate(by_rank))
-                found = f"in the {self._pass[1]}, where rank {self._rank} gathers {member.name}, {found}"
+                found = f"in the {self._pass.words}, where rank {self._rank} gathers {member.name}, {found}"
                 raise self._out_of_step(self._in_words(found, {}))
 
     def _next(self, words: str, event: int) -> None:
@@ -422,8 +421,8 @@ class Agreement:
 
     def _own(self) -> Said:
         """What this rank has to tell the others."""
-        passes = self._recoveries, self._passes, *self._pass, self._begun
-        return Said(*passes, self._gave_up, self._announces, list(self._recent))
+        what = self._kind, self._pass.words, bool(self._pass.call), self._begun
+        return Said(self._recoveries, self._passes, *what, self._gave_up, self._announces, list(self._recent))
 
     def _talk(self, patience: timedelta) -> dict[int, Said]:
         """Tell the other ranks what this one did last in the pass, and hear what they have told within ``patience``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
@@ -24,16 +24,14 @@ class Said(NamedTuple):
     words: str  # for the pass
     is_call: bool
     begun: int  # a hash of the pass and of all in the one before it
-    gave_up: tuple[int, int] | None  # the pass that failed, and how far it had come
+    gave_up: Sequence[int] | None  # the pass that failed, and how far it had come
     announces: int | None  # the position for which it waits until all ranks announce the same
     recent: list[Did]
 
     @staticmethod
     def heard(values: list[Any]) -> Said:
         """From the form that JSON has given it."""
-        said = Said(*values)
-        gave_up = None if said.gave_up is None else (said.gave_up[0], said.gave_up[1])
-        return said._replace(gave_up=gave_up, recent=[Did(*did) for did in said.recent])
+        return Said(*values)._replace(recent=[Did(*did) for did in values[-1]])
 
     @property
     def doing(self) -> str:
@@ -110,9 +108,10 @@ def passed_by(waiting: int, other: int, said: Mapping[int, Said]) -> str | None:
 
 def left_alone(other: int, own: Said, rank: int, said: Mapping[int, Said]) -> str | None:
     """``other`` gave up a pass that ``rank`` has gone on with, or left behind, or a call in which ``rank`` waits."""
-    if said[other].gave_up is None:
+    gave_up = said[other].gave_up
+    if gave_up is None:
         return None
-    number, count = said[other].gave_up or (0, 0)
+    number, count = gave_up
     if own.number < number or (own.number == number and own.place[1] < count and not own.is_call):
         return None
     what = said[other].doing if said[other].number == number else own.doing

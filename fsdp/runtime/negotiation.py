@@ -64,20 +64,20 @@ class Negotiation(Agreement):
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
         watch(self._group, self)
-        if self._pass[2]:  # all ranks do the same in a call
+        if self._pass.call:  # all ranks do the same in a call
             self._under_way = None
             return
         self._propose(END_WORDS, self._end)
-        number, last = self._pass[0], {event: position for position, event in enumerate(self._done)}
+        number, last = self._kind, {event: position for position, event in enumerate(self._done)}
         order = sorted(last, key=lambda event: last[event])
         turns = sorted(self._turn(event) for event in order)
         self._turns.setdefault(number, {}).update(zip(order, turns))
-        self._understood = f"has ended the {self._pass[1]}"
+        self._understood = f"has ended the {self._pass.words}"
         self._under_way = None
 
     def _turn(self, event: int) -> int:
         """When ``event`` has its turn in this pass; what is lower comes first."""
-        number = self._pass[0]
+        number = self._kind
         place, rest = divmod(event, PER_MEMBER)
         first = len(self._members) - 1 - place if number == BACKWARD else place
         return self._turns.get(number, {}).get(event, first * PER_MEMBER + rest)
@@ -103,7 +103,7 @@ class Negotiation(Agreement):
     def _choose(self, words: str, event: int) -> int:
         """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""
         turn = self._end if event == self._end else self._turn(event)
-        understood = hash_of(f"{self._passes} {self._pass[0]} {self._understood.partition(chr(10))[2]}")
+        understood = hash_of(f"{self._passes} {self._kind} {self._understood.partition(chr(10))[2]}")
         proposal = (self._end - turn) << 24 | event
         chosen = Vote(understood, self._group, self._device, f"agree to {words}", largest=proposal).result()
         if chosen is None:
