@@ -20,7 +20,7 @@ class Mutation:
 
 
 LAYOUT = ("tests/test_layout.py",)
-AGREEMENT = ("tests/test_agreement.py",)
+AGREEMENT = ("tests/test_agreement.py", "tests/test_out_of_step.py")
 CLIP = ("tests/test_clip.py",)
 COMPILE = ("tests/test_compile.py::test_fd23_compiled_models_train_as_eager_ones",)
 COMM_HOOKS = ("tests/test_comm_hooks.py",)
@@ -322,7 +322,7 @@ MUTATIONS = [
         "    return Work(works, group, label, device)\n",
         "    return Work(works, group, label, device, ends_alone=True)\n",
         "a rank that waits for messages looks around by breaking their connection",
-        _tests("agreement", "another_order_by_direct_exchange[skip the last unit-3]"),
+        _tests("out_of_step", "another_order_by_direct_exchange[skip the last unit-3]"),
     ),
     Mutation(
         "fsdp/comm/waiting.py",
@@ -1036,7 +1036,7 @@ MUTATIONS = [
         "        elif recorded != event:\n            self._announce(words, self._position, event)\n",
         "",
         "a rank leaves the recorded order without a word",
-        _tests("agreement", "another_order"),
+        _tests("out_of_step", "another_order"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
@@ -1057,49 +1057,49 @@ MUTATIONS = [
         "    if position is None or said[other].place <=",
         "    if True or position is None or said[other].place <=",
         "a rank waits for others that have passed it",
-        _tests("agreement", "fd20_rank_that_the_others_have_passed[3-ShardingStrategy.FULL_SHARD]"),
+        _tests("out_of_step", "fd20_rank_that_the_others_have_passed[3-ShardingStrategy.FULL_SHARD]"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
         "        if not as_before and (together or what.call):\n",
         "        if not as_before and together and not what.call:\n",
         "a rank makes a call alone without a word",
-        _tests("agreement", "fd25_call_on_one_rank[False]"),
+        _tests("out_of_step", "fd25_call_on_one_rank[False]"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
         "        if own.gave_up is not None:\n            return None\n",
         "",
         "a rank accuses itself of having given up",
-        _tests("agreement", "fd21_calls_after_failures_that_are_not_alike[0]"),
+        _tests("out_of_step", "fd21_calls_after_failures_that_are_not_alike[0]"),
     ),
     Mutation(
         "fsdp/runtime/passes.py",
         "        self.meet()\n        self._stack.append",
         "        self._stack.append",
         "a call after a failure does not wait for the other ranks",
-        _tests("agreement", "fd21_calls_after_failures_that_are_not_alike[0]"),
+        _tests("out_of_step", "fd21_calls_after_failures_that_are_not_alike[0]"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
         "        if len(self._record) > self._longest_record:",
         "        if False:",
         "the record of an order that changes grows without bound",
-        _tests("agreement", "fd34_order_that_changes_at_every_step"),
+        _tests("out_of_step", "fd34_order_that_changes_at_every_step"),
     ),
     Mutation(
         "fsdp/comm/waiting.py",
         "        self._watch = _watches.get(group)\n",
         "        self._watch = None\n",
         "a rank that compares what it has found waits for one that was interrupted",
-        _tests("agreement", "rank_that_is_interrupted_in_a_call"),
+        _tests("out_of_step", "rank_that_is_interrupted_in_a_call"),
     ),
     Mutation(
         "fsdp/checkpoint/optim_state.py",
         "            holders[0].unit.announce()\n",
         "",
         "a rank that collects the optimizers' states waits for one that was interrupted",
-        _tests("agreement", "rank_that_is_interrupted_in_a_call[optim_state_dict()]"),
+        _tests("out_of_step", "rank_that_is_interrupted_in_a_call[optim_state_dict()]"),
     ),
     Mutation(
         "fsdp/comm/consensus.py",
@@ -1113,21 +1113,21 @@ MUTATIONS = [
         "if signed != signed_before and store.add(",
         "if store.add(",
         "a rank that comes twice is taken for two",
-        _tests("agreement", "fd21_calls_after_failures_that_are_not_alike[1]"),
+        _tests("out_of_step", "fd21_calls_after_failures_that_are_not_alike[1]"),
     ),
     Mutation(
         "fsdp/comm/board.py",
         "                store.delete_key(path)\n",
         "                pass\n",
         "what was announced stays in the store for ever",
-        _tests("agreement", "fd34_order_that_changes_at_every_step"),
+        _tests("out_of_step", "fd34_order_that_changes_at_every_step"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
         '            self._board.tell("said", self._own())\n\n    @property',
         "            pass\n\n    @property",
         "a rank that gives up tells nobody",
-        _tests("agreement", "rank_that_stays_away"),
+        _tests("out_of_step", "rank_that_stays_away"),
     ),
     Mutation(
         "fsdp/comm/ledger.py",
@@ -1492,7 +1492,7 @@ MUTATIONS = [
         "    if gave_up is None:\n        return None\n    number, count = gave_up\n",
         "    number, count = gave_up or (0, 0)\n",
         "a slow collective before the first pass is taken for a pass that was given up",
-        _tests("agreement", "late_rank_before_the_first_pass"),
+        _tests("out_of_step", "late_rank_before_the_first_pass"),
     ),
     Mutation(
         "fsdp/checkpoint/save_checkpoint.py",
@@ -1604,21 +1604,21 @@ MUTATIONS = [
         'with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:',
         "with contextlib.ExitStack() as stack:",
         "a rank that alone asks for the optimizer state aborts the others",
-        _tests("agreement", "fd25_call_on_one_rank"),
+        _tests("out_of_step", "fd25_call_on_one_rank"),
     ),
     Mutation(
         "fsdp/checkpoint/dcp_optim.py",
         'with calling("set_optimizer_state_dict()", model), kept',
         "with kept",
         "a rank that alone loads optimizer state aborts the others",
-        _tests("agreement", "fd25_call_on_one_rank"),
+        _tests("out_of_step", "fd25_call_on_one_rank"),
     ),
     Mutation(
         "fsdp/checkpoint/load_state_dict.py",
         "        unit.announce()\n    device",
         "        pass\n    device",
         "what rank 0 alone tells meets another collective",
-        _tests("agreement", "fd25_call_on_one_rank"),
+        _tests("out_of_step", "fd25_call_on_one_rank"),
     ),
     Mutation(
         "fsdp/comm/consensus.py",
@@ -1998,6 +1998,6 @@ MUTATIONS = [
         'with calling("set_model_state_dict()", model), _kind',
         "with _kind",
         "a rank that alone loads into what is not wrapped itself is not named",
-        _tests("agreement", "fd25_call_on_one_rank"),
+        _tests("out_of_step", "fd25_call_on_one_rank"),
     ),
 ]

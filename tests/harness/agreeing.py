@@ -1,0 +1,271 @@
+"""Models whose units can run in another order, and steps in which one rank does something else than the others."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.comm import waiting
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.sharded import wrap
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+RANKS = 3
+ODD = 1  # the rank that does something else
+WIDTH = 6
+EQUAL, UNEQUAL = (5, 5, 5), (5, 7, 11)  # of the units
+PATIENT = 30.0  # seconds that a collective may take where nothing should end that way
+SHORT = 4.0  # where it has to
+OUT_OF_STEP = "Forward order differs across ranks"
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def impatient(function: F) -> F:
+    """`function` with ranks that soon look what the others do while they wait."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        usual, waiting.PATIENCE = waiting.PATIENCE, timedelta(seconds=0.1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            waiting.PATIENCE = usual
+
+    return run  # type: ignore[return-value]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Chain(nn.Module):
+    """Units one after the other, in an order that can be changed, and a root with a layer of its own."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for width in widths])
+        self.head = nn.Linear(WIDTH, 3)
+        self.order = list(range(len(widths)))
+        self.between: Callable[[int, Tensor], Tensor] = lambda position, x: x  # applied to what each unit gets
+
+    def forward(self, x: Tensor) -> Tensor:
+        for position, index in enumerate(self.order):
+            x = self.blocks[index](self.between(position, x))
+        return self.head(x)
+
+
+class Fork(nn.Module):
+    """Two units side by side, with an output each: the order of their backwards is the caller's."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.left, self.right = Block(widths[0]), Block(widths[1])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def new_group(seconds: float = PATIENT, ranks: list[int] | None = None) -> Any:
+    """A group that may be broken, of all ranks or of `ranks`; all ranks have to make it."""
+    group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
+    dist.barrier()
+    _kept.append(group)
+    return group
+
+
+_kept: list[Any] = []  # the end of a group whose ranks parted waits until its last collectives have timed out
+
+
+def build(module: nn.Module, group: Any, strategy: ShardingStrategy = FULL_SHARD, **options: Any) -> Any:
+    """`module` wrapped over `group`, each block a unit."""
+    return wrap(module, strategy, process_group=group, wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def train(model: Any) -> None:
+    model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def evaluate(model: Any) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))
+
+
+def summon(model: Any) -> None:
+    with FullyShardedDataParallel.summon_full_params(model):
+        pass
+
+
+class Outcome(NamedTuple):
+    """How a run ended on one rank."""
+
+    step: int  # the last
+    error: str | None
+    seconds: float  # that the last step took
+
+
+Step = Callable[[Any], Any]
+
+
+def swap(model: Any) -> None:
+    model.module.order[:2] = model.module.order[1], model.module.order[0]
+    train(model)
+
+
+def swap_once(model: Any) -> None:
+    swap(model)
+    model.module.order[:2] = model.module.order[1], model.module.order[0]
+
+
+def skip_unit(model: Any) -> None:
+    del model.module.order[1]
+    train(model)
+
+
+def skip_last_unit(model: Any) -> None:
+    del model.module.order[2]
+    train(model)
+
+
+def repeat_unit(model: Any) -> None:
+    model.module.order.insert(1, 0)
+    train(model)
+
+
+def cut_graph(model: Any) -> None:
+    model.module.between = lambda position, x: x.detach() if position == 1 else x
+    train(model)
+
+
+def swap_and_evaluate(model: Any) -> None:
+    model.module.order[:2] = model.module.order[1], model.module.order[0]
+    evaluate(model)
+
+
+def evaluate_too(model: Any) -> None:
+    evaluate(model)
+    train(model)
+
+
+def forward_too(model: Any) -> None:
+    model(torch.ones(2, WIDTH))
+    train(model)
+
+
+def train_and_raise(model: Any, position: int, *, backward: bool = False) -> None:
+    """A step that fails in a unit's forward, or after its backward; whoever called it deals with that."""
+
+    def fail(grad: Tensor | None = None) -> None:
+        raise ValueError("a bad batch")
+
+    def between(at: int, x: Tensor) -> Tensor:
+        if at == position and backward:
+            x.register_hook(fail)
+        elif at == position:
+            fail()
+        return x
+
+    model.module.between = between
+    with pytest.raises(ValueError, match="a bad batch"):
+        train(model)
+    model.module.between = lambda position, x: x
+
+
+def raise_and_go_on(model: Any, position: int, *, backward: bool = False) -> None:
+    train_and_raise(model, position, backward=backward)
+    train(model)
+
+
+def step_fork(model: Any, *, reverse: bool = False) -> None:
+    outputs = model(torch.ones(2, WIDTH))
+    for output in reversed(outputs) if reverse else outputs:
+        output.sum().backward()
+
+
+STEPS: dict[str, Step] = {
+    "swap": swap,
+    "swap once": swap_once,
+    "skip a unit": skip_unit,
+    "skip the last unit": skip_last_unit,
+    "repeat a unit": repeat_unit,
+    "cut the graph": cut_graph,
+    "swap in eval": swap_and_evaluate,
+    "eval": evaluate,
+    "one eval more": evaluate_too,
+    "one forward more": forward_too,
+    "one summon more": lambda model: (summon(model), train(model)),
+    "another model": lambda model: (model(torch.ones(2, WIDTH)), evaluate(build(Chain((5,)), model.process_group))),
+    "nothing": lambda model: None,
+    "no backward": lambda model: model(torch.ones(2, WIDTH)),
+    "raise early": partial(raise_and_go_on, position=1),
+    "raise late": partial(raise_and_go_on, position=2),
+    "raise in backward": partial(raise_and_go_on, position=1, backward=True),
+    "raise and stop": partial(train_and_raise, position=1),
+    "late": lambda model: (time.sleep(0.5), train(model)),
+    "train": train,
+    "fork": step_fork,
+    "fork reversed": partial(step_fork, reverse=True),
+}
+
+
+@impatient
+def play(
+    odd: str,
+    widths: tuple[int, ...],
+    at: int,
+    *,
+    others: str = "train",
+    usual: str = "train",
+    strategy: ShardingStrategy = FULL_SHARD,
+    way: str = "auto",
+    seconds: float = PATIENT,
+) -> Outcome:
+    """Usual steps, until in step `at` the odd rank does one thing and the others another."""
+    os.environ["FSDP_COLLECTIVES"] = way
+    group = new_group(seconds)
+    model = build((Fork if usual == "fork" else Chain)(widths), group, strategy)
+    for step in range(at + 3):
+        started = time.monotonic()
+        name = usual if step != at else odd if dist.get_rank() == ODD else others
+        try:
+            STEPS[name](model)
+        except RuntimeError as error:
+            return Outcome(step, str(error), time.monotonic() - started)
+    return Outcome(step, None, 0.0)
+
+
+def assert_out_of_step(outcomes: list[Outcome], at: int, *words: str) -> None:
+    """Every rank was told, in step `at`, what the ranks do differently, and not by a timeout."""
+    __tracebackhide__ = True
+    for rank, (step, error, seconds) in enumerate(outcomes):
+        assert error is not None, f"rank {rank} noticed nothing in {step + 1} steps"
+        assert OUT_OF_STEP in error and "timed out" not in error, f"rank {rank}: {error}"
+        assert step == at and seconds < PATIENT / 2, (
+            f"rank {rank} noticed in step {step}, after {seconds:.1f} s: {error}"
+        )
+        for word in words:
+            assert word in error, f"rank {rank}: no word of {word!r} in: {error}"
+
+
+SIZES = pytest.mark.parametrize("widths", [EQUAL, UNEQUAL], ids=["equal", "unequal"])

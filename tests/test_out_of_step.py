@@ -1,0 +1,446 @@
+"""Ranks that do different things: every rank is told soon, in words, and they go on together afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp.checkpoint.load_state_dict as loading
+import fsdp.checkpoint.optim_state as optim_state
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
+from fsdp.checkpoint import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from fsdp.runtime.agreement import Agreement
+from tests.harness.agreeing import (
+    FULL_SHARD,
+    NO_SHARD,
+    ODD,
+    PATIENT,
+    RANKS,
+    SHARD_GRAD_OP,
+    SHORT,
+    SIZES,
+    STEPS,
+    UNEQUAL,
+    Block,
+    Chain,
+    Outcome,
+    assert_out_of_step,
+    build,
+    impatient,
+    new_group,
+    play,
+    summon,
+    train,
+    train_and_raise,
+)
+from tests.harness.pool import run_ranks
+
+FIRST_OR_LATER = pytest.mark.parametrize("at", [0, 3])
+
+
+@SIZES
+@FIRST_OR_LATER
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+def test_another_order(strategy: ShardingStrategy, widths: tuple[int, ...], at: int) -> None:
+    """One rank runs two units the other way round (R33). Every rank raises within the step and names both."""
+    outcomes = run_ranks(RANKS, play, "swap", widths, at, strategy=strategy)
+    assert_out_of_step(outcomes, at, "unit 'blocks.0'", "unit 'blocks.1'")
+
+
+@SIZES
+@FIRST_OR_LATER
+def test_another_order_in_backward(widths: tuple[int, ...], at: int) -> None:
+    outcomes = run_ranks(RANKS, play, "fork reversed", widths, at, others="fork", usual="fork")
+    assert_out_of_step(outcomes, at, "in the backward", "unit 'left'", "unit 'right'")
+
+
+@SIZES
+def test_another_order_in_eval(widths: tuple[int, ...]) -> None:
+    """Units that were gathered ahead, in the usual order, are no reason to fail; the next step is."""
+    outcomes = run_ranks(RANKS, play, "swap in eval", widths, 3, others="eval")
+    assert_out_of_step(outcomes, 4, "unit 'blocks.0'", "unit 'blocks.1'")
+
+
+@pytest.mark.parametrize("odd, at", [("swap", 0), ("swap", 3), ("skip the last unit", 3)])
+def test_another_order_by_direct_exchange(odd: str, at: int) -> None:
+    """Messages carry tags: what does not match is waited for, and the ranks look around meanwhile."""
+    outcomes = run_ranks(RANKS, play, odd, UNEQUAL, at, way="direct")
+    assert_out_of_step(outcomes, at, "unit 'blocks.1'", "unit 'blocks.0'" if odd == "swap" else "unit 'blocks.2'")
+
+
+# What the odd rank does, and what every rank's error has to speak of.
+DEVIATIONS = {
+    "skip a unit": ("unit 'blocks.1'",),
+    "skip the last unit": ("unit 'blocks.2'",),
+    "repeat a unit": ("unit 'blocks.0'",),
+    "cut the graph": ("in the backward", "unit 'blocks.0'", "end the pass"),
+    "one eval more": ("rank 1 runs the forward of the root unit", "runs the backward"),
+    "one forward more": ("rank 1 runs the forward of the root unit", "runs the backward"),
+    "raise early": ("rank 1 gave up the forward of the root unit",),
+    "raise late": (),  # in the first step "gave up", later one pass further: all gathers were under way
+    "raise in backward": ("rank 1 gave up the backward",),
+}
+
+
+@SIZES
+@FIRST_OR_LATER
+@pytest.mark.parametrize("odd", DEVIATIONS)
+def test_different_units(odd: str, widths: tuple[int, ...], at: int) -> None:
+    """One rank skips a branch, or has another one, or runs once more (R34)."""
+    assert_out_of_step(run_ranks(RANKS, play, odd, widths, at), at, *DEVIATIONS[odd])
+
+
+def state_dict_by(rank_0: bool) -> Callable[[Any], Any]:
+    """``state_dict()``, for rank 0 alone or on all ranks."""
+
+    def call(model: Any) -> Any:
+        config = FullStateDictConfig(rank0_only=rank_0)
+        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            return model.state_dict()
+
+    return call
+
+
+def optim_state_dict(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    return FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+
+def get_optimizer(model: Any) -> Any:
+    return get_optimizer_state_dict(model, torch.optim.Adam(model.parameters()))
+
+
+def set_optimizer(model: Any) -> None:
+    """What takes no communication but that of the call: rank 0 has it all."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = [name for name, _ in Chain(UNEQUAL).named_parameters()]
+    state = {"state": {}, "param_groups": [{**optimizer.state_dict()["param_groups"][0], "params": names}]}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+
+
+def set_model(model: Any) -> None:
+    """Into what is not wrapped itself."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(nn.ModuleList([model]), nn.ModuleList([Chain(UNEQUAL)]).state_dict(), options=options)
+
+
+# What all ranks have to call, how errors name it, and whether the ranks have done it before.
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "state_dict": (state_dict_by(False), "state_dict() (FULL_STATE_DICT) of the root unit"),
+    "state_dict for rank 0": (state_dict_by(True), "state_dict() (FULL_STATE_DICT, rank0_only) of the root unit"),
+    "optim_state_dict": (optim_state_dict, "optim_state_dict() of the root unit"),
+    "get_optimizer": (get_optimizer, "get_optimizer_state_dict() of the root unit"),
+    "set_optimizer": (set_optimizer, "set_optimizer_state_dict() of the root unit"),
+    "set_model": (set_model, "set_model_state_dict() of the root unit"),
+    "summon": (summon, "summon_full_params() of the root unit"),
+    "load": (lambda model: model.load_state_dict(Chain(UNEQUAL).state_dict()), "load_state_dict() of the root unit"),
+    "clip": (lambda model: model.clip_grad_norm_(1.0), "clip_grad_norm_(norm_type=2.0) of the root unit"),
+}
+
+
+@impatient
+def call_alone(reduce_unused: bool) -> list[tuple[str, str, float, str]]:
+    """What is raised where one rank makes a call, and the others go on with the next forward; after steps that did not
+    have it, and after steps that all had it. Then whether they go on."""
+    found = []
+    for name, (call, _) in CALLS.items():
+        for habit in (False, True) if name in ("summon", "clip") else (False,):
+            model = build(Chain(UNEQUAL), new_group(), reduce_unused=reduce_unused)
+            for _ in range(2 if habit else 1):
+                train(model)
+                if habit:
+                    call(model)
+            if habit:
+                train(model)
+            started = time.monotonic()
+            with pytest.raises(RuntimeError) as caught:
+                if dist.get_rank() == 0:
+                    call(model)
+                train(model)
+            found.append((name, "after it" if habit else "first", time.monotonic() - started, str(caught.value)))
+    return found
+
+
+@pytest.mark.parametrize("reduce_unused", [False, True])
+def test_fd25_call_on_one_rank(reduce_unused: bool) -> None:
+    """FD25: an error on all ranks that names the call that one rank made, never an abort."""
+    for rank, found in enumerate(run_ranks(2, call_alone, reduce_unused)):
+        for name, when, seconds, error in found:
+            where = f"rank {rank}, {name}, {when}: {error}"
+            assert seconds < PATIENT / 2 and f"rank 0 runs the {CALLS[name][1]}" in error, where
+            assert " runs the forward of the root unit" in error, where
+
+
+@impatient
+def fail_alike(reduce_unused: bool) -> list[str]:
+    """Each kind of failure on all ranks, each kind of call after it, and then the next steps, which are right."""
+    done = []
+    for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
+        for backward in (False, True):
+            torch.manual_seed(0)
+            plain = Chain(UNEQUAL)
+            model = build(copy.deepcopy(plain), new_group(), reduce_unused=reduce_unused, use_orig_params=True)
+
+            def between(position: int, x: Tensor) -> Tensor:
+                def fail(grad: Tensor) -> None:
+                    raise error  # noqa: B023
+
+                if position == 1 and backward:  # noqa: B023
+                    x.register_hook(fail)
+                elif position == 1:
+                    raise error  # noqa: B023
+                return x
+
+            train(model)
+            model.zero_grad()
+            for name, (call, _) in CALLS.items():
+                model.module.between = between
+                with pytest.raises(type(error)):
+                    train(model)
+                model.module.between = lambda position, x: x
+                state = call(model)
+                if name == "state_dict":
+                    for key, value in plain.state_dict().items():
+                        assert torch.equal(state[key], value), key
+                done.append(name)
+                model.load_state_dict(plain.state_dict())
+                model.zero_grad()
+            train(model)
+            train(plain)
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+                for (key, got), expected in zip(model.module.named_parameters(), plain.parameters()):
+                    torch.testing.assert_close(got.grad, expected.grad, msg=key)
+    return done
+
+
+@pytest.mark.parametrize("reduce_unused", [False, True])
+def test_fd21_calls_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
+    """FD21: the emergency save, and everything else, works after what all ranks failed at."""
+    for done in run_ranks(2, fail_alike, reduce_unused):
+        assert done == 4 * list(CALLS)
+
+
+@impatient
+def fail_apart(farther: int) -> dict[str, Tensor]:
+    """Each rank fails by itself, rank `farther` a unit later; rank 0 looks around, is interrupted, and comes again."""
+    group = new_group()
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    torch.manual_seed(0)
+    model = build(Chain(UNEQUAL), group)
+    for _ in range(2):
+        train(model)
+    train_and_raise(model, 2 if dist.get_rank() == farther else 1)
+    look = Agreement.slow
+
+    def look_once(self: Agreement) -> None:
+        look(self)
+        raise KeyboardInterrupt
+
+    def look_and_tell(self: Agreement) -> None:
+        store.set("looked", "")
+        look(self)
+
+    if dist.get_rank() == 1:
+        store.wait(["looked"], timedelta(seconds=SHORT))
+    else:
+        with mock.patch.object(Agreement, "slow", look_once), pytest.raises(KeyboardInterrupt):
+            state_dict_by(False)(model)
+    with mock.patch.object(Agreement, "slow", look_and_tell):
+        state: dict[str, Tensor] = state_dict_by(False)(model)
+    train(model)
+    return state
+
+
+@pytest.mark.parametrize("farther", [0, 1])
+def test_fd21_calls_after_failures_that_are_not_alike(farther: int) -> None:
+    """FD21: a rank that has failed itself accuses nobody, and waits until all have come and issued the same."""
+    torch.manual_seed(0)
+    expected = Chain(UNEQUAL).state_dict()
+    for state in run_ranks(2, fail_apart, farther):
+        assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+@impatient
+def interrupt_a_call(call: str) -> tuple[str, float]:
+    """Rank 1 is interrupted in the middle of a call, where rank 0 waits to compare, collect or hear what there is."""
+    torch.manual_seed(0)
+    plain = Chain(UNEQUAL)
+    group = new_group()
+    model = build(copy.deepcopy(plain), group)
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model)
+    optimizer.step()
+    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    where, function, make = {
+        "load_state_dict()": (loading, "failures_in", lambda: model.load_state_dict(plain.state_dict())),
+        "optim_state_dict()": (
+            optim_state,
+            "all_gather_object",
+            lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        ),
+        "optim_state_dict_to_load()": (
+            loading,
+            "broadcast_object",
+            lambda: FullyShardedDataParallel.scatter_full_optim_state_dict(full, model, optim=optimizer, group=group),
+        ),
+    }[call]
+    interrupted = dist.get_rank() == 1
+    started = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        if interrupted:
+            stack.enter_context(mock.patch.object(where, function, side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt if interrupted else RuntimeError) as caught:
+            make()
+    seconds = time.monotonic() - started
+    if interrupted:
+        with pytest.raises(RuntimeError, match="rank 1 gave up"):  # that the other one was told, too
+            make()
+    make()
+    train(model)
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("call", ["load_state_dict()", "optim_state_dict()", "optim_state_dict_to_load()"])
+def test_rank_that_is_interrupted_in_a_call(call: str) -> None:
+    """The other one is told while it waits, with the name of the call; then the call works."""
+    (error, seconds), _ = run_ranks(2, interrupt_a_call, call)
+    assert f"rank 1 gave up the {call} of the root unit" in error and seconds < PATIENT / 2, error
+
+
+class Late(nn.Module):
+    """A root that uses its layer last, so that it is the last unit that comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.l1, self.l2 = Block(5), Block(5)
+        self.swapped = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.l2(x) if self.swapped else self.l1(x)
+
+
+@impatient
+def call_the_other_unit(strategy: ShardingStrategy, good: int) -> Outcome:
+    model = build(Late(), new_group(), strategy, use_orig_params=False)
+    for _ in range(good):
+        train(model)
+    model.module.swapped = dist.get_rank() == ODD
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train(model)
+    return Outcome(0, str(caught.value), time.monotonic() - started)
+
+
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@pytest.mark.parametrize("good", [1, 3])
+def test_fd20_rank_that_the_others_have_passed(strategy: ShardingStrategy, good: int) -> None:
+    """FD20: the others had the gather that they waited for from what the odd rank gathered ahead, and are in their
+    backward while it waits, in its forward, to be joined in another one."""
+    outcomes = run_ranks(2, call_the_other_unit, strategy, good)
+    assert_out_of_step(outcomes, 0, "unit 'l1'", "unit 'l2'")
+
+
+@impatient
+def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
+    """How much is kept of an order that changes at every step: in memory, and in the store."""
+    group = new_group()
+    model = build(Chain((5,) * 6), group)
+    model.check_is_root()
+    (agreement_,) = model._join_context().passes._by_group.values()
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    random = torch.Generator().manual_seed(0)
+    kept = []
+    for _ in range(120):
+        order = torch.randperm(6, generator=random)[: int(torch.randint(1, 7, (1,), generator=random))]
+        model.module.order = order.tolist()
+        train(model)
+        kept.append((len(agreement_._record), store.num_keys()))
+    return kept, float(agreement_._longest_record), 0.0
+
+
+def test_fd34_order_that_changes_at_every_step() -> None:
+    """FD34: what is remembered of it is bounded, and so is what is left in the store."""
+    for kept, limit, _ in run_ranks(2, drop_layers):
+        records, keys = zip(*kept)
+        assert max(records) <= limit and records[-1] == limit, records
+        assert max(keys[60:]) <= max(keys[:60]) + 4, keys
+
+
+def test_another_model() -> None:
+    """One rank uses a new model where the others go on with theirs: its first question meets theirs."""
+    for step, error, seconds in run_ranks(RANKS, play, "another model", UNEQUAL, 2, seconds=SHORT):
+        assert step == 2 and seconds < SHORT + 5 and error is not None
+
+
+# What a rank does before it stays away, and what the other one of the pair then waits for, or hears.
+AWAY = {
+    "nothing": ((0, 1), ("gather the root unit", "Last collectives of rank 0: ")),
+    "no backward": ((1, 2), ("in the backward", "Last collectives of rank 0: ")),
+    "raise and stop": ((2, 0), ("unit 'blocks.", "rank 0 gave up the forward of the root unit")),
+}
+
+
+@impatient
+def stay_away() -> Outcome:
+    """Each rank stays away from the group that it has with another, and waits in the one that it has with the third."""
+    rank = dist.get_rank()
+    models = {}
+    for name, (pair, _) in AWAY.items():
+        group = new_group(SHORT, sorted(pair))
+        if rank in pair:
+            models[name] = build(Chain(UNEQUAL), group)
+            for _ in range(2):
+                train(models[name])
+    for name, ((_, odd), _) in AWAY.items():
+        if rank == odd:
+            STEPS[name](models[name])
+    (waiting,) = (models[name] for name, ((waits, _), _) in AWAY.items() if rank == waits)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        train(waiting)
+    return Outcome(2, str(caught.value), time.monotonic() - started)
+
+
+def test_rank_that_stays_away() -> None:
+    """It has one batch fewer, or raised before or in its backward: the other fails within the timeout (R34)."""
+    for (_, error, seconds), ((waits, _), waiting_for) in zip(run_ranks(RANKS, stay_away), AWAY.values(), strict=True):
+        assert seconds < SHORT + 5, f"rank {waits}: {error}"
+        assert error is not None and all(words in error for words in waiting_for), error
+
+
+def test_late_rank() -> None:
+    """Slow is not wrong."""
+    for step, error, _ in run_ranks(RANKS, play, "late", UNEQUAL, 3):
+        assert error is None and step == 5, error
+
+
+@impatient
+def show_late() -> None:
+    chain = build(Chain(UNEQUAL), dist.group.WORLD)
+    for late in (False, True):
+        if late and dist.get_rank() == 0:
+            time.sleep(0.5)
+        with FullyShardedDataParallel.summon_full_params(chain):
+            pass
+
+
+def test_late_rank_before_the_first_pass() -> None:
+    """Nor then."""
+    run_ranks(RANKS, show_late)
