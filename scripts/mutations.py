@@ -1054,8 +1054,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/diagnosis.py",
-        "    if position is None or said[other].place <=",
-        "    if True or position is None or said[other].place <=",
+        "    if position is None or reports[other].place <=",
+        "    if True or position is None or reports[other].place <=",
         "a rank waits for others that have passed it",
         _tests("out_of_step", "fd20_rank_that_the_others_have_passed[3-ShardingStrategy.FULL_SHARD]"),
     ),
@@ -1124,7 +1124,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        '            self._board.tell("said", self._own())\n\n    @property',
+        '            self._board.post("report", self._report())\n\n    @property',
         "            pass\n\n    @property",
         "a rank that gives up tells nobody",
         _tests("out_of_step", "rank_that_stays_away"),

@@ -101,8 +101,8 @@ def _compare(optimizer: Optimizer, group: Any, holders: list[Holder]) -> None:
     samples, board = b"".join(_samples(optimizer, holders)), Board(group, "optimizer state")
     _looks[group] = look = _looks.get(group, 0) + 1
     own = hashlib.blake2b(samples, digest_size=16).hexdigest() if samples else ""
-    board.tell(str(look), own)
-    for rank, theirs in board.told(str(look)).items():
+    board.post(str(look), own)
+    for rank, theirs in board.posted(str(look)).items():
         if rank != group.rank() and own and theirs == own:
             warnings.warn(
                 f"{type(optimizer).__name__} has the same state on ranks {rank} and {group.rank()} of the group, "

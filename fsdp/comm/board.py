@@ -57,21 +57,21 @@ class Board:
                 return json.loads(store.get(path))
         return None
 
-    def tell(self, key: str, value: Any) -> None:
-        """Write what this rank has to say under ``key``."""
+    def post(self, key: str, value: Any) -> None:
+        """Write this rank's message under ``key``."""
         self.write(f"{key}/{self._rank}", value)
 
-    def told(self, key: str) -> dict[int, Any]:
-        """What the ranks have told under ``key``, by rank, of those that have."""
-        said = {rank: self.read(f"{key}/{rank}") for rank in range(self._size)}
-        return {rank: value for rank, value in said.items() if value is not None}
+    def posted(self, key: str) -> dict[int, Any]:
+        """The messages of the ranks under ``key``, by rank, of those that have written one."""
+        messages = {rank: self.read(f"{key}/{rank}") for rank in range(self._size)}
+        return {rank: value for rank, value in messages.items() if value is not None}
 
-    def hear(self, key: str, patience: timedelta, enough: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
-        """What the ranks have told under ``key`` once that is ``enough``, or ``patience`` is over."""
+    def wait_for_posts(self, key: str, patience: timedelta, enough: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
+        """The messages under ``key`` once they are ``enough``, or ``patience`` is over."""
         until = time.monotonic() + patience.total_seconds()
-        while not enough(said := self.told(key)) and time.monotonic() < until and self._store is not None:
+        while not enough(messages := self.posted(key)) and time.monotonic() < until and self._store is not None:
             time.sleep(_LONGEST)
-        return said
+        return messages
 
     def meet(self, key: str, look: Callable[[], None], sign: str = "count") -> None:
         """Wait until all ranks have come to ``key``, with the same ``sign``; call ``look``, which may raise, whenever
@@ -106,7 +106,7 @@ class Board:
     def live(self) -> None:
         """Write by what other ranks on this machine can tell whether this process is still there."""
         machine, pid = _machine(), os.getpid()
-        self.tell("life", [machine, pid, _start_of(pid)])
+        self.post("life", [machine, pid, _start_of(pid)])
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended, as far as this machine can tell. Only those that have lived."""

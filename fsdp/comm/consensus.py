@@ -122,8 +122,8 @@ def _failures_of(
     # through the store, where what ranks say cannot meet anything else
     board, key = Board(group, "consensus"), "/".join(map(str, votes.tolist()))
     own = [label, number, list(failures.items()), names]
-    board.tell(key, own)
-    by_place = {group.rank(): own} | board.hear(key, HEARING, lambda said: len(said) == group.size())
+    board.post(key, own)
+    by_place = {group.rank(): own} | board.wait_for_posts(key, HEARING, lambda said: len(said) == group.size())
     said = {rank: by_place[place] for place, rank in enumerate(group_ranks(group)) if place in by_place}
     found = {rank: Failure(*failure) for words in said.values() for rank, failure in words[2]}
     if not found:
@@ -389,11 +389,11 @@ class _SideGroup:
         def look() -> None:
             self._raise_if_dead()  # before all have come
             if time.monotonic() > until:
-                missing = ", ".join(str(rank) for rank in sorted({*range(self._size)} - {*self._board.told(here)}))
+                missing = ", ".join(str(rank) for rank in sorted({*range(self._size)} - {*self._board.posted(here)}))
                 raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: rank {missing}")
 
         if self.why() is None:
-            self._board.tell(here, True)
+            self._board.post(here, True)
             self._board.meet(str(self._number), look)
         return self.why() is None
 

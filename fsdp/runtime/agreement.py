@@ -6,7 +6,7 @@ the data of two units. So each group of ranks agrees on two things.
 *The layout*, once, before the first collective: sizes, dtypes, strategies and the number and order of units.
 
 *The order*, at every collective. Each rank keeps a record of what followed on what came before in a pass (a forward
-or a backward). While it follows the record, which all ranks have agreed on, nothing needs to be said. Where the record
+or a backward). While it follows the record, which all ranks have agreed on, nothing has to be said. Where the record
 is empty (the first step) the ranks compare notes by a small all-reduce before the collective. Where one rank is about
 to leave the record, the others may not be, so it announces that through the group's store and goes on once all have
 announced the same. A rank that waits long for a collective announces what it waits for, so that one which left the
@@ -43,8 +43,8 @@ from fsdp.comm.groups import group_timeout
 from fsdp.comm.streams import Streams
 from fsdp.comm.waiting import watch
 from fsdp.runtime.diagnosis import (
-    Did,
-    Said,
+    Entry,
+    Report,
     different_order,
     different_passes,
     first_difference,
@@ -176,7 +176,7 @@ class Agreement:
         self._detailed = False  # see ``_compare_handles``
         self._together = True  # no rank has begun anything since all of them were asked
         self._questions: deque[Vote] = deque()  # not yet answered
-        self._recent: deque[Did] = deque(maxlen=32)
+        self._recent: deque[Entry] = deque(maxlen=32)
 
     # -- the layout ----------------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Agreement:
     def _look_at_answers(self) -> None:
         while self._questions and (self._host_may_wait or self._questions[0].is_completed()):
             if self._questions.popleft().result() is None:
-                raise self._out_of_step(self._what_differs(self._talk(HEARING)))
+                raise self._out_of_step(self._what_differs(self._exchange_reports(HEARING)))
 
     def give_up(self) -> None:
         """The pass under way has failed here, or one of the tree that has not come to this group. The others are told,
@@ -291,7 +291,7 @@ class Agreement:
             self._gave_up = (self._passes, self._position) if self._under_way is not None else (self._passes + 1, 0)
         self._under_way = None
         if not self._accused:  # else the others are told why
-            self._board.tell("said", self._own())
+            self._board.post("report", self._report())
 
     @property
     def given_up(self) -> bool:
@@ -301,7 +301,7 @@ class Agreement:
     def come(self) -> None:
         """The first half of ``meet``: in all groups before the second in any."""
         if self._gave_up is not None:
-            self._board.tell(f"issued/{self._recoveries}", self._issued())
+            self._board.post(f"issued/{self._recoveries}", self._issued())
 
     def _issued(self) -> list[Any]:
         return [self._passes, ledger.latest_issued(self._group)]
@@ -317,10 +317,10 @@ class Agreement:
             return
         self._meet(f"come/{self._recoveries}", "after a pass that failed")
         self._raise_if_broken()  # others may have come without this rank having looked around
-        said = {self._rank: self._issued()} | self._board.told(f"issued/{self._recoveries}")
+        reports = {self._rank: self._issued()} | self._board.posted(f"issued/{self._recoveries}")
         watch(self._group, self)
-        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in said.items()})
-        self._passes = max(passes for passes, _ in said.values())
+        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in reports.items()})
+        self._passes = max(passes for passes, _ in reports.values())
         self._record.clear()
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
@@ -335,8 +335,8 @@ class Agreement:
             self.slow()
             if time.monotonic() - started > group_timeout(self._group).total_seconds():
                 raise RuntimeError(
-                    f"rank {self._rank} is at {self._own().where}, {why}, and waited in vain for the other ranks to do "
-                    f"the same. {self.explain()}"
+                    f"rank {self._rank} is at {self._report().where}, {why}, and waited in vain for the other ranks to "
+                    f"do the same. {self.explain()}"
                 )
 
         self._board.meet(key, look, sign)
@@ -379,17 +379,17 @@ class Agreement:
 
     def _note(self, words: str, event: int) -> None:
         """For the other ranks: what this one is about to do here."""
-        self._recent.append(Did(self._passes, self._position, event, words))
+        self._recent.append(Entry(self._passes, self._position, event, words))
 
     def _ask_all(self, words: str, event: int) -> None:
         if Vote(event, self._group, self._device, f"agree to {words}").result() is None:
-            raise self._out_of_step(self._what_differs(self._talk(HEARING)))
+            raise self._out_of_step(self._what_differs(self._exchange_reports(HEARING)))
 
     def _announce(self, words: str, position: int, event: int) -> None:
         """Say on the board what comes, and wait until all ranks have said the same."""
         self._announces = position
         self._raise_if_broken()
-        self._board.tell("said", self._own())
+        self._board.post("report", self._report())
         why = f"waiting to {words}, which is not what came before"
         self._meet(f"{self._passes}/{position}", why, sign=str(event))
         self._announces = None
@@ -399,14 +399,14 @@ class Agreement:
         """A wait takes long. Tell the others how far this rank is; raises if another one has said that it did something
         else, or is dead."""
         self._raise_if_broken()
-        found = self._first_mismatch(self._talk(timedelta(0)))
+        found = self._first_mismatch(self._exchange_reports(timedelta(0)))
         if found is not None:
             raise self._out_of_step(found)
         if dead := self._board.dead():
             self._accused = True
             ended = ", ".join(f"rank {rank}" for rank in dead)
             raise OutOfStep(
-                f"the process of {ended} has ended, and rank {self._rank} waits for it at {self._own().where}. "
+                f"the process of {ended} has ended, and rank {self._rank} waits for it at {self._report().where}. "
                 f"{self.explain()}"
             )
 
@@ -415,53 +415,56 @@ class Agreement:
         broken = self._board.read(f"broken/{self._recoveries}")
         if broken is not None and not (self._accused and self._gave_up is not None):
             self._accused = True
-            raise OutOfStep(f"rank {self._rank} is at {self._own().where}. {broken}")
+            raise OutOfStep(f"rank {self._rank} is at {self._report().where}. {broken}")
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
-    def _own(self) -> Said:
-        """What this rank has to tell the others."""
+    def _report(self) -> Report:
+        """What this rank reports to the others."""
         what = self._kind, self._pass.words, bool(self._pass.call), self._begun
-        return Said(self._recoveries, self._passes, *what, self._gave_up, self._announces, list(self._recent))
+        return Report(self._recoveries, self._passes, *what, self._gave_up, self._announces, list(self._recent))
 
-    def _talk(self, patience: timedelta) -> dict[int, Said]:
-        """Tell the other ranks what this one did last in the pass, and hear what they have told within ``patience``.
+    def _exchange_reports(self, patience: timedelta) -> dict[int, Report]:
+        """Report to the other ranks what this one did last in the pass, and get what they report within ``patience``.
 
         By rank, only of those that have met as often as this one.
         """
-        own = self._own()
-        self._board.tell("said", own)
+        own = self._report()
+        self._board.post("report", own)
 
-        def latest(told: dict[int, Any]) -> dict[int, Said]:
-            several = {rank: Said.heard(words) for rank, words in told.items() if words[0] == self._recoveries}
+        def latest(posted: dict[int, Any]) -> dict[int, Report]:
+            several = {rank: Report.of(words) for rank, words in posted.items() if words[0] == self._recoveries}
             return several | {self._rank: own}
 
-        return latest(self._board.hear("said", patience, lambda told: self._first_mismatch(latest(told)) is not None))
+        def tells(posted: dict[int, Any]) -> bool:
+            return self._first_mismatch(latest(posted)) is not None
 
-    def _first_mismatch(self, said: dict[int, Said]) -> str | None:
+        return latest(self._board.wait_for_posts("report", patience, tells))
+
+    def _first_mismatch(self, reports: dict[int, Report]) -> str | None:
         """What the ranks do differently, in words; None as far as one can see, or where this rank has given up."""
-        own = said[self._rank]
+        own = reports[self._rank]
         if own.gave_up is not None:
             return None
-        here = {rank: words for rank, words in said.items() if words.number == own.number}
+        here = {rank: words for rank, words in reports.items() if words.number == own.number}
         found = [different_passes(here), different_order(here)]
-        found += [left_alone(rank, own, self._rank, said) for rank in said if rank != self._rank]
-        for rank in said:
-            if (said[rank].number, said[rank].announces) not in self._announced:
-                found.append(passed_by(rank, self._rank, said))
+        found += [left_alone(rank, own, self._rank, reports) for rank in reports if rank != self._rank]
+        for rank in reports:
+            if (reports[rank].number, reports[rank].announces) not in self._announced:
+                found.append(passed_by(rank, self._rank, reports))
             if own.announces is not None and not self._board.has_met(f"{self._passes}/{own.announces}"):
-                found.append(passed_by(self._rank, rank, said))
-        return next((self._in_words(words, said) for words in found if words is not None), None)
+                found.append(passed_by(self._rank, rank, reports))
+        return next((self._in_words(words, reports) for words in found if words is not None), None)
 
-    def _in_words(self, found: str, said: dict[int, Said]) -> str:
-        if any(words.is_call and words.number >= self._passes for words in said.values()):
+    def _in_words(self, found: str, reports: dict[int, Report]) -> str:
+        if any(words.is_call and words.number >= self._passes for words in reports.values()):
             return f"The ranks do not make the same calls: {found}. {CALLS_REMEDY}"
         return f"Forward order differs across ranks, or what follows from it in backward: {found}. {self.REMEDY}"
 
-    def _what_differs(self, said: dict[int, Said]) -> str:
+    def _what_differs(self, reports: dict[int, Report]) -> str:
         """What the ranks do differently, or else what each does."""
-        each = "; ".join(f"rank {rank} is at {words.where}" for rank, words in sorted(said.items()))
-        return self._first_mismatch(said) or self._in_words(each, said)
+        each = "; ".join(f"rank {rank} is at {words.where}" for rank, words in sorted(reports.items()))
+        return self._first_mismatch(reports) or self._in_words(each, reports)
 
     def _out_of_step(self, message: str) -> OutOfStep:
         """For this rank to raise; the others are told."""
@@ -472,13 +475,13 @@ class Agreement:
     def explain(self) -> str:
         """What the ranks did last, as far as they have told."""
         words: list[str] = []
-        said, dead = self._talk(HEARING), self._board.dead()
+        reports, dead = self._exchange_reports(HEARING), self._board.dead()
         for rank in range(self._size):
             if rank in dead:
                 words.append(f"rank {rank}: its process has ended")
-            elif rank in said:
-                recent = " -> ".join(did.words for did in said[rank].of_pass[-4:])
-                words.append(f"rank {rank}: {recent or 'nothing yet'} in {said[rank].doing}")
+            elif rank in reports:
+                recent = " -> ".join(entry.words for entry in reports[rank].of_pass[-4:])
+                words.append(f"rank {rank}: {recent or 'nothing yet'} in {reports[rank].doing}")
             else:
                 words.append(f"rank {rank}: nothing heard")
         return f"Last collectives of {'; '.join(words)}"

@@ -1,4 +1,4 @@
-"""What ranks tell each other when one of them waits for long, and what can be seen from it."""
+"""What ranks report to each other when one of them waits for long, and what can be seen from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 
-class Did(NamedTuple):
+class Entry(NamedTuple):
     """One collective of a pass: in which pass and where in it, and what it was, as a number and in words."""
 
     number: int
@@ -15,10 +15,10 @@ class Did(NamedTuple):
     words: str
 
 
-class Said(NamedTuple):
-    """What a rank told last."""
+class Report(NamedTuple):
+    """What a rank reports of itself to the others."""
 
-    met: int  # how often the ranks have met after a failure; what was said before is of no use
+    met: int  # how often the ranks have met after a failure; what was reported before is of no use
     number: int  # of its pass
     kind: int  # of pass; equal on all ranks
     words: str  # for the pass
@@ -26,20 +26,20 @@ class Said(NamedTuple):
     begun: int  # a hash of the pass and of all in the one before it
     gave_up: Sequence[int] | None  # the pass that failed, and how far it had come
     announces: int | None  # the position for which it waits until all ranks announce the same
-    recent: list[Did]
+    recent: list[Entry]
 
     @staticmethod
-    def heard(values: list[Any]) -> Said:
+    def of(values: list[Any]) -> Report:
         """From the form that JSON has given it."""
-        return Said(*values)._replace(recent=[Did(*did) for did in values[-1]])
+        return Report(*values)._replace(recent=[Entry(*entry) for entry in values[-1]])
 
     @property
     def doing(self) -> str:
         return f"the {self.words}" if self.words else "what comes before the first pass"
 
     @property
-    def of_pass(self) -> list[Did]:
-        return [did for did in self.recent if did.number == self.number]
+    def of_pass(self) -> list[Entry]:
+        return [entry for entry in self.recent if entry.number == self.number]
 
     @property
     def latest(self) -> str:
@@ -56,7 +56,7 @@ class Said(NamedTuple):
 
     def did_around(self, place: tuple[int, int]) -> str:
         """What it did just before that place and since, in words."""
-        words = [did.words for did in self.recent if (did.number, did.position) >= (place[0], place[1] - 1)]
+        words = [entry.words for entry in self.recent if (entry.number, entry.position) >= (place[0], place[1] - 1)]
         return " -> ".join(words[:4]) or "something else"
 
 
@@ -74,7 +74,7 @@ def first_difference(texts: list[str]) -> str:
     raise AssertionError("the digests differ, and the texts do not")
 
 
-def different_passes(here: Mapping[int, Said]) -> str | None:
+def different_passes(here: Mapping[int, Report]) -> str | None:
     """Ranks in passes of the same number that are not the same, or that do not follow on the same."""
     if len({words.kind for words in here.values()}) > 1:
         return "; ".join(f"rank {rank} runs {words.doing}" for rank, words in sorted(here.items()))
@@ -83,36 +83,36 @@ def different_passes(here: Mapping[int, Said]) -> str | None:
     return None
 
 
-def different_order(here: Mapping[int, Said]) -> str | None:
+def different_order(here: Mapping[int, Report]) -> str | None:
     """Ranks in the same pass that do different things at the same place in it."""
-    by_place = {rank: {did.position: did for did in words.of_pass} for rank, words in here.items()}
-    for position in sorted({position for dids in by_place.values() for position in dids}):
-        there = {rank: dids[position] for rank, dids in by_place.items() if position in dids}
-        if len({did.event for did in there.values()}) > 1:
-            doing = "; ".join(f"rank {rank} is about to {did.words}" for rank, did in sorted(there.items()))
+    by_place = {rank: {entry.position: entry for entry in words.of_pass} for rank, words in here.items()}
+    for position in sorted({position for entries in by_place.values() for position in entries}):
+        there = {rank: entries[position] for rank, entries in by_place.items() if position in entries}
+        if len({entry.event for entry in there.values()}) > 1:
+            doing = "; ".join(f"rank {rank} is about to {entry.words}" for rank, entry in sorted(there.items()))
             return f"in {next(iter(here.values())).doing}, at its collective {position}, {doing}"
     return None
 
 
-def passed_by(waiting: int, other: int, said: Mapping[int, Said]) -> str | None:
+def passed_by(waiting: int, other: int, reports: Mapping[int, Report]) -> str | None:
     """Rank ``waiting`` waits until all announce what ``other`` has gone by; who is where, and what was done there."""
-    position = said[waiting].announces
-    if position is None or said[other].place <= (said[waiting].number, position):
+    position = reports[waiting].announces
+    if position is None or reports[other].place <= (reports[waiting].number, position):
         return None
-    place = said[waiting].number, position
+    place = reports[waiting].number, position
     return (
-        f"rank {waiting} is at {said[waiting].where}, its collective {position}, and waits for all ranks to do the "
-        f"same; rank {other} did {said[other].did_around(place)}, and is at {said[other].where}"
+        f"rank {waiting} is at {reports[waiting].where}, its collective {position}, and waits for all ranks to do the "
+        f"same; rank {other} did {reports[other].did_around(place)}, and is at {reports[other].where}"
     )
 
 
-def left_alone(other: int, own: Said, rank: int, said: Mapping[int, Said]) -> str | None:
+def left_alone(other: int, own: Report, rank: int, reports: Mapping[int, Report]) -> str | None:
     """``other`` gave up a pass that ``rank`` has gone on with, or left behind, or a call in which ``rank`` waits."""
-    gave_up = said[other].gave_up
+    gave_up = reports[other].gave_up
     if gave_up is None:
         return None
     number, count = gave_up
     if own.number < number or (own.number == number and own.place[1] < count and not own.is_call):
         return None
-    what = said[other].doing if said[other].number == number else own.doing
+    what = reports[other].doing if reports[other].number == number else own.doing
     return f"rank {other} gave up {what} at its collective {count}, and rank {rank} is at {own.where}"

@@ -108,7 +108,7 @@ class Negotiation(Agreement):
         chosen = Vote(understood, self._group, self._device, f"agree to {words}", largest=proposal).result()
         if chosen is None:
             found = self._first_misunderstanding(self._all_texts(self._understood))
-            raise self._out_of_step(self._in_words(found, {self._rank: self._own()}))
+            raise self._out_of_step(self._in_words(found, {self._rank: self._report()}))
         return chosen & ((1 << 24) - 1)
 
     def _first_misunderstanding(self, texts: list[str]) -> str:
