@@ -1047,8 +1047,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/passes.py",
-        "            if agreement.under_way is what:\n                agreement.end(wait=wait)\n",
-        "            agreement.end(wait=wait)\n",
+        "            if agreement.under_way is what:\n                agreement.come_to(what)\n",
+        "            if True:\n",
         "a pass ends in groups where it has not begun",
         AGREEMENT,
     ),

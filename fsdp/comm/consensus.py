@@ -25,7 +25,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,6 +40,7 @@ from fsdp.comm.board import Board, processes
 from fsdp.comm.collectives import Vote, agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
 from fsdp.comm.ledger import issued_in
+from fsdp.comm.waiting import in_thread
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; one that is dead is noticed at once
@@ -365,15 +365,8 @@ class _SideGroup:
             self._number += 1
         # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
         prefixed = dist.PrefixStore(f"{self._number}/", self._store)
-        connected: futures.Future[Any] = futures.Future()
-
-        def connect() -> None:  # in a thread of its own: nothing interrupts it when a rank dies in its middle
-            try:
-                connected.set_result(dist.ProcessGroupGloo(prefixed, self._rank, self._size, self._timeout))
-            except BaseException as error:
-                connected.set_exception(error)
-
-        threading.Thread(target=connect, name="fsdp side group", daemon=True).start()
+        place = prefixed, self._rank, self._size, self._timeout
+        connected = in_thread(lambda: dist.ProcessGroupGloo(*place), "fsdp side group")  # nothing interrupts it there
         while not futures.wait([connected], waiting.PATIENCE.total_seconds()).done:
             self._raise_if_dead()  # while they connect
         try:

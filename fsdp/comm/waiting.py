@@ -13,8 +13,6 @@ go on, and has the next collective of the group raise.
 from __future__ import annotations
 
 import logging
-import os
-import queue
 import threading
 import time
 import weakref
@@ -22,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +28,8 @@ import torch.distributed as dist
 from fsdp.comm.groups import group_timeout
 
 logger = logging.getLogger("fsdp")
+
+_T = TypeVar("_T")
 
 PATIENCE = timedelta(seconds=1)  # how long to wait for a collective before looking what the other ranks do
 _PAUSE = 0.1  # seconds between two looks at an event
@@ -58,6 +58,23 @@ def watch(group: Any, by: Watch) -> None:
     _watches[group] = weakref.ref(by)
 
 
+def in_thread(action: Callable[[], _T], name: str) -> futures.Future[_T]:
+    """What ``action`` returns, or raises, in a thread of its own: it keeps no process alive, as those of an executor
+    do, and no signal interrupts it."""
+    result: futures.Future[_T] = futures.Future()
+
+    def run() -> None:
+        try:
+            value = action()
+        except BaseException as error:
+            result.set_exception(error)
+        else:
+            result.set_result(value)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return result
+
+
 class BlockingWork:
     """Works that the backend only waits for to the end: a thread does, as nobody here could look around meanwhile.
 
@@ -77,7 +94,7 @@ class BlockingWork:
             self._finish()
             return
         if self._over is None:
-            self._over = _Waiter.start(self._finish)
+            self._over = in_thread(self._finish, "fsdp wait")
         if not futures.wait([self._over], None if patience is None else patience.total_seconds()).done:
             raise RuntimeError("the wait is not over")
         self._over.result()
@@ -155,41 +172,6 @@ class Work:
                     raise
             if not work.is_completed():
                 watch.slow()
-
-
-class _Waiter:
-    """A thread that waits, and is used again. It keeps no process alive, as those of an executor do."""
-
-    idle: ClassVar[list[_Waiter]] = []
-
-    def __init__(self) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], futures.Future[None]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="fsdp wait", daemon=True).start()
-
-    @staticmethod
-    def start(wait: Callable[[], None]) -> futures.Future[None]:
-        try:
-            waiter = _Waiter.idle.pop()
-        except IndexError:
-            waiter = _Waiter()
-        over: futures.Future[None] = futures.Future()
-        waiter._tasks.put((wait, over))
-        return over
-
-    def _run(self) -> None:
-        while True:
-            wait, over = self._tasks.get()
-            try:
-                wait()
-            except BaseException as error:
-                over.set_exception(error)
-            else:
-                over.set_result(None)
-            del wait, over
-            _Waiter.idle.append(self)
-
-
-os.register_at_fork(after_in_child=_Waiter.idle.clear)  # a fork has none of the threads
 
 
 class _UnderWay(NamedTuple):

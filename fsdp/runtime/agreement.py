@@ -263,7 +263,6 @@ class Agreement:
         Raises:
             RuntimeError: they are not through, or this pass was not the same.
         """
-        watch(self._group, self)
         self._detailed = False
         if not self._pass.call:  # what a call communicates is the same wherever it is called
             self._next(END_WORDS, PER_MEMBER * len(self._members))

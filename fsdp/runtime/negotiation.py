@@ -10,7 +10,6 @@ import torch
 from fsdp.comm.collectives import Vote
 from fsdp.comm.consensus import hash_of
 from fsdp.comm.streams import Streams
-from fsdp.comm.waiting import watch
 from fsdp.runtime.agreement import (
     BACKWARD,
     END_WORDS,
@@ -63,7 +62,6 @@ class Negotiation(Agreement):
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
-        watch(self._group, self)
         if self._pass.call:  # all ranks do the same in a call
             self._under_way = None
             return

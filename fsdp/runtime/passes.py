@@ -111,6 +111,7 @@ class Passes:
             return  # a backward inside a forward failed, and has ended both
         for agreement in self._by_group.values():
             if agreement.under_way is what:
+                agreement.come_to(what)
                 agreement.end(wait=wait)
         self._stack.pop()  # where that raises, the pass has failed
         self._begin_at_once()
