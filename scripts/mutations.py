@@ -1138,10 +1138,17 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/ledger.py",
-        "asynchronous=True, control=what.control, **options)",
-        "asynchronous=True, **options)",
+        '{"asynchronous": True, "control": what.control}',
+        '{"asynchronous": True}',
         "a rank catches up with control messages in the group of the data",
         _tests("accelerators", "a_rank_catches_up_where_the_others_have_issued"),
+    ),
+    Mutation(
+        "fsdp/comm/ledger.py",
+        "        numels = [sum(each) for each in pieces]\n",
+        '        raise RuntimeError("nobody can complete it")\n',
+        "a rank that was interrupted before an exchange cannot go on with the others",
+        _tests("out_of_step", "rank_that_is_interrupted_in_a_call[full optim_state_dict()]"),
     ),
     Mutation(
         "fsdp/comm/ledger.py",

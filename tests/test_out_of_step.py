@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fsdp.checkpoint.load_state_dict as loading
 import fsdp.checkpoint.optim_state as optim_state
+import fsdp.checkpoint.redistribute as redistribute
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import (
     StateDictOptions,
@@ -295,6 +296,11 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
             "all_gather_object",
             lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
         ),
+        "full optim_state_dict()": (
+            redistribute,
+            "exchange",
+            lambda: FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=True),
+        ),
         "optim_state_dict_to_load()": (
             loading,
             "broadcast_object",
@@ -317,11 +323,13 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
     return str(caught.value), seconds
 
 
-@pytest.mark.parametrize("call", ["load_state_dict()", "optim_state_dict()", "optim_state_dict_to_load()"])
+@pytest.mark.parametrize(
+    "call", ["load_state_dict()", "optim_state_dict()", "full optim_state_dict()", "optim_state_dict_to_load()"]
+)
 def test_rank_that_is_interrupted_in_a_call(call: str) -> None:
     """The other one is told while it waits, with the name of the call; then the call works."""
     (error, seconds), _ = run_ranks(2, interrupt_a_call, call)
-    assert f"rank 1 gave up the {call} of the root unit" in error and seconds < PATIENT / 2, error
+    assert f"rank 1 gave up the {call.removeprefix('full ')} of the root unit" in error and seconds < PATIENT / 2, error
 
 
 class Late(nn.Module):

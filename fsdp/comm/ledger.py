@@ -18,12 +18,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.groups import backend_of, serving_group
-from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.versions import REDUCE_SCATTER
 from fsdp.comm.waiting import Work, watcher
 
 _KEPT = 64  # of the latest of each group: ranks that agree are never so far apart
-_COMPLETED = (ALL_GATHER, REDUCE_SCATTER, "all_reduce", "gather", "scatter", "broadcast")  # by ``catch_up``
-_PLAIN: dict[str, Any] = {"control": False, "dtype": "", "numels": (), "detail": None}
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
 
@@ -53,11 +51,11 @@ class Issued(NamedTuple):
     """One collective, or an exchange of messages, in a form that JSON holds."""
 
     name: str  # of the function
-    control: bool  # whether it went over the group that serves control messages
     device: str  # the type of device that its tensors are on
-    dtype: str
-    numels: Sequence[int]  # of its tensors, where all ranks' are alike
-    detail: Any  # the operation, or the rank that all send to or receive from; of messages what ``Transfer`` has
+    detail: Any = None  # the operation; the rank that all receive from; all pieces' sizes; what ``Transfer`` has
+    dtype: str = ""
+    numels: Sequence[int] = ()  # of its tensors, where all ranks' are alike
+    control: bool = False  # whether it went over the group that serves control messages
 
 
 class _Ledger:
@@ -75,11 +73,11 @@ def _ledger_of(group: Any) -> _Ledger:
     return _ledgers[group]
 
 
-def _note(group: Any, name: str, device: torch.device, **details: Any) -> None:
+def _note(group: Any, what: Issued) -> None:
     """This rank is about to issue it in ``group``."""
     ledger = _ledger_of(group)
     ledger.count += 1
-    ledger.latest.append(Issued(name, device=device.type, **{**_PLAIN, **details}))
+    ledger.latest.append(what)
 
 
 def issue(
@@ -88,12 +86,11 @@ def issue(
     """Call ``torch.distributed``'s function of that name over ``group``, or if it is a ``control`` message over what
     serves the group on its device. If it is not ``asynchronous`` there is nothing to wait for."""
     watcher.check(group)
-    first, root = tensors[0], options.get("dst", options.get("src"))
-    own = tensors[:1] if root is not None else tensors
-    numels = [tensor.numel() for tensor in own] if name in _COMPLETED else ()
+    first, pieces = tensors[0], tensors[2:]  # how much of them comes from, and goes to, each rank
+    numels = [tensor.numel() for tensor in tensors] if not pieces else ()
     operation = str(options["op"]).rpartition(".")[2] if "op" in options else None
-    details = {"dtype": str(first.dtype), "numels": numels, "detail": operation if root is None else root}
-    _note(group, name, first.device, control=control, **details)
+    detail = pieces or operation or options.get("src")
+    _note(group, Issued(name, first.device.type, detail, str(first.dtype), numels, control))
     serving = serving_group(group, first.device) if control else group
     with labelled(label):
         work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
@@ -123,7 +120,7 @@ def issue_transfers(transfers: Sequence[Transfer], group: Any, label: str, devic
         for transfer in transfers
     ]
     detail = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in transfers]
-    _note(group, "messages", device, detail=detail)
+    _note(group, Issued("messages", device.type, detail))
     with labelled(label):
         works = dist.batch_isend_irecv(operations) if operations else []
     return Work(works, group, label, device)
@@ -150,7 +147,7 @@ def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]])
         by_rank: the ``latest_issued`` of each rank.
 
     Raises:
-        RuntimeError: the ranks have issued different things, or something that only its caller can complete.
+        RuntimeError: the ranks have issued different things, or one is too far behind.
     """
     rank, under_way = group.rank(), []
     count = by_rank[rank][0]
@@ -160,7 +157,10 @@ def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]])
         for number in issued.keys() & own.keys():
             here, there = own[number], issued[number]
             if (here.name, here.numels) != (there.name, there.numels) or (here.dtype != there.dtype and here.numels):
-                raise _useless(f"rank {other} has issued {there.name} where rank {rank} has issued {here.name}")
+                raise RuntimeError(
+                    f"rank {other} has issued {there.name} where rank {rank} has issued {here.name}: this process "
+                    "group is of no use any more. Make a new one, and wrap the model on it"
+                )
     for number in range(count, max(said[0] for said in by_rank.values())):
         ahead = {other: issued.get(number) for other, issued in theirs.items() if by_rank[other][0] > number}
         found = {other: issued for other, issued in ahead.items() if issued is not None}
@@ -178,10 +178,6 @@ def _by_number(said: list[Any]) -> dict[int, Issued]:
     return dict(zip(range(count - len(latest), count), (Issued(*issued) for issued in latest)))
 
 
-def _useless(why: str) -> RuntimeError:
-    return RuntimeError(f"{why}: this process group is of no use any more. Make a new one, and wrap the model on it")
-
-
 def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, label: str) -> Work:
     """What the ranks ``ahead`` have issued, with memory of its own."""
     what = next(iter(ahead.values()))
@@ -193,18 +189,18 @@ def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, l
             if rank == group.rank()
         ]
         return issue_transfers(transfers, group, label, where)
-    if what.name not in _COMPLETED:
-        raise _useless(f"rank {group.rank()} has left the others in the middle of {what.name}, which none can complete")
-    tensors: list[Any] = [torch.zeros(numel, dtype=_dtype(what.dtype), device=where) for numel in what.numels]
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"asynchronous": True, "control": what.control}
+    numels, pieces = what.numels, list[list[int]]()
     if what.name in (REDUCE_SCATTER, "all_reduce"):
         options["op"] = getattr(dist.ReduceOp, what.detail)
-    elif what.name != ALL_GATHER:
-        options["dst" if what.name == "gather" else "src"] = what.detail
-    if what.name in ("gather", "scatter"):
-        is_root = dist.get_rank() == what.detail
-        tensors.append([torch.zeros_like(tensors[0]) for _ in range(group.size())] if is_root else None)
-    return issue(what.name, *tensors, group=group, label=label, asynchronous=True, control=what.control, **options)
+    elif what.name == "broadcast":
+        options["src"] = what.detail
+    elif what.name == "all_to_all_single":  # among ranks that are behind nothing is sent
+        expected = [ahead[other].detail if other in ahead else None for other in range(group.size())]
+        pieces = [[each[way][group.rank()] if each else 0 for each in expected] for way in (1, 0)]
+        numels = [sum(each) for each in pieces]
+    tensors = [torch.zeros(numel, dtype=_dtype(what.dtype), device=where) for numel in numels]
+    return issue(what.name, *tensors, *pieces, group=group, label=label, **options)
 
 
 def _dtype(words: str) -> torch.dtype:
