@@ -40,7 +40,6 @@ from fsdp.flat.names import (
     clean,
     clean_text,
     joined,
-    own_modules,
     unit_of,
     wrappers_in,
 )
@@ -99,17 +98,15 @@ def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mappi
     """
     loading = Loading(model, wrappers_in(model), alone=True)
     try:
-        heard = loading.hears_of(model)
-        if not heard:
-            loading.error_messages = []
         try:
             found = loading.incompatible = into_module(state_dict, strict=strict)
         except RuntimeError as error:
-            if type(error) is not RuntimeError or heard:
+            if type(error) is not RuntimeError or loading.error_messages is not None:
                 raise
             lines = [line if "Unexpected key(s)" in line else clean_text(line) for line in str(error).split("\n")]
             raise RuntimeError("\n".join(lines)) from error
-        if not heard:
+        if loading.error_messages is None:  # the model is not a part of a unit, and has none of our hooks
+            loading.error_messages = []
             loading.finish(found.missing_keys, found.unexpected_keys)
             if loading.error_messages:
                 raise RuntimeError("; ".join(loading.error_messages))
@@ -141,7 +138,7 @@ class Loading:
             RuntimeError: a unit is running.
         """
         self.opener, self.alone = opener, alone
-        self.error_messages: list[str] | None = None
+        self.error_messages: list[str] | None = None  # those of nn.Module, once it has come to the opener
         self.prefix = ""  # of the opener, in the names that nn.Module goes by
         self.units: list[UnitLoading] = []
         self.rest: RestLoading | None = None
@@ -159,10 +156,6 @@ class Loading:
         except BaseException:
             self.abandon()
             raise
-
-    def hears_of(self, module: nn.Module) -> bool:
-        """Whether ``module`` is a part of a unit that is loaded, so that its own hooks begin and finish the load."""
-        return any(hooks.belongs_to(module) for hooks in self._hooks)
 
     def abandon(self) -> None:
         """Register the parameters again, with nothing loaded; idempotent."""
@@ -324,7 +317,7 @@ class LoadingHooks(StateHooks):
             Loading(module, list(dict.fromkeys([wrapper, *wrappers_in(module)])), alone=False)
         assert self.active is not None
         self.active.assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        if self.active.error_messages is None:
+        if self.active.opener is module:
             self.active.error_messages, self.active.prefix = error_messages, prefix
         for key, value in state_dict.items():
             if isinstance(value, ShardedTensor):
@@ -332,9 +325,6 @@ class LoadingHooks(StateHooks):
         if module is wrapper:  # the names that nn.Module goes by have the wrapper's part
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
-
-    def belongs_to(self, module: nn.Module) -> bool:
-        return module is self._wrapper() or any(module is owner for _, owner in own_modules(self.unit.module))
 
     @property
     def unit(self) -> Unit:
