@@ -86,15 +86,14 @@ class StateDictOptions:
             raise ValueError("a full state dict cannot be ragged: pass one of full_state_dict and ragged")
         return options
 
-    def settings(self, *, loading: bool, sharded: bool = True, uses_mesh: bool = False) -> StateDictSettings:
+    def settings(self, *, sharded: bool = True) -> StateDictSettings:
         """The kind of state dict that these ask for; what is not ``sharded`` has full state only."""
         cpu, kind = self.cpu_offload, StateDictType.SHARDED_STATE_DICT
         if self.ragged:
             return StateDictSettings(kind, RaggedStateDictConfig(cpu), RaggedOptimStateDictConfig(cpu))
         if sharded and not self.full_state_dict:
-            configs = ShardedStateDictConfig(cpu, uses_mesh), ShardedOptimStateDictConfig(cpu, uses_mesh)
-            return StateDictSettings(kind, *configs)
-        one_rank = self.full_state_dict and (self.broadcast_from_rank0 if loading else cpu)
+            return StateDictSettings(kind, ShardedStateDictConfig(cpu), ShardedOptimStateDictConfig(cpu))
+        one_rank = self.full_state_dict and cpu
         full = FullStateDictConfig(cpu, one_rank), FullOptimStateDictConfig(cpu, one_rank)
         return StateDictSettings(StateDictType.FULL_STATE_DICT, *full)
 
@@ -111,7 +110,7 @@ def get_model_state_dict(
     options = StateDictOptions.of(options)
     model = entered(model, options)
     names = PlainNames(model)
-    with _kind(model, options, loading=False):
+    with _kind(model, options):
         state = {names.plain(key): value for key, value in own_method(model, "state_dict")().items()}
     if submodules:
         prefixes = [f"{path}." if path else "" for path, module in plain_modules(model) if module in submodules]
@@ -141,7 +140,7 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
     """
     options = StateDictOptions.of(options)
     model = entered(model, options)
-    with calling("set_model_state_dict()", model), _kind(model, options, loading=True):
+    with calling("set_model_state_dict()", model), _kind(model, options):
         names = PlainNames(model)
         state: Any = model_state_dict
         if isinstance(state, Mapping):
@@ -165,7 +164,7 @@ def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, An
     options = StateDictOptions.of(options)
     model = entered(model, options)
     now = PlainNames(model).now
-    with _kind(model, options, loading=True):
+    with _kind(model, options):
         state = {now(key): value for key, value in model_state_dict.items()}
         return prepare(model, _into_module(model), state, options.strict)
 
@@ -174,13 +173,12 @@ def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, An
 
 
 @contextlib.contextmanager
-def _kind(model: nn.Module, options: StateDictOptions, *, loading: bool) -> Iterator[None]:
+def _kind(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
     """Inside, all units have the settings that the options ask for."""
     before = {unit: unit.state_settings for unit in units_of(model)}
     try:
         for unit in before:
-            sharded, uses_mesh = unit.groups.sharded, unit.mesh is not None
-            unit.state_settings = options.settings(loading=loading, sharded=sharded, uses_mesh=uses_mesh)
+            unit.state_settings = options.settings(sharded=unit.groups.sharded)
         yield
     finally:
         for unit, its in before.items():

@@ -202,9 +202,8 @@ def optimizers_to_load(
 def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     units = units_of(model)
     if units:
-        mesh = units[0].mesh
-        settings = options.settings(loading=False, uses_mesh=mesh is not None)
-        form = Form.of(settings.state_dict_type, settings.optim_state_dict_config, mesh)
+        settings = options.settings()
+        form = Form.of(settings.state_dict_type, settings.optim_state_dict_config, units[0].mesh)
         return optim_state_dict(model, optimizer, raw, form)
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
     if options.cpu_offload:

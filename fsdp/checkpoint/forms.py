@@ -101,8 +101,6 @@ class Form(ABC):
         """
         if kind is StateDictType.LOCAL_STATE_DICT and mesh is not None:
             raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
-        if not getattr(config, "_use_dtensor", True) and isinstance(config, OptimStateDictConfig):
-            mesh = None
         form = next(form for form in FORMS if form.kind is kind)
         if isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig)):
             form = Ragged
