@@ -101,7 +101,7 @@ def moved_on_every_rank(seed: int) -> None:
     group = dist.new_group()  # its messages are not the same number on all ranks
     for way in ("native", "direct", "auto"):
         os.environ["FSDP_COLLECTIVES"] = way
-        channel = Channel(group, rank, size, CPU)
+        channel = Channel(group, CPU)
         pairs = [(one, other) for one in FORMS[:-1] for other in FORMS]
         checks = []
         for source_form, target_form in rng.sample(pairs, 12):
@@ -145,7 +145,7 @@ def count_collectives() -> None:
         (flat, flat, []),
         (flat, Placement.whole(shape, size, only=-1), []),
     ):
-        channel = Channel(dist.group.WORLD, rank, size, CPU)
+        channel = Channel(dist.group.WORLD, CPU)
         gets = [(box, torch.zeros(box.sizes)) for box in target.boxes[rank]]
         has = parts_of(source, whole, rank)
         with record_collectives() as log:

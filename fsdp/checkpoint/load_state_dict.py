@@ -420,13 +420,13 @@ def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor]
     groups, held, label = unit.groups, held_tensors(unit), f"scatter {unit.name}"
     several = [(held[key], sources.get(key)) for key in present]
     if groups.replica_rank == 0:
-        channel = Channel(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
+        channel = Channel(groups.shard, unit.device)
         arriving = [(held, Source.of_first(value, held.part.shape, channel.size)) for held, value in several]
         unit.announce()
         fill(arriving, channel, label)
         channel.flush()
     if groups.replica is not None:
-        channel = Channel(groups.replica, groups.replica_rank, groups.replica_size, unit.device)
+        channel = Channel(groups.replica, unit.device)
         parts = [held.part for held, _ in several]
         of_first = [Source(Placement.on_first(part.boxes, channel.size), part.parts) for part in parts]
         fill([(Held(part, None), source) for part, source in zip(parts, of_first)], channel, label)

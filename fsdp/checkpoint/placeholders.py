@@ -149,7 +149,7 @@ class UnitLoading:
     def commit(self) -> None:
         """Copy this rank's parts into its shards, by one collective where ranks have been given rows."""
         unit, groups, held = self.unit, self.unit.groups, self._tensors.held
-        channel = Channel(groups.shard, groups.shard_rank, groups.shard_size, unit.device)
+        channel = Channel(groups.shard, unit.device)
         arriving = [(held[key], read(source, groups.shard)) for key, source in self.sources.items()]
         if any(source.placement is not None for _, source in arriving):
             unit.announce()

@@ -100,12 +100,14 @@ class Channel:
     messages best so.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, device: torch.device) -> None:
-        """``device`` is where ``group`` can communicate; ``group`` may be None where ``size`` is 1."""
-        self.group, self.rank, self.size, self.device = group, rank, size, device
+    def __init__(self, group: Any, device: torch.device) -> None:
+        """``device`` is where ``group`` can communicate; a group of None is this rank alone."""
+        self.group, self.device = group, device
+        self.rank: int = 0 if group is None else group.rank()
+        self.size: int = 1 if group is None else group.size()
         self._streams = streams_for(device)
-        self._communicator = Communicator(Groups(group, rank, size, None, 0, 1), self._streams)
-        direct = size > 1 and self._streams.asynchronous_work
+        self._communicator = Communicator(Groups(group, self.rank, self.size, None, 0, 1), self._streams)
+        direct = self.size > 1 and self._streams.asynchronous_work
         self._direct_min = direct_threshold(group, device) if direct else float("inf")  # bytes
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
         self._batches = 0
@@ -256,8 +258,7 @@ class Channels:
 
     def over(self, group: Any, device: torch.device) -> Channel:
         if (group, device) not in self._by_group:
-            rank, size = (0, 1) if group is None else (group.rank(), group.size())
-            self._by_group[group, device] = Channel(group, rank, size, device)
+            self._by_group[group, device] = Channel(group, device)
         return self._by_group[group, device]
 
     def flush(self) -> None:
