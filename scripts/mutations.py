@@ -1932,7 +1932,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/state_dict.py",
-        'check_at_rest(self.unit, "state_dict()")',
+        'check_at_rest(unit, "state_dict()")',
         "pass",
         "state of a unit that runs",
         _tests("checkpoints", "r42_state_in_the_middle_of_anything"),

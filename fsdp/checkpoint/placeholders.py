@@ -94,46 +94,38 @@ class Opaque(torch.Tensor):
 # -- one unit ----------------------------------------------------------------------------------------------------------
 
 
-class UnitLoading:
+class UnitLoading(UnitTensors):
     """What is to be loaded into one unit: ``sources``, by bucket and index."""
 
     def __init__(self, unit: Unit, opener: nn.Module) -> None:
         """Registers recorders in place of the parameters."""
-        self.unit = unit
         self._is_local = unit.state_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and unit.groups.sharded
-        self._tensors = UnitTensors(unit, opener, flat=self._is_local)
+        super().__init__(unit, opener, flat=self._is_local)
         self.sources: dict[Key, torch.Tensor] = {}
         self._recorders: dict[Key, Recorder] = {}
-        self._held = self._tensors.held
-        for key, held in self._held.items():
-            device, requires_grad = unit.handles[key[0]].device, self._tensors.requires_grad(key)
+        for key, held in self.held.items():
+            device, requires_grad = unit.handles[key[0]].device, self.requires_grad(key)
             self._recorders[key] = Recorder(held.part.dtype, held.part.shape, device, requires_grad=requires_grad)
-        self._tensors.show(self._recorders)
-
-    def hide(self) -> None:
-        self._tensors.hide()
+        self.show(self._recorders)
 
     def take_sources(self) -> None:
         """Note what was copied or assigned; the parameters are registered again."""
-        for key, current in self._tensors.registered().items():
+        for key, current in self.registered().items():
             recorder = self._recorders[key]
             source = torch.detach(current) if current is not None and current is not recorder else recorder.source
             if source is not None:
                 self.sources[key] = _as_given(source)
         self.hide()
 
-    def named_sources(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((self._tensors.name(key), source) for key, source in self.sources.items())
-
     def given(self) -> Iterator[str]:
         """What this rank was given, in words: equal on all ranks, which then exchange alike."""
-        for name, source in self.named_sources():
+        for key, source in self.sources.items():
             kind = "rows of " if isinstance(source, (ShardedTensor, DTensor)) else ""
-            yield f"{kind}{name!r} of {self.unit.name}"
+            yield f"{kind}{self.name(key)!r} of {self.unit.name}"
 
     def problems(self, *, assign: bool) -> Iterator[str]:
         """What cannot be loaded, in words."""
-        held, groups = self._held, self.unit.groups
+        held, groups = self.held, self.unit.groups
         for key, source in self.sources.items():
             dtype, own = kind_of(source)[0], held[key].part.dtype
             if assign and dtype != own:
@@ -144,11 +136,11 @@ class UnitLoading:
             else:
                 problem = (Local if self._is_local else form_of(source)).problem(source, held[key], groups)
             if problem is not None:
-                yield f"While copying the parameter named {self._tensors.name(key)!r} of {self.unit.name}: {problem}."
+                yield f"While copying the parameter named {self.name(key)!r} of {self.unit.name}: {problem}."
 
     def commit(self) -> None:
         """Copy this rank's parts into its shards, by one collective where ranks have been given rows."""
-        unit, groups, held = self.unit, self.unit.groups, self._tensors.held
+        unit, groups, held = self.unit, self.unit.groups, self.held
         channel = Channel(groups.shard, unit.device)
         arriving = [(held[key], read(source, groups.shard)) for key, source in self.sources.items()]
         if any(source.placement is not None for _, source in arriving):

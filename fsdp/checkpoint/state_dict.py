@@ -97,7 +97,7 @@ def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:
     return held
 
 
-class Saving:
+class Saving(UnitTensors):
     """One unit while ``nn.Module`` collects its state.
 
     Attributes:
@@ -110,33 +110,30 @@ class Saving:
         Raises:
             RuntimeError: the unit is running.
         """
-        self.opener, self.unit, self._form = opener, unit, form
+        self.opener, self._form = opener, form
         self._context = join(unit)
         self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
-        check_at_rest(self.unit, "state_dict()")
-        if form.stays and self.unit.phase is Phase.SUMMONED:
+        check_at_rest(unit, "state_dict()")
+        if form.stays and unit.phase is Phase.SUMMONED:
             raise RuntimeError(
-                f"{form.called} of {self.unit.name} inside summon_full_params, where the shards may be out of "
+                f"{form.called} of {unit.name} inside summon_full_params, where the shards may be out of "
                 "date: take it outside"
             )
-        self._tensors = UnitTensors(unit, opener, flat=form.is_flat)
+        super().__init__(unit, opener, flat=form.is_flat)
         with torch.no_grad():
-            self._show()
+            self._show_placeholders()
 
-    def _show(self) -> None:
+    def _show_placeholders(self) -> None:
         leaving = self._export() if self._form.is_readable else {}
         placeholders: dict[Key, torch.Tensor] = {}
         for key, one in leaving.items():
             value = one.value()
             self._ours[_storage(value)] = False
-            placeholders[key] = nn.Parameter(value, requires_grad=self._tensors.requires_grad(key))
-        for key, held in self._tensors.held.items() if not leaving else ():
+            placeholders[key] = nn.Parameter(value, requires_grad=self.requires_grad(key))
+        for key, held in self.held.items() if not leaving else ():
             held.part.origin = (self, key)  # what this rank's shard holds, known by its origin
             placeholders[key] = held.part
-        self._tensors.show(placeholders, keep_writes=bool(leaving) and not self._form.rank0_only)
-
-    def hide(self) -> None:
-        self._tensors.hide()
+        self.show(placeholders, keep_writes=bool(leaving) and not self._form.rank0_only)
 
     def collect(self, destination: dict[str, Any], prefix: str) -> None:
         """Put into ``destination`` what belongs there in place of the placeholders, and the unit's buffers as asked."""
@@ -182,7 +179,7 @@ class Saving:
         unit, groups = self.unit, self.unit.groups
         channels = _channels.get(self._context) or Channels()
         channel = channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
-        held = self._shown() if unit.phase is Phase.SUMMONED else self._tensors.held
+        held = self._shown() if unit.phase is Phase.SUMMONED else self.held
         if unit.phase is not Phase.SUMMONED and groups.sharded and not self._form.stays:
             self._context.passes.about_to(GATHER, unit)
         leaving = export(held.values(), self._form, channel, f"gather {unit.name}")
