@@ -160,9 +160,9 @@ class Loading:
     def abandon(self) -> None:
         """Register the parameters again, with nothing loaded; idempotent."""
         for unit in self.units:
-            unit.hide()
+            unit.restore()
         if self.rest is not None:
-            self.rest.hide()
+            self.rest.restore()
             self.undo()
         for hooks in self._hooks:
             hooks.active = None

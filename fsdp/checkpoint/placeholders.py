@@ -106,7 +106,7 @@ class UnitLoading(UnitTensors):
         for key, held in self.held.items():
             device, requires_grad = unit.handles[key[0]].device, self.requires_grad(key)
             self._recorders[key] = Recorder(held.part.dtype, held.part.shape, device, requires_grad=requires_grad)
-        self.show(self._recorders)
+        self.register(self._recorders)
 
     def take_sources(self) -> None:
         """Note what was copied or assigned; the parameters are registered again."""
@@ -115,7 +115,7 @@ class UnitLoading(UnitTensors):
             source = torch.detach(current) if current is not None and current is not recorder else recorder.source
             if source is not None:
                 self.sources[key] = _as_given(source)
-        self.hide()
+        self.restore()
 
     def given(self) -> Iterator[str]:
         """What this rank was given, in words: equal on all ranks, which then exchange alike."""
@@ -216,9 +216,9 @@ class RestLoading:
         for module, attribute, _, recorder in self.params:
             current: torch.Tensor | None = dict(registered_params(module)).get(attribute)
             self.sources.append(recorder.source if current is recorder else current)
-        self.hide()
+        self.restore()
 
-    def hide(self) -> None:
+    def restore(self) -> None:
         for module, attribute, param, _ in self.params:
             register_instead(module, attribute, param)
         for module in self._noted:

@@ -64,8 +64,8 @@ class UnitTensors:
         handle = self.unit.handles[key[0]]
         return handle.flat_param.requires_grad if self._home is not None else handle.leaves[key[1]].requires_grad
 
-    def show(self, placeholders: Mapping[Key, torch.Tensor], *, keep_writes: bool = False) -> None:
-        """Register these in the tensors' places until ``hide``; see ``BucketViews.put_placeholders``."""
+    def register(self, placeholders: Mapping[Key, torch.Tensor], *, keep_writes: bool = False) -> None:
+        """Register these in the tensors' places until ``restore``; see ``BucketViews.put_placeholders``."""
         for bucket, views in enumerate(self.unit.views):
             of_bucket = [placeholder for key, placeholder in placeholders.items() if key[0] == bucket]
             flat = None if self._home is None else (self._home, flat_name(bucket))
@@ -82,7 +82,7 @@ class UnitTensors:
             for index, current in enumerate(views.registration.registered())
         }
 
-    def hide(self) -> None:
+    def restore(self) -> None:
         """Register the tensors again; idempotent."""
         for views in self.unit.views:
             views.drop_placeholders()
@@ -121,9 +121,9 @@ class Saving(UnitTensors):
             )
         super().__init__(unit, opener, flat=form.is_flat)
         with torch.no_grad():
-            self._show_placeholders()
+            self._register_placeholders()
 
-    def _show_placeholders(self) -> None:
+    def _register_placeholders(self) -> None:
         leaving = self._export() if self._form.is_readable else {}
         placeholders: dict[Key, torch.Tensor] = {}
         for key, one in leaving.items():
@@ -133,7 +133,7 @@ class Saving(UnitTensors):
         for key, held in self.held.items() if not leaving else ():
             held.part.origin = (self, key)  # what this rank's shard holds, known by its origin
             placeholders[key] = held.part
-        self.show(placeholders, keep_writes=bool(leaving) and not self._form.rank0_only)
+        self.register(placeholders, keep_writes=bool(leaving) and not self._form.rank0_only)
 
     def collect(self, destination: dict[str, Any], prefix: str) -> None:
         """Put into ``destination`` what belongs there in place of the placeholders, and the unit's buffers as asked."""
@@ -336,7 +336,7 @@ class SavingHooks(StateHooks):
         """Register the parameters again where they are not, as after an exception."""
         saving, self.active = self.active, None
         if saving is not None:
-            saving.hide()
+            saving.restore()
 
 
 @contextlib.contextmanager
