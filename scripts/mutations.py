@@ -1642,9 +1642,9 @@ MUTATIONS = [
         _tests("store_promises", "fd44_what_is_replaced_while_it_is_read_is_read_anew"),
     ),
     Mutation(
-        "fsdp/checkpoint/load_checkpoint.py",
-        "    except FileNotFoundError as error:\n        raise RuntimeError(",
-        "    except FileNotFoundError as error:\n        raise FileNotFoundError(",
+        "fsdp/checkpoint/files.py",
+        "                failed = RuntimeError(f",
+        "                failed = FileNotFoundError(f",
         "what another job removes is told as if nothing had been saved",
         _tests("store_promises", "fd44_what_is_replaced_while_it_is_read_is_read_anew"),
     ),

@@ -376,20 +376,23 @@ def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable
     """``read`` of what ``find`` finds in ``path``; again if another job has replaced it meanwhile, and removed it.
 
     Raises:
-        RuntimeError, OSError: what ``find`` and ``read`` raise.
+        FileNotFoundError: there is none, and was none when this was called.
+        RuntimeError, OSError: what ``find`` and ``read`` raise; a file that is gone is a RuntimeError.
     """
     directory, manifest = find(path)
     for _ in range(_TRIES):
         try:
             return read(directory, manifest)
-        except RuntimeError as error:
-            before = directory
+        except (RuntimeError, FileNotFoundError) as error:
+            failed, before = error, directory
+            if isinstance(error, FileNotFoundError):
+                failed = RuntimeError(f"{directory} was removed while it was read: {error}")
             try:
                 directory, manifest = find(path)
             except FileNotFoundError:  # there was one
-                raise error from None
+                raise failed from None
             if directory == before:
-                raise
+                raise failed from error.__cause__
     raise RuntimeError(f"{path}: another job replaces the latest checkpoint faster than it can be read")
 
 

@@ -114,10 +114,9 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
     reading = _Reading(True, trusted, progress)
 
     def read(directory: Path, manifest: Manifest) -> Plain:
-        with _still_there(directory):
-            _verify(directory, manifest.files, progress)
-            found = _read(directory, manifest, None, reading, optimizer=True)
-            return Plain(found.model, found.optimizer, _extras(directory, manifest))
+        _verify(directory, manifest.files, progress)
+        found = _read(directory, manifest, None, reading, optimizer=True)
+        return Plain(found.model, found.optimizer, _extras(directory, manifest))
 
     return files.read_latest(Path(path), read, files.find)
 
@@ -141,25 +140,16 @@ def _load(
         mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
         loaded: list[_Read] = []
 
-        def verify() -> None:
-            with _still_there(directory):
-                _verify(directory, mine, reading.progress)
-
         def read_parts() -> None:
             values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
             like = _Like(values, trained_parts(model, optimizer))
-            with _still_there(directory):
-                loaded.append(_read(directory, manifest, like, reading, optimizer=optimizer is not None))
+            loaded.append(_read(directory, manifest, like, reading, optimizer=optimizer is not None))
             if optimizer is not None and loaded[0].optimizer is None:
                 raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
 
-        def read_extras() -> list[Any]:
-            with _still_there(directory):
-                return _extras(directory, manifest)
-
-        ranks.together("verify a checkpoint", verify)
+        ranks.together("verify a checkpoint", lambda: _verify(directory, mine, reading.progress))
         ranks.together("read a checkpoint", read_parts)
-        return loaded[0], ranks.first("read what ranks added", read_extras)
+        return loaded[0], ranks.first("read what ranks added", lambda: _extras(directory, manifest))
 
     def find(path: Path) -> tuple[Path, Manifest]:
         ranks.together("check what is to be loaded", check)
@@ -192,15 +182,6 @@ def _load(
         undo.pop_all()
     prepared[0].write()
     return extras
-
-
-@contextlib.contextmanager
-def _still_there(directory: Path) -> Iterator[None]:
-    """Inside, a file that is not there is no sign that there is no checkpoint."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise RuntimeError(f"{directory} was removed while it was read: {error}") from error
 
 
 # -- what is in a checkpoint -------------------------------------------------------------------------------------------
