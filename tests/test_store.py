@@ -576,7 +576,7 @@ def interruptions(root: str) -> None:
     interrupted_on(set(range(world_size)), 0, root, model, step := step + 2)
     if dist.get_rank() == 1:  # between two rounds: one rank has its answer, and does not come for the next
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(save_checkpoint.Saving, "write", interrupted)
+            patch.setattr(save_checkpoint.Save, "write", interrupted)
             save(root, model)
     else:
         with pytest.raises(RuntimeError, match="rank 1 left 'take what is to be saved': KeyboardInterrupt"):

@@ -235,7 +235,7 @@ def _read(directory: Path, manifest: Manifest, like: _Like | None, reading: _Rea
     wanted |= {key: _empty(in_file[key], like.trained[p]) for key, (p, _) in of_state.items() if p in like.trained}
     wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if has_optimizer and key in in_file)
     with bar("loading", sum(held_nbytes(value) for value in wanted.values()), reading.progress) as advance:
-        planner = _Planner(advance, trusted=reading.trusted)
+        planner = _LoadPlanner(advance, trusted=reading.trusted)
         planner.set_up_planner(wanted, metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
@@ -251,7 +251,7 @@ def _read(directory: Path, manifest: Manifest, like: _Like | None, reading: _Rea
     return _Read(values, {"state": states | read.get(OTHERS, {}), "param_groups": read[GROUPS]}, left)
 
 
-class _Planner(DefaultLoadPlanner):
+class _LoadPlanner(DefaultLoadPlanner):
     """Tells of the bytes of tensors that are read. Tensors within other values come to CPU memory as well, and not to
     the device on which rank 0 had them."""
 

@@ -100,7 +100,7 @@ def save(
         NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
     """
     ranks = Ranks.of(process_group)
-    saving = Saving(ranks, path, keep)
+    saving = Save(ranks, path, keep)
     with ranks.call("save a checkpoint"):
         saving.take(model, optimizer, extra, stage=False)
         return saving.write(progress=progress)
@@ -129,7 +129,7 @@ def async_save(
     Raises: at once, and on every rank if on one, what ``save`` raises before it writes.
     """
     ranks = Ranks.of(process_group)
-    saving = Saving(ranks, path, keep)
+    saving = Save(ranks, path, keep)
     begun: Future[Outcome | None] = Future()
     streams = streams_for(default_device())  # those of the caller: a thread begins with the first device
 
@@ -214,7 +214,7 @@ class Outcome(Future[Path]):
 _Written = tuple[list[Any], dict[str, Entry]]  # by one rank: where its parts of tensors are, and its files
 
 
-class Saving:
+class Save:
     """One checkpoint on its way to the disk. All ranks go through the same steps, and an error on one is one on all."""
 
     def __init__(self, ranks: Ranks, path: str | Path, keep: int | None) -> None:
@@ -279,7 +279,7 @@ class Saving:
 
         Raises: as ``fsdp.checkpoint.save``.
         """
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
 
         def plan() -> SavePlan:
             planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
@@ -420,7 +420,7 @@ def _packed(extra: Any) -> bytes:
 # -- through torch.distributed.checkpoint ------------------------------------------------------------------------------
 
 
-class _Planner(DefaultSavePlanner):
+class _SavePlanner(DefaultSavePlanner):
     """Has tensors written from the memory in which they lie, though that is a part of a larger one's."""
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:

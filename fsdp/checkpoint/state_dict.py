@@ -97,7 +97,7 @@ def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:
     return held
 
 
-class Saving(UnitTensors):
+class UnitSaving(UnitTensors):
     """One unit while ``nn.Module`` collects its state.
 
     Attributes:
@@ -260,7 +260,7 @@ def calling(call: str, module: nn.Module) -> Iterator[None]:
         yield
 
 
-def begin_saving(unit: Unit, opener: nn.Module) -> Saving:
+def begin_saving(unit: Unit, opener: nn.Module) -> UnitSaving:
     """Start to collect the state of ``unit`` from ``opener`` on, in the form that its settings ask for."""
     settings = unit.state_settings
     form = Form.of(settings.state_dict_type, settings.state_dict_config, unit.mesh)
@@ -272,7 +272,7 @@ def begin_saving(unit: Unit, opener: nn.Module) -> Saving:
                 stacklevel=2,
             )
         form = form.whole()
-    return Saving(unit, opener, form)
+    return UnitSaving(unit, opener, form)
 
 
 # -- the hooks ---------------------------------------------------------------------------------------------------------
