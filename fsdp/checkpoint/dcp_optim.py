@@ -264,10 +264,15 @@ def _part_of(
     """What of ``given`` belongs to ``optimizer``, by the names that the model has now; what belongs to no parameter if
     it is ``alone``."""
     own = [name for group in optimizer.param_groups for param in group["params"] for name in params.names(param)]
-    names = PlainNames(model)
+    names, mine = PlainNames(model), set(own)
     dict_of = dict(given) if "state" in given or not given else _unflattened(given, map(names.plain, own))
-    groups = [{**group, "params": [names.now(name) for name in group["params"]]} for group in dict_of["param_groups"]]
-    known = {name for group in groups for name in group["params"]}
+    groups: list[dict[str, Any]] = []
+    known: set[str] = set()
+    for group in dict_of["param_groups"]:
+        its = [names.now(name) for name in group["params"]]
+        known.update(its)
+        if not its or not mine.isdisjoint(its):
+            groups.append({**group, "params": [name for name in its if name in mine]})
     unknown = [name for name in own if name not in known]
     if unknown and options.strict:
         raise RuntimeError(
@@ -281,12 +286,6 @@ def _part_of(
             f"the state dict has {', '.join(map(repr, others))}, which belongs to no parameter, and it is not known to "
             "which of the optimizers; load each optimizer's own state"
         )
-    mine = set(own)
-    for group in groups:
-        group["params"] = [name for name in group["params"] if name in mine]
-    groups = [
-        group for group, before in zip(groups, dict_of["param_groups"]) if group["params"] or not before["params"]
-    ]
     taken = {name: state for name, state in states.items() if name in mine or (alone and name in others)}
     return {"state": taken, "param_groups": groups}
 
