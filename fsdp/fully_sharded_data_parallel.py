@@ -153,16 +153,14 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         use_orig_params: True: ``parameters()`` keeps giving the user's own ``nn.Parameter`` objects, each holding this
             rank's 1-D part (possibly empty). False: it gives one flat parameter per bucket.
         ignored_states: parameters, or else modules, to leave alone.
-        reduce_unused: allow ranks to run different units. Without it, a unit that only some ranks run (a branch that
-            depends on the data, an expert that got no input) is an error that names it. With it, ranks may skip any
-            units, call them in any order and any number of times, in forward and in backward: before each gather and
-            each reduction the ranks agree on what is next, and those that have no use for it take part all the same,
-            with zeros as their gradient. A unit that no rank runs is left alone; its gradients stay what they were.
-            What has to be the same on every rank is the passes themselves (each forward and backward of the outermost
-            module, also without gradients), ``no_sync()``, and which parameters require grad. The instances of a tree
-            have the same value here and communicate over one process group. The price is an all-reduce of 24 bytes
-            before each collective and at the end of each pass, for which the host waits, and that nothing is gathered
-            ahead.
+        reduce_unused: allow ranks to run different units (a branch that depends on the data, an expert that got no
+            input), which without it is an error that names them. Ranks may skip units and call them in any order and
+            any number of times, in forward and in backward: before each gather and each reduction they agree on what is
+            next, and those that have no use for it take part, with zeros as their gradient. A unit that no rank runs
+            keeps its gradients. The same on every rank have to be the passes (each forward and backward of the
+            outermost module, also without gradients), ``no_sync()``, and which parameters require grad; in a tree, this
+            argument and the process group. The price: an all-reduce of 24 bytes, for which the host waits, before each
+            collective and at the end of each pass, and nothing is prefetched.
         forward_prefetch_distance, backward_prefetch_distance: how many of the next units to gather while this one
             computes, in the order in which the units ran in the last forward or backward; the first pass has no order
             to follow, and gathers each unit when it is needed. 0: none ahead, for the least memory. 1 hides a gather
@@ -448,10 +446,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             AssertionError: in a forward or backward of an instance, or inside another such context.
         """
         options = SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-        if recurse:
-            wrappers = FullyShardedDataParallel.fsdp_modules(module)
-        else:
-            wrappers = [module] if isinstance(module, FullyShardedDataParallel) else []
+        wrappers = [m for m in FullyShardedDataParallel.fsdp_modules(module) if recurse or m is module]
         for wrapper in wrappers:
             options.check(wrapper._fsdp_unit)
         if offload_to_cpu and not rank0_only:

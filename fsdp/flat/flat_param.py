@@ -43,7 +43,7 @@ from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import place
 from fsdp.comm.streams import Event, Streams, streams_for
-from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
+from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
@@ -433,10 +433,6 @@ class FlatParamHandle:
             )
         self._shard.copy_(new)
         self.flat_param.data = self._shard
-
-    def point_at_shard(self, originals: Sequence[nn.Parameter]) -> None:
-        """Re-point each original parameter's data at its part of the shard."""
-        point_at(originals, self.sharded_views(self.shard))
 
 
 _KEPT = (

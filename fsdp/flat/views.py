@@ -128,12 +128,16 @@ class _BucketViews:
             return
         if visible.param.grad is None:
             visible.param.grad = torch.zeros_like(visible.param)
-        target = self._grad_of(index)
+        target = self._grad_of(visible, index)
         target.copy_(whole if target.shape == whole.shape else self.handle.part_of(index, whole))
 
-    def _grad_of(self, index: int) -> torch.Tensor:
-        """The part of parameter ``index`` in the gradient that there is."""
-        raise AssertionError("each mode has its own")
+    def _grad_of(self, visible: Visible, index: int) -> torch.Tensor:
+        """The part of parameter ``index`` in the gradient that ``visible`` has."""
+        grad: Any = visible.param.grad
+        if len(visible.members) == 1:
+            return grad
+        sharded = grad.shape == self.handle.shard.shape
+        return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
 
     # -- what users write ----------------------------------------------------------------------------------------------
 
@@ -399,10 +403,6 @@ class OriginalViews(_BucketViews):
             self._hidden_grads[position] = grad
         super().set_grad(position, grad)
 
-    def _grad_of(self, index: int) -> torch.Tensor:
-        grad: torch.Tensor = self._originals[index].grad
-        return grad
-
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         self._hidden_grads, self.shows_grads = [original.grad for original in self._originals], grads is not None
         point_at(self._originals, values)
@@ -418,17 +418,17 @@ class OriginalViews(_BucketViews):
         for original in self._originals:
             original.grad = None
         self._uncover_summoned()
-        self.handle.point_at_shard(self._originals)
+        point_at(self._originals, self._values or ())
         for index, (before, now) in enumerate(zip(hidden, shown)):
-            as_before = now is before or (before is not None and now is not None and now.shape == before.shape)
-            sharded = self.visible[index].param.shape
-            if not with_grads and (now is None or as_before or now.shape == sharded):
+            sharded = [tensor.shape for tensor in (self._originals[index], before) if tensor is not None]
+            if now is None:
+                self.set_grad(index, None if write_grads or not with_grads else before)
+            elif not with_grads and now.shape in sharded:
                 self.set_grad(index, now)
-                continue
-            dropped = write_grads and now is None
-            self.set_grad(index, None if dropped else before)
-            if write_grads and now is not None and now is not before:
-                self._take_grad(index, now)
+            else:
+                self.set_grad(index, before)
+                if write_grads and now is not before:
+                    self._take_grad(index, now)
 
     def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """``new`` is the user's parameter from here on; the one before is a tensor of its own."""
@@ -479,11 +479,6 @@ class FlatViews(_BucketViews):
     def grad_parts(self) -> list[torch.Tensor]:
         return [grad[start:end] for grad in super().grad_parts() for start, end in self._runs]
 
-    def _grad_of(self, index: int) -> torch.Tensor:
-        grad = self.handle.flat_param.grad
-        sharded = grad.shape == self.handle.shard.shape
-        return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
-
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """New parameters are registered, under the original names."""
         requires_grad = self.handle.flat_param.requires_grad
@@ -524,7 +519,7 @@ class FlatViews(_BucketViews):
     def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """It is another parameter from here on, which has no gradient."""
         if self.handle.flat_param.grad is not None:
-            self._grad_of(index).zero_()
+            self._grad_of(self.visible[0], index).zero_()
         summoned = self.registration.summoned
         if summoned is None:
             torch.autograd.graph.increment_version(self.handle.flat_param)
