@@ -1377,7 +1377,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/placement.py",
-        "offsets = tuple(map(max, self.offsets, other.offsets))",
+        "offsets = tuple(map(max, one.offsets, other.offsets))",
         "offsets = other.offsets",
         "two boxes are taken to have in common what only one has",
         _tests("redistribute", "two_boxes_have_in_common_what_both_have"),

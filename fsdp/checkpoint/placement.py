@@ -4,6 +4,8 @@ A rank has *boxes*: rectangles of the tensor. A flat shard holds one interval of
 which is a few boxes (the end of a row, whole rows, the start of a row, and so on inwards); a chunk of rows is one box,
 a whole tensor is one, and so is a shard of tensor parallelism, with an offset in some other dimension. What two boxes
 have in common is a box. Nothing here communicates.
+
+The geometry of a parameter is asked for at every state dict and is always the same, so it is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -33,15 +35,16 @@ class Box(NamedTuple):
 
     def overlap(self, other: Box) -> Box | None:
         """The elements that are in both; None if there are none."""
-        offsets = tuple(map(max, self.offsets, other.offsets))
-        ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other))
-        sizes = tuple(end - offset for end, offset in zip(ends, offsets))
-        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+        return _overlap(self, other)
 
     def cut(self, inner: Box, values: torch.Tensor) -> torch.Tensor:
         """The elements of ``inner``, which lies in this box, as a view of ``values``, this box's."""
+        if inner == self:
+            return values
         return values[tuple(slice(i - o, i - o + n) for o, i, n in zip(self.offsets, *inner))]
 
+
+_KEPT = 1 << 14  # of each kind of geometry
 
 Part = tuple[Box, torch.Tensor]  # values that a rank has, with the box's shape
 
@@ -64,7 +67,7 @@ class Placement:
     @classmethod
     def whole(cls, shape: Sequence[int], ranks: int, only: int | None = None) -> Placement:
         """All of it on every rank, or on rank ``only`` alone; -1 is none of them."""
-        return cls(tuple((Box.whole(shape),) if only in (None, rank) else () for rank in range(ranks)))
+        return _whole(tuple(shape), ranks, only)
 
     @classmethod
     def on_first(cls, boxes: tuple[Box, ...], ranks: int) -> Placement:
@@ -83,10 +86,7 @@ class Placement:
         cls, shape: Sequence[int], stride: Sequence[int], spans: Iterable[tuple[int, int, int]], ranks: int
     ) -> Placement:
         """Of each (rank, start, end) these elements, counted in memory order."""
-        boxes: list[tuple[Box, ...]] = [()] * ranks
-        for rank, start, end in spans:
-            boxes[rank] = rectangles(shape, start, end, stride)
-        return cls(tuple(boxes))
+        return _intervals(tuple(shape), tuple(stride), tuple(spans), ranks)
 
     def __str__(self) -> str:
         of_ranks = (
@@ -104,6 +104,29 @@ class Placement:
     def is_everywhere(self) -> bool:
         """Whether every rank has all that any has."""
         return all(boxes == self.boxes[0] for boxes in self.boxes)
+
+
+@lru_cache(_KEPT)
+def _overlap(one: Box, other: Box) -> Box | None:
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = (min(a + n, b + m) for a, n, b, m in zip(*one, *other))
+    sizes = tuple(end - offset for end, offset in zip(ends, offsets))
+    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+@lru_cache(_KEPT)
+def _whole(shape: tuple[int, ...], ranks: int, only: int | None) -> Placement:
+    return Placement(tuple((Box.whole(shape),) if only in (None, rank) else () for rank in range(ranks)))
+
+
+@lru_cache(_KEPT)
+def _intervals(
+    shape: tuple[int, ...], stride: tuple[int, ...], spans: tuple[tuple[int, int, int], ...], ranks: int
+) -> Placement:
+    boxes: list[tuple[Box, ...]] = [()] * ranks
+    for rank, start, end in spans:
+        boxes[rank] = rectangles(shape, start, end, stride)
+    return Placement(tuple(boxes))
 
 
 def chunk_rows(rows: int, count: int) -> list[tuple[int, int]]:
@@ -125,6 +148,11 @@ def rectangles(shape: Sequence[int], start: int, end: int, stride: Sequence[int]
     """
     if not 0 <= start <= end <= math.prod(shape):
         raise ValueError(f"elements {start} to {end} are no interval of a tensor of shape {tuple(shape)}")
+    return _rectangles(tuple(shape), start, end, None if stride is None else tuple(stride))
+
+
+@lru_cache(_KEPT)
+def _rectangles(shape: tuple[int, ...], start: int, end: int, stride: tuple[int, ...] | None) -> tuple[Box, ...]:
     order = memory_order(shape, stride)
     boxes = []
     for offsets, sizes in _row_major([shape[dim] for dim in order], start, end):
@@ -165,4 +193,4 @@ def box_view(local: torch.Tensor, box: Box, position: int, stride: Sequence[int]
     """``box`` of a tensor with ``stride``, as a view of ``local`` (1-D), where they begin at ``position``."""
     order = memory_order(box.sizes, stride)
     flat = local[position : position + box.numel].view([box.sizes[dim] for dim in order])
-    return flat.permute([order.index(dim) for dim in range(len(order))])
+    return flat if order == sorted(order) else flat.permute([order.index(dim) for dim in range(len(order))])

@@ -191,7 +191,15 @@ class FlatLayout:
 
     def owners(self, index: int) -> tuple[tuple[int, int, int], ...]:
         """The (rank, start, end) of every rank's part of ``params[index]``, without empty ones."""
-        param = self.params[index]
+        if index not in self._owners:
+            self._owners[index] = self._owners_of(self.params[index], index)
+        return self._owners[index]
+
+    @cached_property
+    def _owners(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
+        return {}
+
+    def _owners_of(self, param: ParamRecord, index: int) -> tuple[tuple[int, int, int], ...]:
         if param.numel == 0:
             return ()
         first, last = param.offset // self.shard_numel, (param.end - 1) // self.shard_numel
