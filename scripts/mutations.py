@@ -1622,6 +1622,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/load_state_dict.py",
+        "next((each for each in own if group_ranks(each) == group_ranks(group)), group)",
+        "group",
+        "a rank that gives up holds those that wait over the default group, which nobody watches",
+        _tests("out_of_step", "rank_that_is_interrupted_in_a_call[optim_state_dict_to_load()]"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/load_state_dict.py",
         "        unit.announce()\n    device",
         "        pass\n    device",
         "what rank 0 alone tells meets another collective",

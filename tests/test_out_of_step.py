@@ -283,8 +283,7 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
     """Rank 1 is interrupted in the middle of a call, where rank 0 waits to compare, collect or hear what there is."""
     torch.manual_seed(0)
     plain = Chain(UNEQUAL)
-    group = new_group()
-    model = build(copy.deepcopy(plain), group)
+    model = build(copy.deepcopy(plain), new_group())
     optimizer = torch.optim.Adam(model.parameters())
     train(model)
     optimizer.step()
@@ -304,7 +303,7 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
         "optim_state_dict_to_load()": (
             loading,
             "broadcast_object",
-            lambda: FullyShardedDataParallel.scatter_full_optim_state_dict(full, model, optim=optimizer, group=group),
+            lambda: FullyShardedDataParallel.scatter_full_optim_state_dict(full, model, optim=optimizer),
         ),
     }[call]
     interrupted = dist.get_rank() == 1

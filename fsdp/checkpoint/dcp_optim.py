@@ -24,7 +24,7 @@ from fsdp.checkpoint.dcp import (
     set_model_state_dict,
 )
 from fsdp.checkpoint.forms import Form
-from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first
+from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict
@@ -189,7 +189,8 @@ def optimizers_to_load(
             given.append(_part_of(optimizer, model, params, optim_state_dict, options, alone=len(several) == 1))
 
         if from_rank0:
-            on_first(part, [default_group()], list(params.units), "tell whether rank 0's optimizer state fits")
+            group = watched(default_group(), params.units)
+            on_first(part, [group], list(params.units), "tell whether rank 0's optimizer state fits")
         else:
             part()
         loadable = optim_state_dict_to_load(

@@ -33,7 +33,7 @@ from fsdp.checkpoint.redistribute import Channel
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_at_rest, held_tensors
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import Failure, broadcast_object, failures_in
-from fsdp.comm.groups import default_group
+from fsdp.comm.groups import default_group, group_ranks
 from fsdp.flat.names import (
     CHECKPOINTED_MODULE,
     WRAPPED_MODULE,
@@ -260,6 +260,13 @@ def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[dict[Unit, list[str]
     problem = problem_elsewhere(units, None, given) if units else None
     if problem is not None:
         raise RuntimeError(f"Nothing was loaded, because on another rank: {problem}")
+
+
+def watched(group: Any, units: Iterable[Unit]) -> Any:
+    """The group over which the units communicate, if it has the ranks of ``group``: what its ranks wait for is watched,
+    so that one which gives up holds nobody."""
+    own = dict.fromkeys(each for unit in units for each in (unit.groups.shard, unit.groups.replica) if each is not None)
+    return next((each for each in own if group_ranks(each) == group_ranks(group)), group)
 
 
 def on_first(action: Callable[[], _T], groups: Sequence[Any], units: Collection[Unit], label: str) -> _T:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp.checkpoint.forms import Held, Source, fill, group_of, is_sharded, kind_of, read
-from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first
+from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
     Group,
@@ -334,7 +334,8 @@ def optim_state_dict_to_load(
         RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
     """
     params = ModelParams(model)
-    group = group if group is not None else default_group() if from_rank0 else None
+    if from_rank0:
+        group = watched(group if group is not None else default_group(), params.units)
     states = None if optim_state_dict is None else optim_state_dict.get("state")
     of_params = [] if from_rank0 else [state for state in (states or {}).values() if isinstance(state, Mapping)]
     chunked = any(is_sharded(value) for state in of_params for value in state.values())
