@@ -366,7 +366,7 @@ class _SideGroup:
         # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
         prefixed = dist.PrefixStore(f"{self._number}/", self._store)
         place = prefixed, self._rank, self._size, self._timeout
-        connected = in_thread(lambda: dist.ProcessGroupGloo(*place), "fsdp side group")  # nothing interrupts it there
+        connected = in_thread(lambda: dist.ProcessGroupGloo(*place))  # nothing interrupts it there
         while not futures.wait([connected], waiting.PATIENCE.total_seconds()).done:
             self._raise_if_dead()  # while they connect
         try:

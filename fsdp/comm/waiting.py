@@ -13,6 +13,8 @@ go on, and has the next collective of the group raise.
 from __future__ import annotations
 
 import logging
+import os
+import queue
 import threading
 import time
 import weakref
@@ -20,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,20 +60,38 @@ def watch(group: Any, by: Watch) -> None:
     _watches[group] = weakref.ref(by)
 
 
-def in_thread(action: Callable[[], _T], name: str) -> futures.Future[_T]:
+class _Thread:
+    """Runs one action after another, and is used again: of each new thread some memory is never given back."""
+
+    idle: ClassVar[list[_Thread]] = []
+
+    def __init__(self) -> None:
+        self.actions: queue.SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="fsdp wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            action, result = self.actions.get()
+            try:
+                result.set_result(action())
+            except BaseException as error:
+                result.set_exception(error)
+            del action, result
+            _Thread.idle.append(self)
+
+
+os.register_at_fork(after_in_child=_Thread.idle.clear)  # a fork has none of the threads
+
+
+def in_thread(action: Callable[[], _T]) -> futures.Future[_T]:
     """What ``action`` returns, or raises, in a thread of its own: it keeps no process alive, as those of an executor
     do, and no signal interrupts it."""
+    try:
+        thread = _Thread.idle.pop()
+    except IndexError:
+        thread = _Thread()
     result: futures.Future[_T] = futures.Future()
-
-    def run() -> None:
-        try:
-            value = action()
-        except BaseException as error:
-            result.set_exception(error)
-        else:
-            result.set_result(value)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    thread.actions.put((action, result))
     return result
 
 
@@ -94,7 +114,7 @@ class BlockingWork:
             self._finish()
             return
         if self._over is None:
-            self._over = in_thread(self._finish, "fsdp wait")
+            self._over = in_thread(self._finish)
         if not futures.wait([self._over], None if patience is None else patience.total_seconds()).done:
             raise RuntimeError("the wait is not over")
         self._over.result()
