@@ -326,6 +326,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/waiting.py",
+        "            _Thread.idle.append(self)\n",
+        "            return\n",
+        "each wait starts a thread, some of whose memory is never given back",
+        _tests("lifecycle", "two_hundred_steps_leave_memory_flat[ShardingStrategy.FULL_SHARD-False]"),
+    ),
+    Mutation(
+        "fsdp/comm/waiting.py",
         "        self._over.result()\n",
         "",
         "a reduction that failed is taken for one that is over",
