@@ -941,6 +941,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/collectives.py",
+        "        complete()\n        return Pending(work, self.streams)\n",
+        "        complete()\n        return Pending(None, self.streams)\n",
+        "nobody looks after a reduction on an accelerator",
+        _tests("accelerators", "gathers_and_reductions_are_looked_after"),
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
         "    for piece in pieces[1:]:\n",
         "    for piece in pieces[:0]:\n",
         "the direct exchange forgets the other ranks' pieces",

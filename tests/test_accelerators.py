@@ -171,6 +171,19 @@ def test_a_rank_that_leaves_the_order_ends_the_others_wait() -> None:
         assert "unit '0'" in words and "unit '1'" in words and "rank 1" in words
 
 
+def test_gathers_and_reductions_are_looked_after() -> None:
+    """FD66: both, as a program may wait for the device right after the last reduction of a backward."""
+    streams, work = mock.Mock(asynchronous_work=False, is_capturing=lambda: False), mock.Mock()
+    communicator = Communicator(Groups(mock.Mock(), 0, 2, None, 0, 1), streams)
+    with (
+        mock.patch.object(collectives_module, "issue", return_value=work),
+        mock.patch.object(collectives_module, "watcher") as watcher,
+    ):
+        communicator.gather(torch.ones(4), torch.ones(2), collectives_module.Tag("gather", 0))
+        communicator.reduce(torch.ones(2), torch.ones(4), collectives_module.Tag("reduce", 1))
+    assert [call.args[1] for call in watcher.follow.call_args_list] == [work, work]
+
+
 def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
     """FD66: asking for an event spoils a capture."""
     watcher, looked = Watcher(mock.Mock()), threading.Event()

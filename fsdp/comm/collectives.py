@@ -126,7 +126,7 @@ class Communicator:
         if self.streams.asynchronous_work:
             return Pending(work, self.streams, complete)
         complete()
-        return Pending(None, self.streams)
+        return Pending(work, self.streams)
 
     def maximum(self, values: torch.Tensor, device: torch.device, label: str) -> None:
         """Replace ``values`` (int64, on CPU) by the largest of all ranks, element by element. The host waits."""
