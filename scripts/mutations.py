@@ -2028,4 +2028,18 @@ MUTATIONS = [
         "a rank that alone loads into what is not wrapped itself is not named",
         _tests("out_of_step", "fd25_call_on_one_rank"),
     ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "            found = self.handle.written_unseen()\n",
+        "",
+        "what a forward writes through .data is not looked for",
+        _tests("writes", "what_forward_writes_through_data_is_found_at_the_first_one"),
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "        if torch.equal(now, gathered.view(torch.uint8)):\n",
+        "        if torch.equal(self.full[start:end], gathered):\n",
+        "a parameter that is NaN looks written",
+        _tests("writes", "what_forward_writes_through_data_is_found_at_the_first_one"),
+    ),
 ]

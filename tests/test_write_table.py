@@ -284,6 +284,7 @@ def outcome(side: Side, moment: str, action: str) -> tuple[str, dict[str, Tensor
 REFUSED = [
     ("copy_|replaced|apply", "between", "", "was changed in place, or replaced, between a forward and its backward"),
     ("data = new", "in forward", "", "was given other data inside of a forward"),
+    ("data.copy_", "in forward", "", "was changed through .data inside of a forward"),
     ("copy_", "in forward", "", "was changed in place inside of a forward"),
     ("replaced", "in forward", "", "'linear.weight' of unit 'layers.0' was replaced inside of a forward"),
     ("frozen", "in forward", "", "was frozen inside of a forward"),
@@ -301,7 +302,7 @@ REFUSED = [
 
 # Cells in which nothing can be noticed, and what is written is lost.
 LOST = [
-    ("data.copy_", "in forward|in a state dict hook", ""),  # `.data` leaves no trace; in forward FSDP_DEBUG=1 notices
+    ("data.copy_", "in a state dict hook", ""),  # `.data` leaves no trace
     (r"grad( = None|\.zero_|\.mul_| = new)", "summoned", "False"),  # with flat parameters no gradients are shown
 ]
 

@@ -524,3 +524,28 @@ def _rank0_only() -> None:
 
 def test_what_a_hook_writes_to_the_copies_of_one_rank_stays_there() -> None:
     run_ranks(2, _rank0_only)
+
+
+def _data_written_in_forward(strategy: ShardingStrategy, dtype: torch.dtype) -> None:
+    precision = MixedPrecision(param_dtype=dtype)
+    model = pair((strategy, True), mixed_precision=precision)[1]
+    with summon(model), torch.no_grad():
+        layer_of(model, 0).linear.weight[0] = float("nan")
+    for grad in (False, True):  # the first of each kind is looked at, and a NaN is what it was
+        with torch.set_grad_enabled(grad):
+            model(batch())
+    model = pair((strategy, True), mixed_precision=precision)[1]
+    layer = layer_of(model, 1)
+    layer.inside = lambda: layer.linear.weight.data.mul_(2)
+    words = "'linear.weight' of unit 'layers.1' was changed through .data inside of a forward"
+    with torch.no_grad(), pytest.raises(RuntimeError, match=words):
+        model(batch())
+
+
+def test_what_forward_writes_through_data_is_found_at_the_first_one() -> None:
+    run_ranks(2, _each_strategy_and_dtype)
+
+
+def _each_strategy_and_dtype() -> None:
+    for strategy, dtype in [(FULL, torch.float32), (GRAD_OP, torch.bfloat16), (NONE, torch.bfloat16)]:
+        _data_written_in_forward(strategy, dtype)

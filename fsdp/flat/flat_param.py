@@ -362,6 +362,16 @@ class FlatParamHandle:
         assert copy.pooled is not None
         pool.free(copy.pooled, last_use)
 
+    def written_unseen(self) -> list[tuple[int, str]]:
+        """The parameter that was written through ``leaf.data`` since the gather, as ``FullCopy.undo_writes`` puts it:
+        this rank's part of the full buffer is not its shard's bits. Waits for the device."""
+        start, end = self.layout.shard_range(self.groups.shard_rank)
+        now, gathered = self.full[start:end].view(torch.uint8), self._shard.to(self.device).to(self.full.dtype)
+        if torch.equal(now, gathered.view(torch.uint8)):
+            return []
+        place = start + int((now != gathered.view(torch.uint8)).nonzero()[0]) // gathered.element_size()
+        return [(i, "changed through .data") for i, p in enumerate(self.layout.params) if p.offset <= place < p.end]
+
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze parameter ``index`` in every dtype."""
         for copy in self._copies.values():

@@ -62,6 +62,7 @@ class FullCopy:
         whole: one for all of the vector, without padding, where the modules have a flat parameter.
         pooled: the buffer's memory; None where the shard has it.
         keeps_writes: whether what is written to the leaves reaches the shard.
+        compared: the kinds of forward, with gradients and without, whose first one was looked at for unseen writes.
     """
 
     __slots__ = (
@@ -70,6 +71,7 @@ class FullCopy:
         "_versions",
         "_views",
         "all_leaves",
+        "compared",
         "keeps_writes",
         "leaves",
         "pending",
@@ -96,6 +98,7 @@ class FullCopy:
         point_at(self.all_leaves, self._views)
         self._marks = self._look()
         self.keeps_writes = resident
+        self.compared: set[bool] = set()
         self.pooled = None if resident else PooledTensor(tensor)
         self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._versions: list[tuple[nn.Parameter, int]] = []  # that the leaves have while there is memory
@@ -115,7 +118,8 @@ class FullCopy:
         """What users did to the leaves since the last call and will be lost with the buffer's memory, as (index, in
         words). But for their values the leaves are what they were again. To be called while there is memory.
 
-        What is written through ``leaf.data`` leaves no trace; under ``FSDP_DEBUG=1`` it is an error at once.
+        What is written through ``leaf.data`` leaves no trace here: see ``FlatParamHandle.written_unseen``; and under
+        ``FSDP_DEBUG=1`` it is an error at once.
         """
         seen, marks = self._look(), self._marks
         if seen == marks:
