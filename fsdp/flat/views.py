@@ -149,9 +149,10 @@ class _BucketViews:
         """
         self.registration.use_leaves(self.take_over if self.check_writeback else None)
 
-    def check_leaves(self) -> None:
-        """To be called when a forward is over, while the leaves have their memory. The first time, values are compared:
-        a forward that writes to them through ``.data`` mostly does so from the beginning.
+    def check_leaves(self, *, compares: bool) -> None:
+        """To be called when a forward is over, while the leaves have their memory. With ``compares``, which waits for
+        the device, values are compared the first time: who writes to them through ``.data`` mostly does so from the
+        beginning.
 
         Raises:
             RuntimeError: inside, something was written that goes with that memory.
@@ -160,7 +161,7 @@ class _BucketViews:
             return
         copy, kind = self.handle.copy, torch.is_grad_enabled()
         found = copy.undo_writes()
-        if not (found or copy.keeps_writes or kind in copy.compared):
+        if compares and not (found or copy.keeps_writes or kind in copy.compared):
             copy.compared.add(kind)
             found = self.handle.written_unseen()
         found += [(index, "replaced") for index in self.registration.put_back_leaves()]

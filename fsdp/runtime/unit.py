@@ -239,7 +239,7 @@ class Unit(UnitBuffers):
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
         """Reshard unless the backward follows at once, and hook the outputs; returns them."""
         for view in self.views:
-            view.check_leaves()
+            view.check_leaves(compares=context.streams.asynchronous_work)
         if not self.is_summoned and not self.precision.wants_full:
             output = self.precision.cast_outputs(output)
         outputs = list(tensors_in(output))
