@@ -2042,4 +2042,11 @@ MUTATIONS = [
         "a parameter that is NaN looks written",
         _tests("writes", "what_forward_writes_through_data_is_found_at_the_first_one"),
     ),
+    Mutation(
+        "fsdp/checkpoint/state_dict.py",
+        "keep_writes=whole, compared=hooked)",
+        "keep_writes=whole, compared=False)",
+        "what a state-dict hook writes through .data is lost",
+        _tests("write_table", "what_state_dict_hooks_write"),
+    ),
 ]

@@ -64,12 +64,12 @@ class UnitTensors:
         handle = self.unit.handles[key[0]]
         return handle.flat_param.requires_grad if self._home is not None else handle.leaves[key[1]].requires_grad
 
-    def register(self, placeholders: Mapping[Key, torch.Tensor], *, keep_writes: bool = False) -> None:
+    def register(self, placeholders: Mapping[Key, torch.Tensor], **counts: bool) -> None:
         """Register these in the tensors' places until ``restore``; see ``BucketViews.put_placeholders``."""
         for bucket, views in enumerate(self.unit.views):
             of_bucket = [placeholder for key, placeholder in placeholders.items() if key[0] == bucket]
             flat = None if self._home is None else (self._home, flat_name(bucket))
-            views.put_placeholders(of_bucket, flat=flat, keep_writes=keep_writes)
+            views.put_placeholders(of_bucket, flat=flat, **counts)
 
     def registered(self) -> dict[Key, torch.Tensor | None]:
         """What is registered in the tensors' places now."""
@@ -133,7 +133,10 @@ class UnitSaving(UnitTensors):
         for key, held in self.held.items() if not leaving else ():
             held.part.origin = (self, key)  # what this rank's shard holds, known by its origin
             placeholders[key] = held.part
-        self.register(placeholders, keep_writes=bool(leaving) and not self._form.rank0_only)
+        whole = bool(leaving) and not self._form.rank0_only
+        hooks = (h for _, m in own_modules(self.unit.module) for h in (m._state_dict_pre_hooks, m._state_dict_hooks))
+        hooked = whole and any(len(one) > 1 for one in hooks)  # by a user, beside us
+        self.register(placeholders, keep_writes=whole, compared=hooked)
 
     def collect(self, destination: dict[str, Any], prefix: str) -> None:
         """Put into ``destination`` what belongs there in place of the placeholders, and the unit's buffers as asked."""

@@ -131,12 +131,14 @@ class Layer:
         values: the memory of those that are in the place of the parameters; what users put in theirs goes there.
         flat: where the only tensor is registered, if it stands for the whole flat vector.
         before: how they looked, and which required grad; None where changes do not count.
+        compared: whether a change of values counts that nothing else shows, as through ``.data``.
     """
 
     tensors: list[Any]
     values: Sequence[torch.Tensor] | None = None
     flat: tuple[nn.Module, str] | None = None
     before: tuple[list[Any], list[Any]] | None = None
+    compared: bool = False
 
 
 class Registration:

@@ -216,11 +216,24 @@ class _BucketViews:
     def _write(self, index: int, new: torch.Tensor) -> torch.Tensor:
         """Make the values of ``new``, a whole parameter or this rank's part of it, those of parameter ``index``: where
         it is summoned, if it is, else in the shard. Returns that memory."""
+        target = self._target(index)
+        return target.copy_(new if new.shape == target.shape else self.handle.part_of(index, new))
+
+    def _target(self, index: int) -> torch.Tensor:
+        """Where the values of parameter ``index`` are, or this rank's part of them."""
         summoned = self.registration.summoned
         values = self.handle.sharded_views(self.handle.shard) if summoned is None else summoned.values
         assert values is not None
-        target = values[index]
-        return target.copy_(new if new.shape == target.shape else self.handle.part_of(index, new))
+        return values[index]
+
+    def _differs(self, index: int, new: torch.Tensor | None) -> bool:
+        """Whether ``new`` has other values than parameter ``index``."""
+        target = self._target(index)
+        if new is None:
+            return False
+        new = new.detach() if new.shape == target.shape else self.handle.part_of(index, new.detach())
+        both = (target, new.to(target.device, target.dtype))
+        return not torch.equal(*(values.reshape(-1).view(torch.uint8) for values in both))
 
     def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """The user has replaced parameter ``index`` by ``new``, whose values have been written to ``memory``."""
@@ -263,13 +276,15 @@ class _BucketViews:
         *,
         flat: tuple[nn.Module, str] | None = None,
         keep_writes: bool = False,
+        compared: bool = False,
     ) -> None:
         """Register these, one per parameter of the layout, in the parameters' places until ``drop_placeholders``; or
         with ``flat`` (where, and as what) one for the whole bucket. With ``keep_writes``, which they are whole on all
-        ranks for, what users do to them is done to the parameters."""
+        ranks for, what users do to them is done to the parameters; ``compared``: also what only their values show."""
         keep_writes = keep_writes and not torch.is_inference_mode_enabled()  # there nothing counts writes
         before = (_looks(placeholders), _flags(placeholders)) if keep_writes else None
-        self.registration.cover(Layer(list(placeholders), flat=flat, before=before), summoned=False)
+        layer = Layer(list(placeholders), flat=flat, before=before, compared=compared)
+        self.registration.cover(layer, summoned=False)
 
     def drop_placeholders(self) -> None:
         """Register what belongs there again; idempotent."""
@@ -285,6 +300,8 @@ class _BucketViews:
         looks, flags = layer.before
         changed = [index for index, look in enumerate(_looks(whole)) if look not in (None, looks[index])]
         with torch.no_grad():
+            if layer.compared:
+                changed = [i for i, tensor in enumerate(whole) if i in changed or self._differs(i, tensor)]
             for index in changed if layer.values is None else ():
                 self._check_fits(index, whole[index], layer.tensors[index], cast=True)
                 self._write(index, whole[index])
