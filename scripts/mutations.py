@@ -2030,8 +2030,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "            found = self.handle.written_unseen()\n",
-        "",
+        "        if compares and not found:\n",
+        "        if False:\n",
         "what a forward writes through .data is not looked for",
         _tests("writes", "what_forward_writes_through_data_is_found_at_the_first_one"),
     ),
@@ -2048,5 +2048,12 @@ MUTATIONS = [
         "keep_writes=whole, compared=False)",
         "what a state-dict hook writes through .data is lost",
         _tests("write_table", "what_state_dict_hooks_write"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        "                    view.check_kept()\n",
+        "                    pass\n",
+        "what is written through .data while units stay gathered is seen late without a word",
+        _tests("write_table", "what_is_done_when"),
     ),
 ]

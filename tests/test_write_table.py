@@ -285,6 +285,7 @@ REFUSED = [
     ("copy_|replaced|apply", "between", "", "was changed in place, or replaced, between a forward and its backward"),
     ("data = new", "in forward", "", "was given other data inside of a forward"),
     ("data.copy_", "in forward", "", "was changed through .data inside of a forward"),
+    ("data.copy_", "in no_sync", "", "was changed through .data inside no_sync.., where it stays gathered"),
     ("copy_", "in forward", "", "was changed in place inside of a forward"),
     ("replaced", "in forward", "", "'linear.weight' of unit 'layers.0' was replaced inside of a forward"),
     ("frozen", "in forward", "", "was frozen inside of a forward"),
@@ -363,8 +364,6 @@ def _table() -> list[str]:
         for strategy, use_orig_params in [(FULL, False), (FULL, True), next(others)]:
             if moment == "summoned with grads" and not use_orig_params:
                 continue
-            if (strategy, action, moment) == (GRAD_OP, "data.copy_", "in no_sync"):
-                continue  # a documented limit: what stays gathered there is trusted by version counters
             mode: Mode = (strategy, use_orig_params)
             found = _judge(plain, outcome(Side(False, mode), moment, action), (action, moment, use_orig_params))
             if found:

@@ -62,7 +62,7 @@ class FullCopy:
         whole: one for all of the vector, without padding, where the modules have a flat parameter.
         pooled: the buffer's memory; None where the shard has it.
         keeps_writes: whether what is written to the leaves reaches the shard.
-        compared: the kinds of forward, with gradients and without, whose first one was looked at for unseen writes.
+        compared: the moments at which it was compared with the shard, to find unseen writes.
     """
 
     __slots__ = (
@@ -98,7 +98,7 @@ class FullCopy:
         point_at(self.all_leaves, self._views)
         self._marks = self._look()
         self.keeps_writes = resident
-        self.compared: set[bool] = set()
+        self.compared: set[str] = set()
         self.pooled = None if resident else PooledTensor(tensor)
         self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._versions: list[tuple[nn.Parameter, int]] = []  # that the leaves have while there is memory

@@ -159,17 +159,34 @@ class _BucketViews:
         """
         if not self.check_writeback:
             return
-        copy, kind = self.handle.copy, torch.is_grad_enabled()
-        found = copy.undo_writes()
-        if compares and not (found or copy.keeps_writes or kind in copy.compared):
-            copy.compared.add(kind)
-            found = self.handle.written_unseen()
+        found = self.handle.copy.undo_writes()
+        if compares and not found:
+            found = self.compare("forward with gradients" if torch.is_grad_enabled() else "forward")
         found += [(index, "replaced") for index in self.registration.put_back_leaves()]
         if found:
             index, what = found[0]
             raise RuntimeError(
                 f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} inside of a forward "
                 f"or backward, {LOST_WRITE}"
+            )
+
+    def compare(self, moment: str) -> list[tuple[int, str]]:
+        """At the first such moment what was written to parameters through ``.data`` since the gather; see
+        ``FlatParamHandle.written_unseen``."""
+        copy = self.handle.copy
+        if not self.check_writeback or copy.keeps_writes or moment in copy.compared:
+            return []
+        copy.compared.add(moment)
+        return self.handle.written_unseen()
+
+    def check_kept(self) -> None:
+        """Raises RuntimeError where a copy that was kept from pass to pass has other values than the shard. To be
+        called before one is trusted; looked at the first time only."""
+        for index, what in self.compare("kept"):
+            raise RuntimeError(
+                f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} inside no_sync(), "
+                "where it stays gathered from pass to pass (SHARD_GRAD_OP) and nothing tells of that: change it in "
+                "place (param.copy_() and the like under torch.no_grad()), or when the accumulation is over"
             )
 
     def take_over(self) -> None:
