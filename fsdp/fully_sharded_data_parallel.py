@@ -52,7 +52,8 @@ from fsdp.checkpoint.wrapper_methods import StateDictMethods
 from fsdp.comm.board import processes
 from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
-from fsdp.comm.groups import Groups, check_hybrid, default_group
+from fsdp.comm.groups import Groups, check_groups, default_group, groups_of_mesh
+from fsdp.comm.nodes import node_groups
 from fsdp.comm.versions import skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE
@@ -129,8 +130,9 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
 
     Args:
         module: the module to wrap, in place.
-        process_group: the ranks to shard over; the default group if None. Only its ``rank()`` and ``size()`` are used
-            here.
+        process_group: the ranks to shard over; the default group if None. For hybrid strategies the pair (ranks to
+            shard over, ranks to replicate over); if None, made of the default group, once: the ranks of a machine, and
+            those in the same place on all machines. Only ``rank()`` and ``size()`` are used here.
         sharding_strategy: see :class:`fsdp.api.ShardingStrategy`; None is ``FULL_SHARD``.
         cpu_offload: whether shards and gradients live in host memory; see :class:`fsdp.api.CPUOffload`.
         auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp.wrap`.
@@ -161,13 +163,13 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             outermost module, also without gradients), ``no_sync()``, and which parameters require grad; in a tree, this
             argument and the process group. The price: an all-reduce of 24 bytes, for which the host waits, before each
             collective and at the end of each pass, and nothing is prefetched.
+        device_mesh: a mesh instead of groups: of one dimension, the ranks to shard over; for hybrid strategies of two,
+            (replicate, shard), in the other order than the pair of groups.
         forward_prefetch_distance, backward_prefetch_distance: how many of the next units to gather while this one
             computes, in the order in which the units ran in the last forward or backward; the first pass has no order
             to follow, and gathers each unit when it is needed. 0: none ahead, for the least memory. 1 hides a gather
             behind one unit's compute; each further one costs the memory of a unit, and hides a slower network, or
             units too small to hide the next.
-
-    ``device_mesh`` and the hybrid strategies are not there yet and raise ``NotImplementedError``.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
@@ -206,8 +208,6 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         self.backward_prefetch = as_backward_prefetch(backward_prefetch)
         self.mixed_precision = as_mixed_precision(mixed_precision)
         self.cpu_offload = as_cpu_offload(cpu_offload)
-        if process_group is not None and device_mesh is not None:
-            raise ValueError("Cannot pass both process_group and device_mesh; pass only one of them")
         if ignored_modules is not None and ignored_states is not None:
             raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time; pass only one")
         if param_init_fn is not None and not callable(param_init_fn):
@@ -215,7 +215,8 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         self.forward_prefetch = as_flag(forward_prefetch, "forward_prefetch")
         self.limit_all_gathers = as_flag(limit_all_gathers, "limit_all_gathers")
         policy = UnitPolicy(
-            reshard_after_forward=strategy is not ShardingStrategy.SHARD_GRAD_OP,
+            reshard_after_forward=strategy
+            not in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
             forward_prefetch=as_distance(forward_prefetch_distance, "forward_prefetch_distance"),
             backward_prefetch=as_distance(backward_prefetch_distance, "backward_prefetch_distance"),
             prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
@@ -232,14 +233,26 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             policy = dataclasses.replace(policy, backward_prefetch=0)
         if self.forward_prefetch and forward_prefetch_distance == 0:
             raise ValueError("forward_prefetch=True asks for a prefetch, and forward_prefetch_distance is 0")
-        check_hybrid(strategy, process_group, device_mesh, auto_wrap_policy)
+        check_groups(strategy, process_group, device_mesh, auto_wrap_policy)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 f"FullyShardedDataParallel wraps a {type(module).__name__}, which has no forward: its parameters would "
                 "never be gathered. Wrap its elements, or the module that calls them",
                 stacklevel=2,
             )
-        self.process_group = process_group if process_group is not None else default_group()
+        hybrid = strategy in HYBRID_SHARDING_STRATEGIES
+        if device_mesh is not None:
+            chosen = groups_of_mesh(strategy, device_mesh)
+        elif hybrid:
+            chosen = process_group = process_group if process_group is not None else node_groups(default_group())
+        else:
+            chosen = process_group if process_group is not None else default_group()
+        if hybrid:
+            self.process_group, self._inter_node_pg = chosen
+            groups = Groups.of_pair(*chosen)
+        else:
+            self.process_group = chosen
+            groups = Groups.of(chosen, replicate=strategy is ShardingStrategy.NO_SHARD)
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         processes()  # from now on the others can tell whether this one has ended
@@ -257,6 +270,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
                 FullyShardedDataParallel,
                 {
                     "process_group": process_group,
+                    "device_mesh": device_mesh,
                     "sharding_strategy": strategy,
                     "cpu_offload": cpu_offload,
                     "backward_prefetch": backward_prefetch,
@@ -274,18 +288,16 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
                 },
             )
 
-        groups = Groups.of(self.process_group, replicate=strategy is ShardingStrategy.NO_SHARD)
         self.sharding_strategy = strategy
         if self.world_size == 1 and strategy is not ShardingStrategy.NO_SHARD and not groups.forced:
             warnings.warn(
                 f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} "
-                "works like NO_SHARD here",
+                f"works like NO_SHARD here{', over the replica group' if groups.replica is not None else ''}",
                 stacklevel=2,
             )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
-        sync_over = self.process_group if sync_module_states else None
         options = UnitOptions(
-            groups, policy, self.mixed_precision, self.cpu_offload, param_init_fn, device_id, sync_over
+            groups, policy, self.mixed_precision, self.cpu_offload, param_init_fn, device_id, sync_module_states
         )
         with torch.inference_mode(False):
             self._fsdp_unit = build_unit(module, unit_name, ignored, options)
@@ -567,7 +579,8 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             RuntimeError: an instance in it runs, or is inside ``summon_full_params``.
         """
         copied = memo[id(self)] = type(self).__new__(type(self))
-        memo[id(self.process_group)] = self.process_group
+        for shared in (self.process_group, self.__dict__.get("_inter_node_pg")):
+            memo[id(shared)] = shared
         own = {"_fsdp_unit": None, "_membership": None}
 
         def copy_module() -> nn.Module:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import BackwardPrefetch, MixedPrecision, TrainingState
+from fsdp.comm.collectives import predivisor
 from fsdp.runtime.build import Membership
 from fsdp.runtime.order import PrefetchLimits
 from fsdp.runtime.unit import Phase, Unit, units_in
@@ -51,6 +52,15 @@ class PrivateNames(nn.Module):
     @_device_mesh.setter
     def _device_mesh(self, value: DeviceMesh | None) -> None:
         self._fsdp_unit.mesh = value
+
+    @property
+    def _gradient_predivide_factor(self) -> float:
+        """FSDP1 divides gradients by this before it sums them, and by the other one afterwards."""
+        return predivisor(self._fsdp_unit.groups.data_parallel_size)
+
+    @property
+    def _gradient_postdivide_factor(self) -> float:
+        return self._fsdp_unit.groups.data_parallel_size / self._gradient_predivide_factor
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

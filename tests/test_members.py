@@ -23,6 +23,7 @@ NAMES = ["_has_params", "_flat_param", "params", "_is_root", "training_state", "
 NAMES += ["compute_device", "sharding_strategy", "mixed_precision", "cpu_offload", "backward_prefetch"]
 NAMES += ["forward_prefetch", "limit_all_gathers", "_use_orig_params", "_device_mesh", "_state_dict_type"]
 NAMES += ["_state_dict_config", "_optim_state_dict_config", "_comm_hook", "_comm_hook_state", "_sync_gradients"]
+NAMES += ["_gradient_predivide_factor", "_gradient_postdivide_factor"]
 METHODS = ["_mixed_precision_enabled_for_buffers", "_low_precision_hook_enabled", "check_is_root"]
 
 

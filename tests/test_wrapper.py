@@ -242,9 +242,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "precision": ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
     "offload": ({"cpu_offload": True}, TypeError, "cpu_offload"),
     "device": ({"device_id": "nowhere"}, RuntimeError, "nowhere"),
-    # features that come later name themselves
-    "hybrid": ({**HYBRID, "process_group": PAIR}, NotImplementedError, "HYBRID_SHARD"),
-    "mesh": ({"process_group": None, "device_mesh": Mesh(1)}, NotImplementedError, "device_mesh"),
 }
 
 

@@ -105,6 +105,8 @@ class Communicator:
         Runs on the current stream; neither tensor may be touched before ``wait()``.
         """
         groups = self.groups
+        if groups.sharded and groups.replica is not None:
+            raise NotImplementedError("gradients that are reduced over several shard groups are not supported yet")
         op, before, after = self._averaging(full.dtype, full.device)
         if before != 1:
             full.div_(before)
@@ -145,10 +147,8 @@ class Communicator:
         """
         size = self.groups.data_parallel_size
         if dtype == torch.float16:
-            before = 1
-            while size % before == 0 and size / before > before:
-                before *= 2
-            return dist.ReduceOp.SUM, float(before), size / before
+            before = predivisor(size)
+            return dist.ReduceOp.SUM, before, size / before
         group = self.groups.shard if self.groups.sharded else self.groups.replica
         is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
         if size > 1 and dtype.is_floating_point and is_exact and backend_of(group, device) == "nccl":
@@ -189,6 +189,14 @@ class Communicator:
         received.insert(rank, pieces[rank])
         work = self._exchange(tag, [_wire(piece) for piece in pieces], [_wire(piece) for piece in received])
         return work, lambda: sum_in_rank_order(out, received)
+
+
+def predivisor(size: int) -> float:
+    """What gradients of ``size`` ranks are divided by before they are summed, where they are: about the root of it."""
+    before = 1
+    while size % before == 0 and size / before > before:
+        before *= 2
+    return float(before)
 
 
 def send_and_receive(

@@ -6,8 +6,9 @@ Groups and backends that ``torch.distributed`` does not know are asked for their
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,7 +26,8 @@ class Groups:
     """The ranks a unit is sharded over and the ranks it is replicated over. A group of one rank has no process group.
 
     Sharding strategies are facts of this class: a shard group of one rank means the parameters are not sharded, a
-    replica group of several that gradients are reduced across replicas.
+    replica group of several that gradients are reduced across replicas. With hybrid strategies both may have several:
+    the ranks of a shard group have the parts of one replica, those of a replica group the same part of each.
     """
 
     shard: Any | None
@@ -35,6 +37,7 @@ class Groups:
     replica_rank: int
     replica_size: int
     forced: bool = False  # communicate and keep separate buffers even in a shard group of one rank
+    hybrid: bool = False  # the strategy is: what reduces inside the shard group leaves the replicas to the engine
 
     @property
     def sharded(self) -> bool:
@@ -58,21 +61,41 @@ class Groups:
         rank, size = process_group.rank(), process_group.size()
         if replicate:
             return Groups(None, 0, 1, process_group if size > 1 else None, rank, size)
-        forced = os.environ.get("FSDP_FORCE_SHARDED", "0") == "1"
-        return Groups(process_group, rank, size, None, 0, 1, forced)
+        return Groups(process_group, rank, size, None, 0, 1, _forced())
+
+    @staticmethod
+    def of_pair(shard: Any, replica: Any) -> Groups:
+        """The groups of a hybrid strategy, asked for ``rank()`` and ``size()`` only. Where there is one rank to shard
+        over, it is as if all were replicated; where there is one replica, as if all were sharded."""
+        forced, size = _forced(), replica.size()
+        sharded = Groups(shard, shard.rank(), shard.size(), None, 0, 1, forced, hybrid=True)
+        if size == 1:
+            return sharded
+        kept = shard if sharded.sharded else None
+        return replace(sharded, shard=kept, replica=replica, replica_rank=replica.rank(), replica_size=size)
 
 
-def check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
+def _forced() -> bool:
+    return os.environ.get("FSDP_FORCE_SHARDED", "0") == "1"
+
+
+def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
     """
     Raises:
         ValueError: the arguments of a wrapper do not go together.
-        NotImplementedError: they do, and are not supported yet.
     """
+    if mesh is not None and group is not None:
+        raise ValueError("Cannot pass both process_group and device_mesh; pass only one of them")
     if strategy not in HYBRID_SHARDING_STRATEGIES:
         if isinstance(group, tuple):
             raise ValueError(f"a pair of process groups is for hybrid strategies, and sharding_strategy is {strategy}")
-        if mesh is not None:
-            raise NotImplementedError("FullyShardedDataParallel: device_mesh is not supported yet")
+        if mesh is not None and mesh.ndim > 1:
+            warnings.warn(
+                f"{strategy} shards over the first of the {mesh.ndim} dimensions of device_mesh: ranks that differ in "
+                "another one train apart. Pass the one dimension that is meant, or a hybrid strategy, which replicates "
+                "over the first and shards over the second",
+                stacklevel=3,
+            )
         return
     if group is None and mesh is None and policy is None:
         raise ValueError(
@@ -85,7 +108,13 @@ def check_hybrid(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None
             f"{strategy}: Expected process_group to be passed in as a pair (shard group, replica group), "
             f"got {type(group)}"
         )
-    raise NotImplementedError(f"FullyShardedDataParallel: sharding_strategy={strategy} is not supported yet")
+
+
+def groups_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> Any:
+    """What ``process_group`` would be: dimension 0, or for hybrid strategies (dimension 1, dimension 0)."""
+    if strategy in HYBRID_SHARDING_STRATEGIES:
+        return mesh.get_group(1), mesh.get_group(0)
+    return mesh.get_group(0)
 
 
 def default_group() -> Any:

@@ -204,6 +204,11 @@ def default_device() -> torch.device:
     )
 
 
+def device_count() -> int:
+    """How many devices of the accelerator this process sees; 0 where there is none."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
 def resolve_device(device: int | str | torch.device) -> torch.device:
     """``device`` as a ``torch.device`` with an index where its type has one (the current device when none was
     given)."""

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -371,8 +370,9 @@ def move_to(
     return target
 
 
-def synchronize(module: nn.Module, owned: list[OwnedParam], group: Any) -> None:
-    """Give the unit's parameters and buffers the values that rank 0 of ``group`` has."""
+def synchronize(module: nn.Module, owned: list[OwnedParam], groups: Groups) -> None:
+    """Give the unit's parameters and buffers the values that the first rank has: of the shard group, and of those the
+    first replica's."""
     tensors = [item.param.detach() for item in owned]
     seen: set[torch.Tensor] = set()
     for _, owner in own_modules(module):
@@ -380,4 +380,7 @@ def synchronize(module: nn.Module, owned: list[OwnedParam], group: Any) -> None:
             if buffer is not None and buffer not in seen:
                 seen.add(buffer)
                 tensors.append(buffer.detach())
-    broadcast(tensors, group)
+    if groups.replica is not None and groups.shard_rank == 0:  # the others get it inside of their shard group
+        broadcast(tensors, groups.replica)
+    if groups.shard is not None:
+        broadcast(tensors, groups.shard)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from fsdp.api import CPUOffload, MixedPrecision
 from fsdp.comm.groups import Groups
@@ -29,7 +28,7 @@ class UnitOptions:
     """What a unit is to be like; see the arguments of ``FullyShardedDataParallel``.
 
     Attributes:
-        sync_over: the ranks whose first one has the values that all start with; None: each has its own.
+        synchronized: whether all start with the values of the first rank; otherwise each has its own.
     """
 
     groups: Groups
@@ -38,7 +37,7 @@ class UnitOptions:
     cpu_offload: CPUOffload
     param_init_fn: Callable[[nn.Module], None] | None
     device_id: int | str | torch.device | None
-    sync_over: ProcessGroup | None
+    synchronized: bool
 
 
 def inside_checkpoint(module: nn.Module) -> nn.Module:
@@ -62,8 +61,8 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
             unit.parent_is_built = False
     owned = owned_params(module, ignored, name)
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
-    if options.sync_over is not None:
-        synchronize(module, owned, options.sync_over)
+    if options.synchronized:
+        synchronize(module, owned, options.groups)
     home = Home.of(module, inside_checkpoint(module))
     buckets: list[BucketViews] = []
     for handle, members in build_handles(
