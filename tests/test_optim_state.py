@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
 from torch.distributed.fsdp import StateDictType as TorchKind
@@ -321,26 +320,6 @@ def check_plain() -> None:
 def test_plain_optimizers_take_it_and_give_it() -> None:
     """R44, U26, U29, M11, Z15."""
     run_ranks(2, check_plain)
-
-
-def check_dtensors() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for uop in (False, True):
-        mine, theirs = ours(uop, module=row_major()), torchs(uop, module=row_major(), device_mesh=mesh)
-        for wrapper in FSDP.fsdp_modules(mine):
-            wrapper._device_mesh = mesh
-        my_optimizer, their_optimizer = train(adamw(mine.parameters())), train(adamw(theirs.parameters()))
-        actual = save(FSDP, mine, my_optimizer, "SHARDED_STATE_DICT")
-        expected = save(TorchFSDP, theirs, their_optimizer, "SHARDED_STATE_DICT", offload_to_cpu=False)
-        assert isinstance(actual["state"]["bias"]["exp_avg"], DTensor)
-        assert_same(actual, expected, f"use_orig_params={uop}")
-        cross_load(mine, my_optimizer, theirs, their_optimizer, actual, f"use_orig_params={uop}, DTensors")
-
-
-def test_with_a_device_mesh_states_are_dtensors() -> None:
-    """R44, U7, Y73: rows placed as torch places them; and both ways."""
-    for world_size in (2, 3):
-        run_ranks(world_size, check_dtensors)
 
 
 def check_group(root: str) -> None:

@@ -118,9 +118,9 @@ class Rich(nn.Module):
         return self.last(self.right(self.left(self.blocks(self.norm(x)))) + self.image.sum())
 
 
-def rich(mode: bool, strategy: ShardingStrategy = FULL_SHARD, seed: int = 0) -> FullyShardedDataParallel:
+def rich(mode: bool, strategy: ShardingStrategy = FULL_SHARD, seed: int = 0, **more: Any) -> FullyShardedDataParallel:
     module = Rich(seed)
-    return wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored])
+    return wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Tied}), ignored_modules=[module.ignored], **more)
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------
@@ -779,15 +779,8 @@ def test_options_count_under_every_strategy_and_for_roots_without_parameters(
 
 
 def _meshed(folder: str) -> None:
-    model = rich(True)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-        wrapper._device_mesh = mesh
-    with (
-        kind_of(model, "local"),
-        pytest.raises(RuntimeError, match="DeviceMesh is not compatible with LOCAL_STATE_DICT"),
-    ):
-        model.state_dict()
+    model = rich(True, device_mesh=mesh)
     with kind_of(model, "sharded"):
         state = model.state_dict()
         weight = state["left.weight"]

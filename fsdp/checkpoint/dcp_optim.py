@@ -204,7 +204,7 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
     units = units_of(model)
     if units:
         settings = options.settings()
-        form = Form.of(settings.state_dict_type, settings.optim_state_dict_config, units[0].mesh)
+        form = Form.of(settings.state_dict_type, settings.optim_state_dict_config)
         return optim_state_dict(model, optimizer, raw, form)
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
     if options.cpu_offload:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,13 +21,14 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
-from torch.distributed.tensor.placement_types import Placement as MeshPlacement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp.api import OptimStateDictConfig, RaggedOptimStateDictConfig, RaggedStateDictConfig, StateDictType
 from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel, Item, redistribute
-from fsdp.comm.groups import Groups, default_group
+from fsdp.comm.groups import Groups, default_group, group_ranks
+from fsdp.comm.versions import root_of
 from fsdp.flat.layout import contiguous_stride
 from fsdp.runtime.unit import Unit
 
@@ -72,7 +73,7 @@ class Form(ABC):
     Attributes:
         rank0_only: only rank 0 gets it. For ``Full``.
         offload_to_cpu: tensors in CPU memory; else where the unit computes, or in the shards' own memory.
-        mesh: for ``Rows``; ``DTensor`` values on it instead of ``ShardedTensor``.
+        rows: for ``Rows``: the mesh and its dimension over which they lie as ``DTensor``; None for ``ShardedTensor``.
         kind: of state dict, for which it is used; None for one that a config asks for.
         called: in errors.
         is_readable: the values stand in the modules already while ``nn.Module`` walks them.
@@ -83,7 +84,7 @@ class Form(ABC):
 
     rank0_only: bool = False
     offload_to_cpu: bool = True
-    mesh: DeviceMesh | None = None
+    rows: tuple[DeviceMesh, int] | None = None
 
     kind: ClassVar[StateDictType | None] = None
     called: ClassVar[str]
@@ -93,24 +94,28 @@ class Form(ABC):
     is_flat: ClassVar[bool] = False
 
     @staticmethod
-    def of(kind: StateDictType, config: Any, mesh: DeviceMesh | None) -> Form:
-        """What the settings in force ask for; ``mesh`` is that of the wrapped module, if any.
-
-        Raises:
-            RuntimeError: a local state dict with a device mesh.
-        """
-        if kind is StateDictType.LOCAL_STATE_DICT and mesh is not None:
-            raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
+    def of(kind: StateDictType, config: Any) -> Form:
+        """What the settings in force ask for."""
         form = next(form for form in FORMS if form.kind is kind)
         if isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig)):
             form = Ragged
         elif isinstance(config, OptimStateDictConfig) and form.is_flat:
             form = Rows
-        return form(getattr(config, "rank0_only", False), config.offload_to_cpu, mesh)
+        return form(getattr(config, "rank0_only", False), config.offload_to_cpu)
 
-    def whole(self) -> Form:
-        """Of what is not sharded."""
-        return Full(self.rank0_only, self.offload_to_cpu) if self.is_cut else self
+    def within(self, unit: Unit, *, cut: bool) -> Form:
+        """What it is for ``unit``; whole where each rank would get a part and there are no parts (not ``cut``).
+
+        Raises:
+            RuntimeError: flat vectors, and the unit has a device mesh.
+        """
+        if self.is_cut and not cut:
+            return Full(self.rank0_only, self.offload_to_cpu)
+        if unit.mesh is None or not self.is_cut:
+            return self
+        if self.is_flat:
+            check_no_mesh(unit)
+        return replace(self, rows=_rows_on(unit.mesh, group_of(unit)))
 
     def device(self, channel: Channel) -> torch.device | None:
         """Where tensors go; None for where they are."""
@@ -164,7 +169,7 @@ class Full(Form):
 
 
 class Rows(Form):
-    """Each rank's chunk of rows, by the rule of ``torch.chunk``: as ``DTensor`` over ``mesh`` if there is one, else as
+    """Each rank's chunk of rows, by the rule of ``torch.chunk``: as ``DTensor`` where there is a mesh, else as
     ``ShardedTensor``. What has no rows is whole on every rank."""
 
     kind, called, is_cut = StateDictType.SHARDED_STATE_DICT, "a sharded state dict", True
@@ -181,11 +186,13 @@ class Rows(Form):
         if local is None:
             local = torch.empty((0, *shape[1:]), dtype=held.part.dtype, device=self.device(channel))
         rows = local.contiguous()  # as torch's sharded tensors have to be, whatever the parameter is
-        if self.mesh is None:
+        if self.rows is None:
             return one_chunk_each(rows, chunk_rows(shape[0], channel.size), shape, channel.group)
-        layout = placements(self.mesh)
-        size, stride = torch.Size(shape), contiguous_stride(shape)
-        return DTensor.from_local(rows, self.mesh, layout, run_check=False, shape=size, stride=stride)
+        mesh, dim = self.rows
+        layout = tuple(ShardOf(0) if at == dim else Replicate() for at in range(mesh.ndim))
+        meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), rows.dtype)
+        # not from_local(), which would take to the mesh's device what was offloaded
+        return DTensor(rows, DTensorSpec(mesh, layout, meta), requires_grad=False)
 
     @staticmethod
     def read(value: Any, group: Any) -> Source:
@@ -406,8 +413,7 @@ def is_sharded(value: Any) -> bool:
     """Whether ``value`` is one of torch's sharded tensors, of which this rank has not all."""
     if not isinstance(value, DTensor):
         return isinstance(value, ShardedTensor)
-    dims = enumerate(value.placements)
-    return not all(its.is_replicate() or value.device_mesh.size(dim) == 1 for dim, its in dims)
+    return bool(_cut_dims(value))
 
 
 def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -417,19 +423,44 @@ def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     return value.dtype, tuple(value.shape)
 
 
-def placements(mesh: DeviceMesh) -> list[MeshPlacement]:
-    """Rows over the last dimension of ``mesh``, replicated over the others."""
-    return [*(Replicate() for _ in range(mesh.ndim - 1)), ShardOf(0)]
+def _rows_on(mesh: DeviceMesh, group: Any) -> tuple[DeviceMesh, int]:
+    """The dimension that has the ranks of ``group``: of the mesh that ``mesh`` is a slice of, as in torch's FSDP1, or
+    of itself, where several dimensions were made one.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    ranks = group_ranks(group)
+    for one in (root_of(mesh), mesh):
+        for dim in range(one.ndim):
+            if group_ranks(one.get_group(dim)) == ranks:
+                return one, dim
+    raise RuntimeError(f"no dimension of {mesh} has the ranks that the parameters are sharded over, {ranks}")
+
+
+def check_no_mesh(unit: Unit) -> None:
+    """
+    Raises:
+        RuntimeError: the unit has a device mesh, of which flat parameters know nothing.
+    """
+    if unit.mesh is not None:
+        raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
+
+
+def _cut_dims(tensor: DTensor) -> list[int]:
+    """The dimensions of its mesh along which not every rank has the same of it."""
+    mesh, several = tensor.device_mesh, enumerate(tensor.placements)
+    return [dim for dim, its in several if not its.is_replicate() and mesh.size(dim) > 1]
 
 
 def _rows_of_dtensor(tensor: DTensor, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
     """Which rows each rank of ``group`` has, and this rank's."""
-    mesh = tensor.device_mesh
-    if list(tensor.placements) != placements(mesh):
+    mesh, cut = tensor.device_mesh, _cut_dims(tensor)
+    if [tensor.placements[dim] for dim in cut] != [ShardOf(0)]:
         raise AssertionError(
-            f"a DTensor placed as {tuple(tensor.placements)}; expected rows over the last dimension of the mesh"
+            f"a DTensor placed as {tuple(tensor.placements)}; expected rows over one dimension of the mesh"
         )
-    if dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1)) != dist.get_process_group_ranks(group):
+    if group_ranks(mesh.get_group(cut[0])) != group_ranks(group):
         raise AssertionError("a DTensor over a device mesh of other ranks than those the parameter is sharded over")
     return chunk_rows(tensor.shape[0], group.size()), tensor.to_local().detach()
 
@@ -440,7 +471,7 @@ def _rows_of_shards(tensor: Any, group: Any) -> tuple[list[tuple[int, int]], tor
     shards = tensor.local_shards()
     if len(shards) > 1:
         raise AssertionError(f"Expects 0 or 1 shard per rank but got {len(shards)} shards on this rank")
-    ranks, ranges = dist.get_process_group_ranks(group), [(0, 0)] * group.size()
+    ranks, ranges = group_ranks(group), [(0, 0)] * group.size()
     for metadata in tensor.metadata().shards_metadata:
         rank = metadata.placement.rank()
         if rank not in ranks or any(metadata.shard_offsets[1:]) or metadata.shard_sizes[1:] != [*shape[1:]]:

@@ -340,9 +340,10 @@ def _send(
         state = state_of[holder.param][name] if mine else holder.empty(states[holder][name].dtype)
         tensors.append(holder.held(member, state))
     groups = unit.groups
-    cut = groups.sharded or (next(iter(states)).is_flat and (groups.shard or groups.replica) is not None)
-    if not cut:
-        form = form.whole()
+    # of what is not sharded, flat states are cut as by torch's FSDP1: over the ranks of the group it was given
+    over_group = (groups.shard or groups.replica) is not None and (unit.mesh is None or unit.mesh.ndim == 1)
+    cut = groups.sharded or (next(iter(states)).is_flat and over_group)
+    form = form.within(unit, cut=cut)
     saving, ranks = group_ranks(group)[0], group_ranks(channel.group)
     leaving = export(tensors, form, channel, label, first=ranks.index(saving) if saving in ranks else -1)
     return {(member, name): one for (_, member, name), one in zip(keys, leaving)}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp.api import StateDictType
-from fsdp.checkpoint.forms import Local, fill, form_of, is_sharded, kind_of, read
+from fsdp.checkpoint.forms import Local, check_no_mesh, fill, form_of, is_sharded, kind_of, read
 from fsdp.checkpoint.redistribute import Channel
 from fsdp.checkpoint.state_dict import Key, UnitTensors
 from fsdp.flat.registration import register_instead, registered_params
@@ -98,8 +98,14 @@ class UnitLoading(UnitTensors):
     """What is to be loaded into one unit: ``sources``, by bucket and index."""
 
     def __init__(self, unit: Unit, opener: nn.Module) -> None:
-        """Registers recorders in place of the parameters."""
+        """Registers recorders in place of the parameters.
+
+        Raises:
+            RuntimeError: it would take flat parameters, and has a device mesh; see also ``UnitTensors``.
+        """
         self._is_local = unit.state_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT and unit.groups.sharded
+        if self._is_local:
+            check_no_mesh(unit)
         super().__init__(unit, opener, flat=self._is_local)
         self.sources: dict[Key, torch.Tensor] = {}
         self._recorders: dict[Key, Recorder] = {}

@@ -266,16 +266,14 @@ def calling(call: str, module: nn.Module) -> Iterator[None]:
 def begin_saving(unit: Unit, opener: nn.Module) -> UnitSaving:
     """Start to collect the state of ``unit`` from ``opener`` on, in the form that its settings ask for."""
     settings = unit.state_settings
-    form = Form.of(settings.state_dict_type, settings.state_dict_config, unit.mesh)
-    if form.is_cut and not (unit.groups.sharded and unit.handles):
-        if unit.handles:
-            warnings.warn(
-                f"{settings.state_dict_type} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is "
-                "returned",
-                stacklevel=2,
-            )
-        form = form.whole()
-    return UnitSaving(unit, opener, form)
+    form = Form.of(settings.state_dict_type, settings.state_dict_config)
+    if form.is_cut and unit.handles and not unit.groups.sharded:
+        warnings.warn(
+            f"{settings.state_dict_type} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is "
+            "returned",
+            stacklevel=2,
+        )
+    return UnitSaving(unit, opener, form.within(unit, cut=unit.groups.sharded and bool(unit.handles)))
 
 
 # -- the hooks ---------------------------------------------------------------------------------------------------------

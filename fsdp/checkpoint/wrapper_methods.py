@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp.api import (
@@ -23,11 +22,11 @@ from fsdp.api import (
     as_state_dict_settings,
 )
 from fsdp.checkpoint import optim_load, optim_names, optim_state
-from fsdp.checkpoint.forms import Form, Full, Rows
+from fsdp.checkpoint.forms import Form, Full, Rows, check_no_mesh
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.state_dict import calling, collecting, strip_wrapper
 from fsdp.flat.names import unit_of, wrappers_in
-from fsdp.runtime.unit import units_in, units_of
+from fsdp.runtime.unit import Unit, units_in, units_of
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
 _STOPPED = {  # all but get_model_state_dict, which asks us for state_dict()
@@ -48,11 +47,11 @@ class StateDictMethods(nn.Module):
 
     @property
     def _state_dict_config(self) -> StateDictConfig:
-        return unit_of(self).state_settings.state_dict_config
+        return _settings_of(unit_of(self)).state_dict_config
 
     @property
     def _optim_state_dict_config(self) -> OptimStateDictConfig:
-        return unit_of(self).state_settings.optim_state_dict_config
+        return _settings_of(unit_of(self)).optim_state_dict_config
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -141,18 +140,12 @@ class StateDictMethods(nn.Module):
 
         Raises:
             AssertionError: they differ.
+            RuntimeError: it is ``LOCAL_STATE_DICT``, and they have a device mesh.
         """
-        settings: StateDictSettings | None = None
-        for name, unit, _ in units_in(module):
-            own = unit.state_settings
-            if unit.mesh is not None and hasattr(own.optim_state_dict_config, "_use_dtensor"):
-                own.optim_state_dict_config._use_dtensor = True
-            if settings is not None and own != settings:
-                raise AssertionError(
-                    f"All FSDP instances must have the same state dict settings, but {name!r} has {own} and others "
-                    f"have {settings}: set them once, on the root"
-                )
-            settings = copy.copy(own)
+        settings = _settings_in(module)
+        if settings is not None and settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            for unit in units_of(module):
+                check_no_mesh(unit)
         return settings
 
     @staticmethod
@@ -173,7 +166,7 @@ class StateDictMethods(nn.Module):
             AssertionError: the instances have different settings now.
         """
         settings = as_state_dict_settings(state_dict_type, state_dict_config, optim_state_dict_config)
-        before: Any = StateDictMethods.get_state_dict_type(module)
+        before: Any = _settings_in(module)
         for unit in units_of(module):
             unit.state_settings = copy.copy(settings)
         return before if before is not None else StateDictSettings(*[None] * 3)  # type: ignore[arg-type]
@@ -362,8 +355,7 @@ class StateDictMethods(nn.Module):
     ) -> dict[str, Any]:
         """What the methods that make a dict of a given form share."""
         StateDictMethods._warn_optim_input(optim_input, stacklevel=_stacklevel + 1)
-        mesh = None if full_state_dict else _mesh_of(model)
-        form = (Full if full_state_dict else Rows)(rank0_only and full_state_dict, cpu_offload, mesh)
+        form = (Full if full_state_dict else Rows)(rank0_only and full_state_dict, cpu_offload)
         with _calling("optim_state_dict()", model):
             return optim_state.optim_state_dict(
                 model, optim, optim_state_dict, form, optim_input=optim_input, group=group
@@ -408,9 +400,27 @@ class StateDictMethods(nn.Module):
         return optim_input is not None or optim is None
 
 
-def _mesh_of(module: nn.Module) -> DeviceMesh | None:
-    """The mesh that the instances in ``module`` were given."""
-    return next((unit.mesh for unit in units_of(module)), None)
+def _settings_of(unit: Unit) -> StateDictSettings:
+    """Its own, which tell whether sharded values are ``DTensor``: so they are with a device mesh."""
+    own = unit.state_settings
+    for config in (own.state_dict_config, own.optim_state_dict_config):
+        if unit.mesh is not None and hasattr(config, "_use_dtensor"):
+            config._use_dtensor = True
+    return own
+
+
+def _settings_in(module: nn.Module) -> StateDictSettings | None:
+    """Those of the instances in ``module``; None without instances, AssertionError if they differ."""
+    settings: StateDictSettings | None = None
+    for name, unit, _ in units_in(module):
+        own = _settings_of(unit)
+        if settings is not None and own != settings:
+            raise AssertionError(
+                f"All FSDP instances must have the same state dict settings, but {name!r} has {own} and others "
+                f"have {settings}: set them once, on the root"
+            )
+        settings = copy.copy(own)
+    return settings
 
 
 def _wanted(model: nn.Module) -> Form:
@@ -418,7 +428,7 @@ def _wanted(model: nn.Module) -> Form:
     settings = StateDictMethods.get_state_dict_type(model)
     if settings is None:
         return Full()
-    return Form.of(settings.state_dict_type, settings.optim_state_dict_config, _mesh_of(model))
+    return Form.of(settings.state_dict_type, settings.optim_state_dict_config)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _dynamo
+from torch.distributed import device_mesh
 
 # The flat collectives got new names, and the old ones warn where the new ones exist. They are looked up by name at each
 # call, so that a profiler or recorder that replaces the attribute of torch.distributed sees the call.
@@ -35,3 +36,10 @@ def skip_code(code: types.CodeType) -> None:
         _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
     else:
         _frames.skip_code(code)
+
+
+def root_of(mesh: device_mesh.DeviceMesh) -> device_mesh.DeviceMesh:
+    """The mesh that ``mesh`` is a slice of, or itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    return device_mesh._mesh_resources.get_root_mesh(mesh)

@@ -1,0 +1,293 @@
+"""State with a device mesh: sharded values are `DTensor`s, those that torch's FSDP1 gives, and load everywhere."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import StateDictType as TorchKind
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    checkpoint,
+)
+from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
+from tests.harness.pool import run_ranks
+from tests.test_dcp import parts, same_state
+from tests.test_optim_state import (
+    adamw,
+    assert_same,
+    cross_load,
+    ours,
+    quiet,
+    row_major,
+    save,
+    settle_all,
+    torchs,
+    train,
+)
+
+FSDP = FullyShardedDataParallel
+GRIDS, HYBRID = ((2, 2), (4, 1), (1, 4)), {"strategy": "HYBRID_SHARD"}
+WAYS = {1: 3, 2: 3, 3: 3, 4: 4}  # by number of ranks
+
+
+def meshes() -> dict[str, dict[str, Any]]:
+    """The ways to wrap with a mesh of all ranks, of four also with replicas: the arguments."""
+    ranks = dist.get_world_size()
+    if ranks == 4:
+        grids = [init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) for shape in GRIDS]
+        pair = grids[0].get_group("shard"), grids[0].get_group("replicate")
+        hybrid = {f"hybrid {shape}": {"device_mesh": mesh, **HYBRID} for shape, mesh in zip(GRIDS, grids)}
+        return hybrid | {"hybrid pair": {"process_group": pair, "strategy": "_HYBRID_SHARD_ZERO2"}}
+    sliced = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))["dp"]
+    return {
+        "row": {"device_mesh": init_device_mesh("cpu", (ranks,))},
+        "slice": {"device_mesh": sliced, "strategy": "SHARD_GRAD_OP"},
+        "not sharded": {"device_mesh": sliced, "strategy": "NO_SHARD"},
+    }
+
+
+# -- like torch --------------------------------------------------------------------------------------------------------
+
+
+def model_state(library: Any, model: nn.Module, kind: str) -> Any:
+    kinds = StateDictType if library is FSDP else TorchKind
+    with library.state_dict_type(model, kinds[kind]):
+        return model.state_dict()
+
+
+def load_model(library: Any, model: nn.Module, kind: str, state: dict[str, Any]) -> None:
+    kinds = StateDictType if library is FSDP else TorchKind
+    with library.state_dict_type(model, kinds[kind]):
+        assert model.load_state_dict(state) == ([], [])
+
+
+def check_like_torch() -> None:
+    for (way, options), uop in itertools.product(meshes().items(), (False, True)):
+        what = f"{way}, use_orig_params={uop}"
+        mine, theirs = ours(uop, module=row_major(), **options), torchs(uop, module=row_major(), **options)
+        my_optimizer, their_optimizer = train(adamw(mine.parameters())), train(adamw(theirs.parameters()))
+        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            state, expected = quiet(model_state, FSDP, mine, kind), quiet(model_state, TorchFSDP, theirs, kind)
+            assert_same(settle_all(state), settle_all(expected), f"{what}, {kind}")
+            states = save(FSDP, mine, my_optimizer, kind, offload_to_cpu=uop)
+            cross_load(mine, my_optimizer, theirs, their_optimizer, states, f"{what}, {kind}")
+            whole = "(4, 1)" in way  # torch's flat states are DTensors of which every rank has all
+            expected_kind = "FULL_STATE_DICT" if whole else kind
+            expected_states = save(TorchFSDP, theirs, their_optimizer, expected_kind, offload_to_cpu=False)
+            assert_same(states, expected_states, f"{what}, {kind}")
+            noise, other = ours(uop, module=row_major(1), **options), torchs(uop, module=row_major(1), **options)
+            load_model(FSDP, noise, kind, expected)
+            quiet(load_model, TorchFSDP, other, kind, state)
+            for library, loaded in ((FSDP, noise), (TorchFSDP, other)):
+                assert_same(settle_all(quiet(model_state, library, loaded, kind)), settle_all(expected), what)
+        is_sharded = mine.sharding_strategy.name != "NO_SHARD"
+        assert isinstance(state["blocks.0.linear.weight"], DTensor) is (is_sharded and "device_mesh" in options)
+        if "device_mesh" in options:
+            check_settings(mine)
+
+
+def check_settings(model: FSDP) -> None:
+    """B9, B13, T4, Y42."""
+    local = pytest.raises(RuntimeError, match="DeviceMesh is not compatible with LOCAL_STATE_DICT")
+    FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+    with local:
+        FSDP.get_state_dict_type(model)
+    if model.sharding_strategy.name != "NO_SHARD":
+        for module in (model, model.blocks[0]):
+            with local:
+                module.state_dict()
+            with local:
+                module.load_state_dict({})
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    assert model._state_dict_config == ShardedStateDictConfig(_use_dtensor=True)
+    assert model._optim_state_dict_config == ShardedOptimStateDictConfig(_use_dtensor=True)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_state_is_that_of_torch_with_the_same_mesh(world_size: int) -> None:
+    """P3, T4, T9, U7, AA22: model and optimizer, full and sharded, both ways."""
+    run_ranks(world_size, check_like_torch)
+
+
+def check_dimensions() -> None:
+    """The one that has the ranks to shard over, wherever it is: of several made one, and the first where torch's FSDP1
+    names the last."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    flat = grid._flatten("all")
+    plain = row_major().state_dict()
+    for mesh, place in ((flat, (Shard(0),)), (grid, (Shard(0), Replicate())), (grid["b"], (Replicate(), Shard(0)))):
+        model = quiet(ours, True, module=row_major(), device_mesh=mesh)
+        state = model_state(FSDP, model, "SHARDED_STATE_DICT")
+        assert state["bias"].placements == place
+        assert_same({name: value.full_tensor() for name, value in state.items()}, dict(plain), str(mesh))
+        other = quiet(ours, True, module=row_major(1), device_mesh=mesh)
+        load_model(FSDP, other, "SHARDED_STATE_DICT", state)
+        for param, expected in zip(other.parameters(), model.parameters()):
+            assert torch.equal(param, expected)
+    over_all = model_state(FSDP, ours(True, module=row_major(), device_mesh=flat), "SHARDED_STATE_DICT")
+    elsewhere = {name: distribute_tensor(value, grid, [Shard(0), Shard(0)]) for name, value in plain.items()}
+    with pytest.raises(RuntimeError, match="expected rows over one dimension of the mesh"):
+        load_model(FSDP, model, "SHARDED_STATE_DICT", elsewhere)
+    with pytest.raises(RuntimeError, match="a device mesh of other ranks"):
+        load_model(FSDP, model, "SHARDED_STATE_DICT", over_all)
+
+
+def test_rows_are_cut_along_the_dimension_that_is_sharded_over() -> None:
+    """P3, T21, Y45."""
+    run_ranks(4, check_dimensions)
+
+
+def check_offloaded() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = ours(True, module=row_major(), device_mesh=mesh)
+    mesh._device_type = "meta"  # as if it were an accelerator's
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
+        assert model.state_dict()["bias"].to_local().device.type == "cpu"
+
+
+def test_dtensors_are_offloaded_though_their_mesh_is_an_accelerators() -> None:
+    """U6: `DTensor.from_local` would take them back to the device."""
+    run_ranks(2, check_offloaded)
+
+
+# -- elsewhere ---------------------------------------------------------------------------------------------------------
+
+
+def trained(seed: int = 0, *, uop: bool = True, **options: Any) -> tuple[Any, Any]:
+    model = ours(uop, module=row_major(seed), **options)
+    return model, adamw(model.parameters()) if seed else train(adamw(model.parameters()))
+
+
+def save_there(root: str) -> None:
+    for number, options in enumerate(meshes().values()):
+        model, optimizer = trained(uop=number % 2 == 0, **options)
+        quiet(torch_dcp.save, parts(model, optimizer, False), checkpoint_id=f"{root}/torch {number}")
+        checkpoint.save(f"{root}/ours {number}", model, optimizer, progress=False)
+
+
+def load_here(root: str, there: int) -> None:
+    """What was saved in each way, in the next one and without a mesh."""
+    ways = [*meshes().values(), {}]
+    for number, uop in itertools.product(range(WAYS[there]), (False, True)):
+        options = ways[(number + 1 + uop) % len(ways)]
+        what = f"{number}, use_orig_params={uop}, {options}"
+        expected = trained(uop=uop, **options)
+        model, optimizer = trained(1, uop=uop, **options)
+        checkpoint.load(f"{root}/ours {number}", model, optimizer, progress=False)
+        same_state(model, optimizer, *expected, f"{what}, fsdp.checkpoint")
+        model, optimizer = trained(1, uop=uop, **options)
+        state = parts(model, optimizer, False)
+        planner = torch_dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)  # it drops those without rows here
+        quiet(
+            torch_dcp.load,
+            state,
+            checkpoint_id=f"{root}/torch {number}",
+            planner=None if "device_mesh" in options else planner,
+        )
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        same_state(model, optimizer, *expected, f"{what}, torch.distributed.checkpoint")
+
+
+@pytest.mark.parametrize(("there", "here"), [(2, 4), (4, 3), (3, 1)])
+def test_what_was_saved_on_a_mesh_loads_on_any_other(tmp_path: Path, there: int, here: int) -> None:
+    """R40, T28: by torch's storage and by ours, at other numbers of ranks; and in a plain model."""
+    run_ranks(there, save_there, str(tmp_path))
+    run_ranks(here, load_here, str(tmp_path), there)
+    for number in range(WAYS[there]):
+        plain, expected = row_major(1), row_major()
+        optimizer = adamw(plain.parameters())
+        checkpoint.load(tmp_path / f"ours {number}", plain, optimizer, progress=False)
+        same_state(plain, optimizer, expected, train(adamw(expected.parameters())), f"plain, {number}")
+
+
+def fully_sharded(mesh: DeviceMesh, seed: int = 0) -> nn.Module:
+    model = row_major(seed)
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def check_successor(root: str) -> None:
+    """Values of `fully_shard` on a mesh are ours on that mesh, and go over as they are."""
+    for way, options in meshes().items():
+        if options.get("strategy") == "NO_SHARD":
+            continue
+        mesh = options["device_mesh"]
+        theirs, (model, optimizer) = fully_sharded(mesh), trained(1, **options)
+        load_model(FSDP, model, "SHARDED_STATE_DICT", theirs.state_dict())
+        for param, expected in zip(model.parameters(), ours(True, module=row_major(), **options).parameters()):
+            assert torch.equal(param, expected), way
+        checkpoint.save(f"{root}/{way}", model, train(optimizer), progress=False)
+        other = fully_sharded(mesh, 1)
+        other_optimizer = adamw(other.parameters())
+        checkpoint.load(f"{root}/{way}", other, other_optimizer, progress=False)
+        train(adamw(theirs.parameters()))
+        for param, expected in zip(other.parameters(), theirs.parameters()):
+            assert torch.equal(param.full_tensor(), expected.full_tensor()), way
+
+
+def test_models_of_fully_shard_on_a_mesh_come_and_go(tmp_path: Path) -> None:
+    run_ranks(2, check_successor, str(tmp_path))
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def written(directory: Path) -> dict[int, int]:
+    """How many bytes of tensors each rank wrote."""
+    files = [(int(path.name.split("_")[2]), path.stat().st_size) for path in directory.rglob("__*.distcp")]
+    return {rank: sum(size for its, size in files if its == rank) for rank, _ in files}
+
+
+def test_replicas_write_everything_once_and_share_the_work(tmp_path: Path) -> None:
+    """As many bytes as without replicas."""
+    for ranks, way in ((2, "two"), (4, "four")):
+        run_ranks(ranks, save_there, str(tmp_path / way))
+    for storage in ("torch", "ours"):
+        one, several = written(tmp_path / "two" / f"{storage} 0"), written(tmp_path / "four" / f"{storage} 0")
+        assert sum(several.values()) < 1.1 * sum(one.values())
+        assert set(several) == {0, 1, 2, 3}
+
+
+def check_from_rank_0() -> None:
+    rank = dist.get_rank()
+    for options, uop in itertools.product(meshes().values(), (False, True)):
+        expected, expected_optimizer = trained(uop=uop, **options)
+        full = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+        saved = get_state_dict(expected, expected_optimizer, options=full)
+        assert (saved == ({}, {})) is (rank > 0)
+        model, optimizer = trained(1, uop=uop, **options)
+        set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1], options=full)
+        same_state(model, optimizer, expected, expected_optimizer, f"{options}, use_orig_params={uop}")
+        alone = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *alone):
+            of_model, of_optimizer = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+            assert (len(of_model) > 0) is (model.rank == 0 if model.world_size > 1 else rank == 0)  # of each replica
+            assert (of_optimizer != {}) is (rank == 0)
+            model, optimizer = trained(1, uop=uop, **options)
+            FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, *alone)
+            model.load_state_dict(of_model if rank == 0 else {})
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, of_optimizer))
+        same_state(model, optimizer, expected, expected_optimizer, f"{options}, use_orig_params={uop}, rank0_only")
+
+
+def test_what_only_rank_0_has_comes_to_all_replicas() -> None:
+    """T7, U8, U15."""
+    run_ranks(4, check_from_rank_0)
