@@ -291,6 +291,28 @@ def as_flag(value: Any, argument: str) -> bool:
     return bool(value)
 
 
+def as_resharding(value: Any, strategy: ShardingStrategy) -> bool | None:
+    """Whether units are resharded after forward: what ``value`` says, or ``strategy`` where that is None; None: all but
+    the root.
+
+    Raises:
+        TypeError: it is neither a bool nor None.
+        ValueError: it is not what ``strategy`` says.
+        NotImplementedError: it is a number of ranks.
+    """
+    keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    if value is None:
+        return False if keeps else None
+    if isinstance(value, int) and not isinstance(value, bool):
+        raise NotImplementedError(
+            f"reshard_after_forward={value}: parameters that stay sharded over fewer ranks after forward are not "
+            "supported yet; pass True or False"
+        )
+    if as_flag(value, "reshard_after_forward") and keeps:
+        raise ValueError(f"reshard_after_forward=True contradicts {strategy}, which keeps parameters from forward on")
+    return bool(value)
+
+
 def as_distance(value: Any, argument: str) -> int:
     """``value`` as a number of units.
 

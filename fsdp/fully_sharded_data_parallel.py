@@ -41,6 +41,7 @@ from fsdp.api import (
     as_distance,
     as_flag,
     as_mixed_precision,
+    as_resharding,
     as_sharding_strategy,
 )
 from fsdp.checkpoint.load_state_dict import LoadingHooks
@@ -58,7 +59,7 @@ from fsdp.comm.versions import skip_code
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
-from fsdp.private_names import PrivateNames, UnshardHandle
+from fsdp.private_names import UnshardHandle
 from fsdp.runtime.backward import ForwardCall, Running
 from fsdp.runtime.build import Membership, UnitOptions, build_unit, inside_checkpoint, shard_info
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
@@ -71,6 +72,7 @@ from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
 from fsdp.runtime.unit_buffers import UnitPolicy
+from fsdp.switches import Switches
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
 __all__ = [
@@ -114,7 +116,7 @@ FSDP_PREFIX = f"{WRAPPED_MODULE}."
 ProcessGroupType = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
 
 
-class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
+class FullyShardedDataParallel(Switches, StateDictMethods, _State):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Afterwards ``module`` keeps its class and identity, but this rank holds only its shard of the parameters that the
@@ -170,6 +172,8 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
             to follow, and gathers each unit when it is needed. 0: none ahead, for the least memory. 1 hides a gather
             behind one unit's compute; each further one costs the memory of a unit, and hides a slower network, or
             units too small to hide the next.
+        reshard_after_forward: True: units are resharded after forward and gathered for backward, the root as well;
+            False: they are not, as under ``SHARD_GRAD_OP``; None: as the strategy says, which exempts the root.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
@@ -199,6 +203,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         reduce_unused: bool = False,
         forward_prefetch_distance: int = 1,
         backward_prefetch_distance: int = 1,
+        reshard_after_forward: bool | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -215,8 +220,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         self.forward_prefetch = as_flag(forward_prefetch, "forward_prefetch")
         self.limit_all_gathers = as_flag(limit_all_gathers, "limit_all_gathers")
         policy = UnitPolicy(
-            reshard_after_forward=strategy
-            not in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
+            reshard_after_forward=as_resharding(reshard_after_forward, strategy),
             forward_prefetch=as_distance(forward_prefetch_distance, "forward_prefetch_distance"),
             backward_prefetch=as_distance(backward_prefetch_distance, "backward_prefetch_distance"),
             prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
@@ -285,6 +289,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
                     "reduce_unused": reduce_unused,
                     "forward_prefetch_distance": forward_prefetch_distance,
                     "backward_prefetch_distance": backward_prefetch_distance,
+                    "reshard_after_forward": reshard_after_forward,
                 },
             )
 
@@ -591,6 +596,7 @@ class FullyShardedDataParallel(PrivateNames, StateDictMethods, _State):
         copied.__dict__.update(own)
         copied._fsdp_unit = copy_unit(self._fsdp_unit, copy_module, memo)
         copied._membership = Membership(copied._fsdp_unit)
+        copied._publish_lists()
         watch_state_of(copied._fsdp_unit)
         return copied
 

@@ -440,7 +440,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        self._complete_all_but(self.MAX_BUFFERS - 1)\n",
+        "        self._complete_all_but(self.max_buffers - 1)\n",
         "",
         "more reduce buffers wait for their reduction than the bound allows",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
@@ -800,7 +800,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "if self.handles[bucket].state not in (BufferState.UNSHARDED, BufferState.RESIDENT):",
+        "if self.policy.unshard_in_backward and not there:",
         "if False:",
         "a gradient computed from released memory is taken",
         _tests("backward_end", "a_side_output_that_is_not_marked_is_an_error_by_name"),
@@ -2097,5 +2097,33 @@ MUTATIONS = [
         "        before: Any = StateDictMethods.get_state_dict_type(module)\n",
         "with a device mesh nobody gets away again from a local state dict",
         _tests("device_mesh", "state_is_that_of_torch_with_the_same_mesh"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        self.kept_versions = None  # it may",
+        "        pass  # it may",
+        "what an optimizer wrote through .data is not gathered where units are kept after backward",
+        _tests("switches", "what_is_kept_after_backward_is_gathered_again_once_it_was_written"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        " or (self.passes.in_backward and not candidate.policy.unshard_in_backward):",
+        ":",
+        "a unit that its backward does not need is prefetched for it",
+        _tests("switches", "a_unit_that_its_backward_does_not_need"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        "        if listed is not None and not begins:\n",
+        "        if False:\n",
+        "what users have listed is gathered again when the unit is over",
+        _tests("switches", "lists_of_what_to_prefetch"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "                if self.root.policy.is_last_backward:\n",
+        "                if True:\n",
+        "backwards that are not the last wait for their reductions",
+        _tests("switches", "backwards_that_end_together"),
     ),
 ]

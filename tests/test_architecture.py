@@ -29,6 +29,7 @@ FLOORS = [
     ["fsdp/tools/"],
     ["fsdp/checkpoint/"],
     ["fsdp/private_names.py"],
+    ["fsdp/switches.py"],
     ["fsdp/fully_sharded_data_parallel.py"],
     ["fsdp/__init__.py"],
     ["fsdp/compat.py"],
@@ -341,7 +342,12 @@ def names_in_names(source: Source) -> list[str]:
 
 def privates_of_the_wrapper(source: Source) -> list[str]:
     """What is below the wrapper finds units, and asks these."""
-    if source.name in ("fsdp/fully_sharded_data_parallel.py", "fsdp/private_names.py", "fsdp/flat/names.py"):
+    if source.name in (
+        "fsdp/fully_sharded_data_parallel.py",
+        "fsdp/private_names.py",
+        "fsdp/switches.py",
+        "fsdp/flat/names.py",
+    ):
         return []
     return [f"line {line}: {name}" for line, name in source.attributes(WRAPPERS_PRIVATES)]
 

@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
-from fsdp.runtime.reduction import ReductionQueue
+from fsdp.runtime.unit_buffers import UnitPolicy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
 from tests.harness.pool import run_ranks
@@ -291,7 +291,7 @@ class Formulas:
         if self.strategy is NO_SHARD:
             return self.whole
         begun = [self.root] + over * [self.unit]
-        over_and_gone, under_way = begun[: -ReductionQueue.MAX_BUFFERS], begun[-ReductionQueue.MAX_BUFFERS :]
+        over_and_gone, under_way = begun[: -UnitPolicy.reduce_buffers], begun[-UnitPolicy.reduce_buffers :]
         return self.whole - sum(over_and_gone) + self.received(sum(under_way)) + sum(begun) // self.world_size
 
     def received(self, nbytes: int) -> int:

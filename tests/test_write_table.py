@@ -285,7 +285,7 @@ REFUSED = [
     ("copy_|replaced|apply", "between", "", "was changed in place, or replaced, between a forward and its backward"),
     ("data = new", "in forward", "", "was given other data inside of a forward"),
     ("data.copy_", "in forward", "", "was changed through .data inside of a forward"),
-    ("data.copy_", "in no_sync", "", "was changed through .data inside no_sync.., where it stays gathered"),
+    ("data.copy_", "in no_sync", "", "was changed through .data while it stays gathered"),
     ("copy_", "in forward", "", "was changed in place inside of a forward"),
     ("replaced", "in forward", "", "'linear.weight' of unit 'layers.0' was replaced inside of a forward"),
     ("frozen", "in forward", "", "was frozen inside of a forward"),

@@ -184,9 +184,10 @@ class _BucketViews:
         called before one is trusted; looked at the first time only."""
         for index, what in self.compare("kept"):
             raise RuntimeError(
-                f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} inside no_sync(), "
-                "where it stays gathered from pass to pass (SHARD_GRAD_OP) and nothing tells of that: change it in "
-                "place (param.copy_() and the like under torch.no_grad()), or when the accumulation is over"
+                f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} while it stays "
+                "gathered from pass to pass (inside no_sync() under SHARD_GRAD_OP, or by "
+                "set_reshard_after_backward(False)), and nothing tells of that: change it in place (param.copy_() and "
+                "the like under torch.no_grad())"
             )
 
     def take_over(self) -> None:

@@ -48,17 +48,22 @@ class RootContext:
         self.streams: Streams = streams_for(root.device)
         self.compute: Stream = None  # that of the latest outermost forward: all that is done to gradients is done on it
         self.root = root
-        self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams)
+        self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams, root.policy.reduce_buffers)
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._thread = 0  # that of the outermost forward
         self.units: list[UnitBuffers] = []
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
-        ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
         self.passes = Passes(self.units, root.device, self.streams, negotiate=root.policy.reduce_unused)
         self.residency = Residency(root, self.units, self.streams, self.passes)
-        for pool, blocks in ((self.residency.pool, 1 + ahead), (self.reductions.pool, self.reductions.MAX_BUFFERS)):
+        self.size_pools()
+
+    def size_pools(self) -> None:
+        """Let the pools keep as much spare memory as a pass may need."""
+        self.reductions.max_buffers = self.root.policy.reduce_buffers
+        ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
+        for pool, blocks in ((self.residency.pool, 1 + ahead), (self.reductions.pool, self.reductions.max_buffers)):
             pool.kept_nbytes = blocks * self._largest_unit()
             pool.kept_block_nbytes = 2 * self._largest_unit()
 
@@ -185,7 +190,8 @@ class RootContext:
                 for unit in self.units:
                     unit.end_backward()
                 self.passes.end(wait=True)
-                self.reductions.drain(attach=True)
+                if self.root.policy.is_last_backward:
+                    self.reductions.drain(attach=True)
         except BaseException as error:
             hooks.report(error, self.root.name, "end of backward")
             self.reset()

@@ -42,21 +42,22 @@ class _InFlight:
 class ReductionQueue:
     """The reductions under way in one tree, oldest first, and the memory of their buffers.
 
-    At most ``MAX_BUFFERS`` full vectors wait for their reduction; another one waits for the oldest.
+    At most ``max_buffers`` full vectors wait for their reduction; another one waits for the oldest.
     """
 
-    MAX_BUFFERS = 2
-
-    def __init__(self, pool: MemoryPool, streams: Streams) -> None:
-        self.pool = pool
-        self.streams = streams
+    def __init__(self, pool: MemoryPool, streams: Streams, max_buffers: int) -> None:
+        self.pool, self.streams, self.max_buffers = pool, streams, max_buffers
         self._in_flight: deque[_InFlight] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._in_flight
 
     def allocate(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory; called on the compute stream, which owns it."""
         if any(item.source is buffer for item in self._in_flight):  # its last reduction still reads the slots
             self._complete_all_but(0)
-        self._complete_all_but(self.MAX_BUFFERS - 1)
+        self._complete_all_but(self.max_buffers - 1)
         assert buffer.pooled is not None
         self.pool.allocate(buffer.pooled)
 
@@ -68,7 +69,7 @@ class ReductionQueue:
         self, pending: Pending, source: SlotBuffer, *, bounded: bool, at_once: bool, finish: Callable[[], None]
     ) -> None:
         self._in_flight.append(_InFlight(pending, source, bounded, at_once, finish))
-        self._complete_all_but(self.MAX_BUFFERS)
+        self._complete_all_but(self.max_buffers)
 
     def _complete_all_but(self, count: int) -> None:
         waiting = [item for item in self._in_flight if item.bounded and item.source is not None]

@@ -106,7 +106,8 @@ class Residency(Residences[UnitBuffers]):
 
     def stays(self, unit: UnitBuffers) -> bool:
         """Whether ``unit`` stays gathered from forward to backward."""
-        return not unit.policy.reshard_after_forward or unit is self._root
+        resharded = unit.policy.reshard_after_forward
+        return unit is self._root if resharded is None else not resharded
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 
@@ -197,9 +198,10 @@ class Residency(Residences[UnitBuffers]):
         self.becomes(unit, Residence.KEPT)
 
     def end_backward(self, unit: UnitBuffers) -> None:
-        """Reshard; but where the strategy keeps a unit after forward and its gradients accumulate unsharded, it stays
-        for the next forward as well, which gathers it again only if a shard was written in between."""
-        if unit.synchronize or unit.policy.reshard_after_forward or not unit.is_gathered:
+        """Reshard; but where the strategy keeps a unit after forward and its gradients accumulate unsharded, or users
+        want it so, it stays for the next forward, which gathers it again only if a shard was written in between."""
+        accumulates = unit.policy.reshard_after_forward is False and not unit.synchronize
+        if not unit.is_gathered or not (accumulates or not unit.policy.reshard_after_backward):
             self.reshard(unit)
             return
         unit.kept_versions = unit.versions
@@ -288,12 +290,8 @@ class Residency(Residences[UnitBuffers]):
         ancestors of ``unit`` and units that their strategy keeps."""
         if not computing.policy.limit_gathers:
             return True
-        counted = (
-            other
-            for other in self
-            if other is not self._root and other.policy.reshard_after_forward and other.index not in unit.ancestors
-        )
-        return sum(1 for _ in counted) <= self._distance(computing)
+        counted = [u for u in self if u is not self._root and u.policy.reshard_after_forward is not False]
+        return sum(u.index not in unit.ancestors for u in counted) <= self._distance(computing)
 
     def make_room(self, unit: UnitBuffers) -> None:
         """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
@@ -302,16 +300,20 @@ class Residency(Residences[UnitBuffers]):
                 return
             self.reshard(other)
 
-    def prefetch(self, unit: UnitBuffers) -> None:
-        """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow."""
+    def prefetch(self, unit: UnitBuffers, *, begins: bool = False) -> None:
+        """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow; or
+        those that users have listed, once ``unit`` ``begins``."""
         if unit.policy.reduce_unused:
             return
         waits = self.passes.in_backward and unit.policy.prefetch_after_gradients
         if waits and any(other.expected and other.index not in unit.ancestors for other in self):
             return
-        for candidate in self.order.upcoming(self._distance(unit)):
-            if candidate.is_gathered:
+        listed = unit.listed(self.passes.in_backward)
+        if listed is not None and not begins:
+            return
+        for candidate in self.order.upcoming(self._distance(unit)) if listed is None else listed:
+            if candidate.is_gathered or (self.passes.in_backward and not candidate.policy.unshard_in_backward):
                 continue
-            if not self._has_room(candidate, unit):
+            if listed is None and not self._has_room(candidate, unit):
                 return
             self.gather(candidate, Residence.PREFETCHED)

@@ -83,7 +83,7 @@ class Unit(UnitBuffers):
         if not self.groups.sharded:
             kind = "not sharded"
         else:
-            kind = "resharded after forward" if self.policy.reshard_after_forward else "kept after forward"
+            kind = "kept after forward" if self.policy.reshard_after_forward is False else "resharded after forward"
         layouts = [handle.layout for handle in self.handles]
         buckets = [
             f"{layout.numel} elements ({layout.shard_numel} per rank) of {layout.dtype}, computed in "
@@ -233,7 +233,7 @@ class Unit(UnitBuffers):
         context.residency.compute_in(self, full_precision)
         context.residency.unshard(self, refill=not recomputing)
         if not recomputing:
-            context.residency.prefetch(self)
+            context.residency.prefetch(self, begins=True)
 
     @hooks.untraced
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
@@ -309,10 +309,11 @@ class Unit(UnitBuffers):
         self._open_calls.add(call)
         expected = self.expected.of_this_task()
         call.enter()
-        context.residency.unshard(self, refill=False)
+        if self.policy.unshard_in_backward:
+            context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
             views.check_unchanged(before, {index for of, index in expected if of == bucket})
-        context.residency.prefetch(self)
+        context.residency.prefetch(self, begins=True)
 
     def leaf_ready(self, key: LeafKey, leaf: torch.Tensor) -> None:
         """A leaf's gradient of the running graph task is complete: move it to its slot."""
@@ -323,7 +324,8 @@ class Unit(UnitBuffers):
         if grad is None:
             return  # the leaf's own hook took it
         bucket, index = key
-        if self.handles[bucket].state not in (BufferState.UNSHARDED, BufferState.RESIDENT):
+        there = self.handles[bucket].state in (BufferState.UNSHARDED, BufferState.RESIDENT)
+        if self.policy.unshard_in_backward and not there:
             raise RuntimeError(
                 f"a backward reached parameter {self.handles[bucket].name_of(index)!r} of {self.name} while "
                 "its values were sharded, before it reached an output of the wrapped module: through a tensor that the "
@@ -446,6 +448,7 @@ class Unit(UnitBuffers):
 
     def before_step(self) -> None:
         """An optimizer is about to change the shards."""
+        self.kept_versions = None  # it may write past what counts versions
         if self.phase is Phase.IDLE:
             self.follow_parameters()
 

@@ -30,7 +30,9 @@ class UnitPolicy:
     """When a unit is resharded and which ones are prefetched while it computes.
 
     Attributes:
-        reshard_after_forward: whether it is gathered again for backward.
+        reshard_after_forward: whether it is gathered again for backward; None: unless it is the root.
+        reshard_after_backward: whether it is gathered again for the next forward, whatever was written.
+        unshard_in_backward: whether its backward reads parameters.
         forward_prefetch, backward_prefetch: how many of the next units to gather. The default is one: asked for
             only after the unit before it was resharded, a gather would get that unit's memory and wait for its
             compute, even where the host runs ahead.
@@ -39,15 +41,21 @@ class UnitPolicy:
             held back, and nothing idle resharded, for want of room.
         reduce_unused: whether a rank may skip the unit where others do not. Nothing is prefetched then, as what
             comes next may not be what came last time.
+        is_last_backward: whether the tree's backwards wait for its reductions; the root's counts.
+        reduce_buffers: how many full gradients of the tree may wait for their reduction; the root's counts.
         use_orig_params: whether users see their own parameters, or flat ones.
     """
 
-    reshard_after_forward: bool = True
+    reshard_after_forward: bool | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
     forward_prefetch: int = 1
     backward_prefetch: int = 1
     prefetch_after_gradients: bool = False
     limit_gathers: bool = True
     reduce_unused: bool = False
+    is_last_backward: bool = True
+    reduce_buffers: int = 2
     use_orig_params: bool = False
 
     def order_in_words(self) -> str:
@@ -55,6 +63,10 @@ class UnitPolicy:
         when = "after" if self.prefetch_after_gradients else "before"
         limited = "" if self.limit_gathers else ", not limited"
         return f"{self.backward_prefetch} ahead {when} gradients{limited}"
+
+
+def _nothing_listed(backward: bool) -> None:
+    return None
 
 
 class Summoned(Enum):
@@ -87,6 +99,8 @@ class UnitBuffers(ABC):
     in_output: bool = field(default=False, init=False)  # the last forward returned a parameter, to stay readable
     generation: int = field(default=-1, init=False)  # of the tree, when the full buffers were last filled
     kept_versions: list[Any] | None = field(default=None, init=False)  # of shards that a backward left gathered
+    # of forward and of backward, what users want to be prefetched; None: what came next the last time
+    listed: Callable[[bool], list[Any] | None] = field(default_factory=lambda: _nothing_listed, init=False)
 
     def __post_init__(self) -> None:
         self.handles = [views.handle for views in self.views]

@@ -1,0 +1,168 @@
+"""Switches of single units and of whole trees, by the names that they have in the successor, ``fully_shard``.
+
+Each is read when it is needed, and stays until it is set again; a copy of a model has those of the original. All ranks
+set them alike: they decide what is gathered when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from fsdp.api import as_flag
+from fsdp.private_names import PrivateNames, UnshardHandle
+from fsdp.runtime.build import join
+from fsdp.runtime.unit import Phase, Unit, units_of
+
+
+class Switches(PrivateNames):
+    """What ``FullyShardedDataParallel`` has from here."""
+
+    _check_root: Callable[..., None]
+
+    # -- gathered and resharded by hand --------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start gathering this unit's parameters for its next forward, which will use them: what is written to a shard
+        in between comes too late for it. The modules hold them while that forward runs.
+
+        Returns:
+            with ``async_op`` a handle whose ``wait()`` makes the current stream (on CPU the host) wait for them, else
+            None, when that has been waited for.
+
+        Raises:
+            AssertionError: a forward or backward of the unit is under way, or it is inside ``summon_full_params``.
+        """
+        return self._unshard(async_op)
+
+    def reshard(self) -> None:
+        """Give the memory of this unit's full parameters back, whatever keeps them; they are gathered when they are
+        needed again.
+
+        Raises:
+            RuntimeError: a forward or backward of the unit is under way, or it is inside ``summon_full_params``.
+        """
+        unit = self._fsdp_unit
+        _check_idle([unit], "reshard()")
+        context = join(unit)
+        context.residency.forget_output(unit)
+        context.residency.reshard(unit)
+
+    # -- when units are gathered and resharded -------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
+        """Whether units are resharded when their forward is over, and gathered again for their backward: True is what
+        ``FULL_SHARD`` does, and does it for the root as well; False is ``SHARD_GRAD_OP``; None: all but the root are.
+        """
+        given = reshard_after_forward
+        self._choose(recurse, reshard_after_forward=None if given is None else as_flag(given, "reshard_after_forward"))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether units are resharded when their backward is over. With False they stay gathered for the next forward,
+        which gathers them again if a shard was written in between, by an optimizer for instance. With
+        ``set_reshard_after_forward(False)`` as well, the passes of one accumulation gather once."""
+        self._choose(recurse, reshard_after_backward=as_flag(reshard_after_backward, "reshard_after_backward"))
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit is gathered for its backward. False is for units whose gradients are computed without their
+        parameters, an embedding for instance. A backward that does read one ends in autograd's error of a variable "at
+        version 1073741824"."""
+        self._choose(False, unshard_in_backward=as_flag(unshard_in_backward, "unshard_in_backward"))
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units, in this order, before this one computes in forward, instead of those that came next in
+        the last one, and whatever ``limit_all_gathers`` and the distance say. An empty list ends that.
+
+        Raises:
+            TypeError: one of them is no ``FullyShardedDataParallel``.
+            ValueError: one of them is this one, or named twice.
+        """
+        self._list(modules, backward=False)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """As :meth:`set_modules_to_forward_prefetch`, for the backward."""
+        self._list(modules, backward=True)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce the gradients: ``no_sync`` as a switch, which single units have as well. False:
+        unsharded gradients are accumulated, and the first backward after it is set to True again reduces them."""
+        synchronize, units = as_flag(requires_gradient_sync, "requires_gradient_sync"), self._units(recurse)
+        _check_idle(units, "set_requires_gradient_sync()")
+        for unit in units:
+            unit.synchronize = synchronize
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether a backward waits, at its end, for the reductions that are under way in this tree. With False they go
+        on during what follows, and ``.grad`` has their results after the next backward that does wait.
+
+        Raises:
+            RuntimeError: not called on the root.
+        """
+        self._check_root("set_is_last_backward() should only be called on the root instance")
+        self._choose(False, is_last_backward=as_flag(is_last_backward, "is_last_backward"))
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many full gradients of this tree may wait for their reduction; the next one waits for the oldest. 2 by
+        default; ``recurse`` changes nothing, as they are counted in the whole tree.
+
+        Raises:
+            RuntimeError: not called on the root.
+            ValueError: not a positive number.
+        """
+        if type(max_input_buffers) is not int or max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive number of buffers, got {max_input_buffers!r}")
+        self._check_root("set_reduce_scatter_max_input_buffers() should only be called on the root instance")
+        self._choose(False, reduce_buffers=max_input_buffers)
+        join(self._fsdp_unit).size_pools()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return units_of(self) if recurse else [self._fsdp_unit]
+
+    def _choose(self, recurse: bool, **choices: Any) -> None:
+        units = self._units(recurse)
+        _check_idle(units, " and ".join(f"a choice of {name}" for name in choices))
+        for unit in units:
+            unit.policy = dataclasses.replace(unit.policy, **choices)
+
+    def _list(self, modules: Iterable[nn.Module], *, backward: bool) -> None:
+        wrappers = list(modules)
+        for module in wrappers:
+            if not isinstance(module, Switches):
+                raise TypeError(f"expected FullyShardedDataParallel modules to prefetch, got {type(module).__name__}")
+        if self in wrappers or len(set(wrappers)) < len(wrappers):
+            raise ValueError(f"{self._fsdp_unit.name} can prefetch other units, each once")
+        _check_idle([self._fsdp_unit], "a list of modules to prefetch")
+        # in the module's dictionary, where copies of the module have lists of copies
+        self.__dict__.setdefault(_LISTS, {})[backward] = wrappers
+        self._publish_lists()
+
+    def _publish_lists(self) -> None:
+        """Let the unit know what its wrapper is to prefetch, if that was said."""
+        if _LISTS in self.__dict__:
+            self._fsdp_unit.listed = functools.partial(_listed, weakref.ref(self))
+
+
+_LISTS = "_fsdp_prefetch_lists"
+
+
+def _listed(wrapper_ref: weakref.ref[Switches], backward: bool) -> list[Unit] | None:
+    wrapper = wrapper_ref()
+    if wrapper is None or not wrapper.__dict__[_LISTS].get(backward):
+        return None
+    context, listed = wrapper._fsdp_unit.context, [other._fsdp_unit for other in wrapper.__dict__[_LISTS][backward]]
+    return [unit for unit in listed if unit.gathers and unit.context is context]
+
+
+def _check_idle(units: Iterable[Unit], what: str) -> None:
+    for unit in units:
+        if unit.phase is not Phase.IDLE:
+            raise RuntimeError(f"{what} in the middle of the {unit.phase.name.lower()} of {unit.name}: call it outside")

@@ -1,0 +1,358 @@
+"""The successor's switches: what is gathered, kept and reduced as each is set, with the numbers of a plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, full_parameters
+
+FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 6)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for layer in self.layers:
+            y = layer(y)
+        return self.head(y)
+
+
+def build(**options: Any) -> Any:
+    torch.manual_seed(4)
+    policy = ModuleWrapPolicy({Layer, nn.Embedding})
+    return FullyShardedDataParallel(Net(), auto_wrap_policy=policy, **{"use_orig_params": True, **options})
+
+
+def batch(step: int) -> Tensor:
+    """The same on every rank."""
+    return torch.randint(10, (4,), generator=torch.Generator().manual_seed(step))
+
+
+class Beside:
+    """A wrapped model and a plain one, which train alike."""
+
+    def __init__(self, **options: Any) -> None:
+        self.model = build(**options)
+        torch.manual_seed(4)
+        self.plain = Net()
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (self.model, self.plain)]
+
+    def backward(self, step: int) -> None:
+        for model in (self.model, self.plain):
+            model(batch(step)).square().mean().backward()
+
+    def step(self) -> None:
+        gradients = full_gradients(self.model)
+        assert_bit_equal(gradients, {name: p.grad for name, p in self.plain.named_parameters()})
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_bit_equal(full_parameters(self.model), dict(self.plain.named_parameters()))
+
+
+@contextmanager
+def gathers() -> Iterator[list[str]]:
+    """What was gathered, in order: "root", "embed", "0" ..."""
+    names: list[str] = []
+    with record_collectives() as recorded:
+        yield names
+    for label in recorded.labels():
+        if label is not None and label.startswith("gather "):
+            names.append("root" if "root" in label else label.rstrip("'").replace("'", ".").rpartition(".")[2])
+
+
+def reductions(labels: list[str | None]) -> list[str]:
+    return [label for label in labels if label is not None and label.startswith("reduce ")]
+
+
+def _resharding() -> None:
+    for options, forward, backward in (
+        ({}, 5, 4),
+        ({"reshard_after_forward": True}, 5, 5),
+        ({"reshard_after_forward": False}, 5, 0),
+        ({"sharding_strategy": GRAD_OP}, 5, 0),
+        ({"sharding_strategy": GRAD_OP, "reshard_after_forward": False}, 5, 0),
+    ):
+        beside = Beside(**options)
+        for step in range(3):
+            with gathers() as first:
+                loss = beside.model(batch(step)).square().mean()
+            with gathers() as second:
+                loss.backward()
+            beside.plain(batch(step)).square().mean().backward()
+            assert (len(first), len(second)) == (forward, backward), f"{options}: {first}, {second}"
+            beside.step()
+
+
+def test_reshard_after_forward_as_an_argument() -> None:
+    run_ranks(2, _resharding)
+
+
+def _resharding_at_run_time() -> None:
+    beside = Beside()
+    model = beside.model
+    for step, (given, recurse, forward, backward) in enumerate(
+        [(False, True, 5, 0), (True, True, 5, 5), (None, True, 5, 4), (True, False, 5, 5), (None, False, 5, 4)]
+    ):
+        model.set_reshard_after_forward(given, recurse)
+        with gathers() as first:
+            loss = model(batch(step)).square().mean()
+        with gathers() as second:
+            loss.backward()
+        beside.plain(batch(step)).square().mean().backward()
+        assert (len(first), len(second)) == (forward, backward), f"{given}, {recurse}: {first}, {second}"
+        beside.step()
+    loss = model(batch(9)).square().mean()  # between a forward and its backward: what was gathered stays
+    model.set_reshard_after_forward(False)
+    with gathers() as found:
+        loss.backward()
+    assert len(found) == 4
+
+
+def test_reshard_after_forward_as_a_switch() -> None:
+    run_ranks(2, _resharding_at_run_time)
+
+
+def _kept_after_backward() -> None:
+    beside = Beside()
+    beside.model.set_reshard_after_backward(False)
+    beside.model.set_reshard_after_forward(False)
+    for step in range(3):
+        with gathers() as first:
+            beside.backward(3 * step)
+        with gathers() as then:
+            beside.backward(3 * step + 1)
+            beside.backward(3 * step + 2)
+        assert len(first) == 5 and then == [], (first, then)
+        beside.step()
+    for param in beside.model.parameters():  # past what counts versions, but by an optimizer
+        param.grad = torch.zeros_like(param)
+    _Past(beside.model.parameters()).step()
+    for param in beside.plain.parameters():
+        param.data.mul_(0.5)
+    beside.model.zero_grad()
+    beside.plain.zero_grad()
+    beside.backward(20)
+    beside.step()
+    beside.model.set_reshard_after_backward(True)
+    beside.backward(21)
+    assert not any(unit.is_gathered for unit in (w._fsdp_unit for w in beside.model.fsdp_modules(beside.model)))
+    beside.step()
+    beside.model.set_reshard_after_backward(False)
+    beside.backward(22)
+    for wrapper in beside.model.fsdp_modules(beside.model):
+        assert wrapper._fsdp_unit.is_gathered
+        wrapper.reshard()
+        assert not wrapper._fsdp_unit.is_gathered
+        wrapper.reshard()
+    beside.step()
+
+
+class _Past(torch.optim.Optimizer):
+    """Writes through ``.data``, as optimizers did that are old."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.5)
+
+
+def test_what_is_kept_after_backward_is_gathered_again_once_it_was_written() -> None:
+    run_ranks(2, _kept_after_backward)
+
+
+def _by_hand() -> None:
+    beside = Beside()
+    beside.backward(0)
+    beside.step()
+    for step, asynchronous in enumerate((False, True), 1):
+        layer = beside.model.layers[1]
+        with gathers() as early:
+            handle = layer.unshard(async_op=asynchronous)
+            assert (handle is None) is not asynchronous
+            if handle is not None:
+                handle.wait()
+        with gathers() as late:
+            beside.backward(step)
+        assert len(early) == 1 and len(late) == 8, (early, late)
+        beside.step()
+    layer.unshard()
+    layer.reshard()
+    assert not layer._fsdp_unit.is_gathered
+    with beside.model.summon_full_params(beside.model), pytest.raises(RuntimeError, match=r"reshard\(\) in the middle"):
+        beside.model.reshard()
+
+
+def test_gathered_and_resharded_by_hand() -> None:
+    run_ranks(2, _by_hand)
+
+
+def _without_parameters() -> None:
+    beside = Beside()
+    beside.model.embed.set_unshard_in_backward(False)
+    for step in range(3):
+        with gathers() as found:
+            beside.backward(step)
+        assert len(found) == 8 and found.count("embed") == 1, found
+        beside.step()
+    beside.model.layers[0].set_unshard_in_backward(False)
+    loss = beside.model(batch(0)).sum()
+    with pytest.raises(RuntimeError, match="at version 1073741824"):
+        loss.backward()
+
+
+def test_a_unit_that_its_backward_does_not_need() -> None:
+    run_ranks(2, _without_parameters)
+
+
+def _listed() -> None:
+    beside = Beside()
+    model = beside.model
+    layers = model.layers
+    model.set_modules_to_forward_prefetch([model.embed, layers[1]])
+    layers[1].set_modules_to_forward_prefetch([layers[2]])
+    layers[2].set_modules_to_backward_prefetch([layers[0], layers[1]])
+    for model in (beside.model, copy.deepcopy(beside.model)):  # what a copy has listed are its own
+        for _ in range(2):
+            with gathers() as forward:
+                loss = model(batch(0)).square().mean()
+            with gathers() as backward:
+                loss.backward()
+            order = ["root", "embed", "1", "0", "2"]
+            assert (forward, backward) == (order, ["2", "0", "1", "embed"])
+            model.zero_grad()
+    beside.model.layers[2].set_modules_to_backward_prefetch([])
+    beside.backward(1)
+    beside.model.zero_grad()
+    beside.plain.zero_grad()
+    beside.backward(1)
+    beside.step()
+    with pytest.raises(TypeError, match="got Linear"):
+        beside.model.set_modules_to_forward_prefetch([nn.Linear(2, 2)])
+    with pytest.raises(ValueError, match="can prefetch other units, each once"):
+        beside.model.set_modules_to_forward_prefetch([beside.model])
+
+
+def test_lists_of_what_to_prefetch() -> None:
+    run_ranks(2, _listed)
+
+
+def _synchronised_in_part() -> None:
+    beside = Beside()
+    layer = beside.model.layers[0]
+    layer.set_requires_gradient_sync(False)
+    with record_collectives() as recorded:
+        beside.backward(0)
+    reduced = reductions(recorded.labels())
+    assert len(reduced) == 4 and not any("layers.0" in label for label in reduced), reduced
+    assert layer.linear.weight.grad.shape == (6, 6)
+    layer.set_requires_gradient_sync(True)
+    beside.backward(1)
+    beside.step()
+    beside.model.set_requires_gradient_sync(False)
+    with record_collectives() as recorded:
+        beside.backward(2)
+    assert not reductions(recorded.labels())
+    beside.model.set_requires_gradient_sync(True)
+    beside.backward(3)
+    beside.step()
+
+
+def test_gradients_of_single_units_accumulate() -> None:
+    run_ranks(2, _synchronised_in_part)
+
+
+def _several_backwards() -> None:
+    beside = Beside()
+    for first in (0, 10):
+        beside.model.set_is_last_backward(False)
+        beside.backward(first)
+        beside.backward(first + 1)
+        assert not beside.model._fsdp_unit.context.reductions.is_empty
+        beside.model.set_is_last_backward(True)
+        beside.backward(first + 2)
+        assert beside.model._fsdp_unit.context.reductions.is_empty
+        beside.step()
+    with pytest.raises(RuntimeError, match="on the root"):
+        beside.model.layers[0].set_is_last_backward(False)
+
+
+def test_backwards_that_end_together() -> None:
+    run_ranks(2, _several_backwards)
+
+
+def _waiting_gradients() -> None:
+    beside = Beside()
+    for number in (1, 3):
+        beside.model.set_reduce_scatter_max_input_buffers(number)
+        assert beside.model._fsdp_unit.context.reductions.max_buffers == number
+        beside.backward(number)
+        beside.step()
+    for wrong in (0, -1, True, 1.5):
+        with pytest.raises(ValueError, match="positive number of buffers"):
+            beside.model.set_reduce_scatter_max_input_buffers(wrong)
+
+
+def test_how_many_gradients_wait_for_their_reduction() -> None:
+    run_ranks(2, _waiting_gradients)
+
+
+SWITCHES: dict[str, Callable[[Any], None]] = {
+    "reshard_after_forward": lambda model: model.set_reshard_after_forward("yes"),
+    "reshard_after_backward": lambda model: model.set_reshard_after_backward(None),
+    "unshard_in_backward": lambda model: model.set_unshard_in_backward(2),
+    "requires_gradient_sync": lambda model: model.set_requires_gradient_sync(torch.tensor(True)),
+    "is_last_backward": lambda model: model.set_is_last_backward("no"),
+}
+
+
+def _refused() -> None:
+    model = build()
+    for name, wrong in SWITCHES.items():
+        with pytest.raises(TypeError, match=f"{name} must be a bool"):
+            wrong(model)
+    with pytest.raises(NotImplementedError, match="over fewer ranks"):
+        build(reshard_after_forward=2)
+    with pytest.raises(ValueError, match=r"contradicts ShardingStrategy\.SHARD_GRAD_OP"):
+        build(sharding_strategy=GRAD_OP, reshard_after_forward=True)
+    model.layers[0].module.register_forward_hook(lambda *_: model.set_reshard_after_forward(False))
+    with pytest.raises(
+        RuntimeError, match="a choice of reshard_after_forward in the middle of the forward of the root"
+    ):
+        model(batch(0))
+    assert dist.get_world_size() == 2
+
+
+def test_what_switches_refuse() -> None:
+    run_ranks(2, _refused)
