@@ -54,7 +54,7 @@ def test_groups_of_a_tree(strategy: ShardingStrategy, kind: str) -> None:
         assert (wrapper._gradient_predivide_factor, wrapper._gradient_postdivide_factor) == (4, 1.5)
         assert wrapper._device_mesh is (mesh if kind == "mesh" else None)
         assert wrapper._fsdp_unit.groups == Groups(shard, 1, 2, replica, 2, 3, hybrid=True)
-        assert wrapper._fsdp_unit.policy.reshard_after_forward is (strategy is HYBRID)
+        assert wrapper._fsdp_unit.policy.reshard_after_forward is (None if strategy is HYBRID else False)
     copied = copy.deepcopy(model)
     assert (copied.process_group, copied._inter_node_pg, copied._device_mesh) == (shard, replica, model._device_mesh)
 
