@@ -298,8 +298,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/collectives.py",
-        "        if not groups.sharded and groups.replica is not None:\n",
-        "        if not groups.sharded:\n",
+        "        if group is None:  # one replica alone",
+        "        if False:  # one replica alone",
         "a group of one rank reduces over all ranks of the program",
         _tests("precision", "a_group_of_one_rank_in_a_larger_program_keeps_its_own_gradients"),
     ),
@@ -587,8 +587,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/collectives.py",
-        "        is_exact = dtype.itemsize > 2 or size & (size - 1) == 0\n",
-        "        is_exact = True\n",
+        "    is_exact = dtype.itemsize > 2 or size & (size - 1) == 0\n",
+        "    is_exact = True\n",
         "NCCL multiplies by a rounded 1 / size",
         _tests("accelerators", "nccl_averages_low_precision_only_where_it_is_exact"),
     ),
@@ -702,8 +702,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            if attach:\n                item.finish()\n        self.pool.trim()\n",
-        "            if attach:\n                item.finish()\n",
+        "                item.averaged.wait()\n        self.pool.trim()\n",
+        "                item.averaged.wait()\n",
         "the reduce buffers' memory stays after the backward",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),

@@ -396,10 +396,10 @@ def test_another_model() -> None:
         assert step == 2 and seconds < SHORT + 5 and error is not None
 
 
-# What a rank does before it stays away, and what the other one of the pair then waits for, or hears.
+# What a rank does before it stays away, and what the other one of the pair then waits for, or hears (global ranks).
 AWAY = {
     "nothing": ((0, 1), ("gather the root unit", "Last collectives of rank 0: ")),
-    "no backward": ((1, 2), ("in the backward", "Last collectives of rank 0: ")),
+    "no backward": ((1, 2), ("in the backward", "Last collectives of rank 1: ")),
     "raise and stop": ((2, 0), ("unit 'blocks.", "rank 0 gave up the forward of the root unit")),
 }
 

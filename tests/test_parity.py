@@ -12,6 +12,7 @@ Every run of 5 steps, or of 10 where micro-batches add up, is compared at each s
 - on 2 ranks with any collective, since the sum of two terms has one order, and halving is exact;
 - on 3 and 4 ranks where parameters are sharded and reductions go by direct exchange, which sums in rank order and then
   divides;
+- where 4 ranks are 2 replicas of 2 shards: each sum has two terms;
 
 and DDP's on 1 and 2 ranks (it is division by a power of two that commutes with rounding). The forward and backward
 themselves are bit-equal because the leaves have the shapes and strides of the originals.
@@ -43,6 +44,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
 import fsdp
@@ -92,19 +94,22 @@ class Run:
     reduce_each: bool = False
     shard_alignment: int = 1
     prefetch: str = "1 BACKWARD_PRE 1"  # distance in forward, kind and distance in backward
+    mesh: str = ""  # of hybrid sharding: the number of replicas, and of the ranks that each is sharded over
 
     def __str__(self) -> str:
         mode = "originals" if self.use_orig_params else "flat"
         words = [f"{self.world_size}r", self.case, self.optimizer, self.strategy, mode, self.collectives]
         words += [self.policy] * (self.policy != "blocks") + [f"micro{self.micro}"] * (self.micro > 1)
         words += ["each"] * self.reduce_each + [f"align{self.shard_alignment}"] * (self.shard_alignment > 1)
-        words += [self.prefetch.replace(" ", "-")] * (self.prefetch != "1 BACKWARD_PRE 1")
+        words += [self.prefetch.replace(" ", "-")] * (self.prefetch != "1 BACKWARD_PRE 1") + [self.mesh] * bool(
+            self.mesh
+        )
         return "-".join(words)
 
     @property
     def same_order(self) -> bool:
         """Whether the engine adds up gradients in the order of `run_plain(order="ranks")`."""
-        sharded = self.strategy != "NO_SHARD"
+        sharded = self.strategy != "NO_SHARD" and self.mesh != "4x1"
         return self.world_size <= 2 or (sharded and self.collectives == "direct")
 
     @property
@@ -232,6 +237,37 @@ def test_parity_whatever_is_gathered_ahead(run: Run) -> None:
     run_ranks(run.world_size, compare, run)
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        *(
+            Run(4, case, opt, strategy, mode, "direct", mesh=mesh, micro=micro)
+            for mesh, case, opt, strategy, mode, micro in [
+                ("2x2", "tied-transformer", "adamw", "HYBRID_SHARD", True, 1),
+                ("2x2", "unused", "sgd", "_HYBRID_SHARD_ZERO2", False, 3),
+                ("2x2", "segment-reentrant", "adamw", "HYBRID_SHARD", False, 3),
+                ("2x2", "segment-non-reentrant", "sgd", "_HYBRID_SHARD_ZERO2", True, 1),
+                ("1x4", "lora", "sgd", "HYBRID_SHARD", False, 1),
+                ("1x4", "encoder-decoder", "adamw", "_HYBRID_SHARD_ZERO2", True, 1),
+            ]
+        ),
+        *(
+            Run(4, case, opt, strategy, mode, "native", mesh=mesh, micro=micro, reduce_each=micro > 1)
+            for mesh, case, opt, strategy, mode, micro in [
+                ("2x2", "used-twice", "sgd", "HYBRID_SHARD", True, 3),
+                ("2x2", "mlp", "adamw", "_HYBRID_SHARD_ZERO2", False, 1),
+                ("4x1", "mlp", "sgd", "HYBRID_SHARD", True, 1),
+                ("4x1", "lora", "adamw", "_HYBRID_SHARD_ZERO2", False, 3),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_parity_of_shards_and_replicas(run: Run) -> None:
+    """R13, Y55: of every shape of mesh; over one rank to shard over, gradients are averaged over the replicas."""
+    run_ranks(run.world_size, compare, run)
+
+
 # -- in the rank processes ---------------------------------------------------------------------------------------
 
 
@@ -247,6 +283,8 @@ def compare(run: Run) -> None:
         "backward_prefetch": None if kind == "None" else BackwardPrefetch[kind],
         "backward_prefetch_distance": int(backward),
     }
+    if run.mesh:
+        options["device_mesh"] = init_device_mesh("cpu", tuple(map(int, run.mesh.split("x"))))
     with shard_alignment(run.shard_alignment):
         if run.shard_alignment > 1:
             check_alignment(ZOO[run.case], run, options)
@@ -304,10 +342,17 @@ def zero_grads(case: Case, policy: str) -> list[str]:
 
 @lru_cache(maxsize=4)
 def plain_steps(
-    case: str, optimizer: str, policy: str, micro: int, reduce_each: bool, order: Any, dtype: torch.dtype
+    case: str,
+    optimizer: str,
+    policy: str,
+    micro: int,
+    reduce_each: bool,
+    order: Any,
+    dtype: torch.dtype,
+    shard_size: int | None = None,
 ) -> list[Step]:
     zeros = zero_grads(ZOO[case], policy)
-    options = {"order": order, "dtype": dtype, "zero_grads": zeros}
+    options = {"order": order, "dtype": dtype, "zero_grads": zeros, "shard_size": shard_size}
     return run_plain(ZOO[case], OPTIMIZERS[optimizer], dist.get_world_size(), schedule(micro, reduce_each), **options)
 
 
@@ -319,7 +364,8 @@ def ddp_steps(case: str, optimizer: str, micro: int, reduce_each: bool, dtype: t
 
 def compare_with_plain(run: Run, steps: list[Step]) -> None:
     reference = (run.case, run.optimizer, run.policy, run.micro, run.reduce_each)
-    plain = [parts_of(step) for step in plain_steps(*reference, "ranks", run.dtype)]
+    shard_size = int(run.mesh[-1]) if run.mesh else None
+    plain = [parts_of(step) for step in plain_steps(*reference, "ranks", run.dtype, shard_size)]
     compare_steps([parts_of(step) for step in steps], plain, run.same_order, f"{run}, against the plain model by ranks")
     if not run.same_order and not ZOO[run.case].local_statistics:
         whole = [parts_of(step, by_rank=False) for step in plain_steps(*reference, "batch", run.dtype)]

@@ -44,6 +44,7 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.NO_SHARD,
 )
+HYBRID_SHARD, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
 # -- the tracer --------------------------------------------------------------------------------------------------------
@@ -473,6 +474,8 @@ SETTINGS = (
     Setting(1, FULL_SHARD, True, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
     Setting(1, SHARD_GRAD_OP, False, mixed_precision=MixedPrecision(torch.bfloat16)),
     Setting(2, NO_SHARD, False, mixed_precision=MixedPrecision(torch.bfloat16)),
+    Setting(2, HYBRID_SHARD, True),
+    Setting(2, ZERO2, False, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
 )
 
 
@@ -484,12 +487,19 @@ def force_sharded() -> None:
     os.environ["FSDP_FORCE_SHARDED"] = "1"
 
 
+def replicas() -> tuple[Any, Any]:
+    """Every rank is sharded over itself alone, and all are replicas."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()], dist.group.WORLD
+
+
 def trace_parts(setting: Setting) -> tuple[list[str], list[str]]:
     """The races, and what made the host wait once the order of the units was known."""
     force_sharded()
     logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # some parts fail on purpose
     with trace_streams(check=False) as tracer:
-        options = dict(zip(("sharding_strategy", *Setting._fields[2:]), setting[1:]))
+        options: dict[str, Any] = dict(zip(("sharding_strategy", *Setting._fields[2:]), setting[1:]))
+        if setting.strategy in (HYBRID_SHARD, ZERO2):
+            options["process_group"] = replicas()
         training = Training(tracer, Tower(), **options)
         training.step()
         tracer.host_synchronisations.clear()
@@ -718,6 +728,53 @@ def test_each_synchronisation_is_needed_and_its_lack_is_seen() -> None:
     lines, seen = run_ranks(1, drop_each)[0]
     assert lines_that_synchronise() == lines, "some are not exercised here"
     assert [sync for sync, race in seen.items() if race is None] == []
+
+
+def drop_each_of_replicas() -> dict[str, str | None]:
+    """For each synchronisation with the stream of the means over replicas a race that shows when it is left out."""
+    force_sharded()
+    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # a part fails on purpose
+    group, strategy = replicas(), HYBRID_SHARD
+
+    def trace(kind: str, drop: tuple[Sync, ...] = ()) -> StreamTracer:
+        with memory(kind), trace_streams(drop=drop, check=False) as tracer:
+            training = Training(tracer, Tower(), process_group=group, sharding_strategy=strategy)
+            for part in (Training.steps, Training.failures):
+                if not tracer.races:
+                    part(training)
+            del training
+        return tracer
+
+    found: dict[str, str | None] = {}
+    for kind in ("pooled", "offloaded"):
+        for sync in sorted(sync for sync in trace(kind).syncs if "replica" in (sync.by, sync.on)):
+            found[f"{kind}: {sync}"] = next(iter(trace(kind, (sync,)).races), None)
+    return found
+
+
+def test_each_synchronisation_with_the_replicas_is_needed_and_its_lack_is_seen() -> None:
+    """The mean over replicas comes after the reduction, and before the gradient is read."""
+    for seen in run_ranks(2, drop_each_of_replicas):
+        assert len(seen) >= 4 and [sync for sync, race in seen.items() if race is None] == []
+
+
+def trace_reductions_beside_averages() -> list[str]:
+    """Reductions that wait for the mean over replicas of an earlier one."""
+    force_sharded()
+    with trace_streams(check=False) as tracer:
+        training = Training(tracer, Tower((7,) * 4), process_group=replicas(), sharding_strategy=HYBRID_SHARD)
+        training.steps()
+        tracer.collectives.clear()
+        training.step()
+    replica = tracer.streams.replica
+    averages = [c for c in tracer.collectives if c.stream is replica]
+    reductions = [c for c in tracer.collectives if c.stream is tracer.streams.reduce]
+    assert len(averages) == len(reductions) == 5
+    return [c.label for c in reductions if c.clock.get(replica, 0) >= averages[0].time]
+
+
+def test_reductions_do_not_wait_for_replicas() -> None:
+    assert run_ranks(2, trace_reductions_beside_averages) == [[], []]
 
 
 @contextmanager

@@ -101,23 +101,37 @@ class Communicator:
     def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Pending:
         """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``. ``full`` is used up.
 
-        Sharded: ``out`` has ``full.numel() / shard_size`` elements. Not sharded: ``out`` is ``full``.
+        Sharded: ``out`` has ``full.numel() / shard_size`` elements, and the mean is that of the shard group; where
+        there are replicas, ``average`` comes next. Not sharded: ``out`` is ``full``, which is averaged.
         Runs on the current stream; neither tensor may be touched before ``wait()``.
         """
-        groups = self.groups
-        if groups.sharded and groups.replica is not None:
-            raise NotImplementedError("gradients that are reduced over several shard groups are not supported yet")
-        op, before, after = self._averaging(full.dtype, full.device)
+        if not self.groups.sharded:
+            return self.average(full, tag)
+        op, before, after = _averaging(self.groups.shard, self.groups.shard_size, full)
         if before != 1:
             full.div_(before)
-        finish: Callable[[], None] | None = None
-        work: Work | None = None  # one rank alone: the mean is what it has
-        if not groups.sharded and groups.replica is not None:
-            work = self._issue(tag, "all_reduce", _wire(full), op=op, group=groups.replica)
-        elif groups.sharded and self._goes_direct(full):
+        if self._goes_direct(full):
             work, finish = self._direct_reduce(out, full, tag)
-        elif groups.sharded:
-            work = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=groups.shard)
+            return self._divided(work, out, after, finish)
+        work = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=self.groups.shard)
+        return self._divided(work, out, after)
+
+    def average(self, values: torch.Tensor, tag: Tag) -> Pending:
+        """Start replacing ``values`` by the mean of every replica's. Runs on the current stream; they may not be
+        touched before ``wait()``."""
+        group = self.groups.replica
+        if group is None:  # one replica alone: the mean is what it has
+            return Pending(None, self.streams)
+        op, before, after = _averaging(group, self.groups.replica_size, values)
+        if before != 1:
+            values.div_(before)
+        work = self._issue(tag, "all_reduce", _wire(values), op=op, group=group)
+        return self._divided(work, values, after)
+
+    def _divided(
+        self, work: Work, out: torch.Tensor, after: float, finish: Callable[[], None] | None = None
+    ) -> Pending:
+        """``out`` is what becomes of ``work`` and ``finish``, and is then divided by ``after``."""
 
         def complete() -> None:
             if finish is not None:
@@ -130,30 +144,7 @@ class Communicator:
         complete()
         return Pending(work, self.streams)
 
-    def maximum(self, values: torch.Tensor, device: torch.device, label: str) -> None:
-        """Replace ``values`` (int64, on CPU) by the largest of all ranks, element by element. The host waits."""
-        for group in (self.groups.shard, self.groups.replica):
-            if group is not None and group.size() > 1:
-                agree(values, group, device, label)
-
     # -- how -----------------------------------------------------------------------------------------------------------
-
-    def _averaging(self, dtype: torch.dtype, device: torch.device) -> tuple[Any, float, float]:
-        """(operation, divisor of the full gradient, divisor of the result).
-
-        Averaging belongs into the collective or into the small result. float16 alone is divided before as well, by
-        about the root of the total, because the sum of many ranks' gradients overflows it. NCCL multiplies by 1 / size
-        in the dtype of the message, which in 16 bits is off by up to 0.2 % where the size is no power of two.
-        """
-        size = self.groups.data_parallel_size
-        if dtype == torch.float16:
-            before = predivisor(size)
-            return dist.ReduceOp.SUM, before, size / before
-        group = self.groups.shard if self.groups.sharded else self.groups.replica
-        is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
-        if size > 1 and dtype.is_floating_point and is_exact and backend_of(group, device) == "nccl":
-            return dist.ReduceOp.AVG, 1.0, 1.0
-        return dist.ReduceOp.SUM, 1.0, float(size)
 
     def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Work:
         return issue(name, *tensors, label=tag.label, asynchronous=self.streams.asynchronous_work, **options)
@@ -189,6 +180,23 @@ class Communicator:
         received.insert(rank, pieces[rank])
         work = self._exchange(tag, [_wire(piece) for piece in pieces], [_wire(piece) for piece in received])
         return work, lambda: sum_in_rank_order(out, received)
+
+
+def _averaging(group: Any, size: int, values: torch.Tensor) -> tuple[Any, float, float]:
+    """How ``group``, of ``size`` ranks, averages such ``values``: (operation, divisor of them, divisor of the result).
+
+    Averaging belongs into the collective or into the small result. float16 alone is divided before as well, by
+    about the root of the total, because the sum of many ranks' gradients overflows it. NCCL multiplies by 1 / size
+    in the dtype of the message, which in 16 bits is off by up to 0.2 % where the size is no power of two.
+    """
+    dtype = values.dtype
+    if dtype == torch.float16:
+        before = predivisor(size)
+        return dist.ReduceOp.SUM, before, size / before
+    is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
+    if size > 1 and dtype.is_floating_point and is_exact and backend_of(group, values.device) == "nccl":
+        return dist.ReduceOp.AVG, 1.0, 1.0
+    return dist.ReduceOp.SUM, 1.0, float(size)
 
 
 def predivisor(size: int) -> float:

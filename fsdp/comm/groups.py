@@ -127,6 +127,14 @@ def default_group() -> Any:
     return dist.group.WORLD
 
 
+def rank_names(group: Any) -> list[int]:
+    """What people call ``group``'s ranks: their global ranks, where torch.distributed knows the group."""
+    try:
+        return group_ranks(group)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return list(range(group.size()))
+
+
 def group_ranks(group: Any) -> list[int]:
     """The global ranks of ``group``'s ranks."""
     return list(dist.get_process_group_ranks(group))

@@ -5,8 +5,9 @@ A block of memory is allocated, reused and freed on the stream that owns it. Who
 the owner waits for that event *on the stream* before the block is used again. So nothing depends on the allocator's
 own stream recording, the same bytes are used at every step, and the host never blocks.
 
-Three streams take part: the compute stream (whatever is current when the user's code runs), one for gathers and one for
-reductions. On CPU there are none: a collective is an asynchronous ``Work``, launched before the compute that hides it
+Four streams take part: the compute stream (whatever is current when the user's code runs), one for gathers, one for
+reductions and one for the means over replicas of hybrid sharding, which go between machines and would hold up the next
+reduction. On CPU there are none: a collective is an asynchronous ``Work``, launched before the compute that hides it
 and waited for at its first use.
 
 Autograd runs a hook on the stream on which its node was made, and a leaf's node may be older than the training: so the
@@ -40,6 +41,9 @@ class HostStreams:
         return _NOWHERE_ELSE
 
     def on_reduce_stream(self) -> AbstractContextManager[None]:
+        return _NOWHERE_ELSE
+
+    def on_replica_stream(self) -> AbstractContextManager[None]:
         return _NOWHERE_ELSE
 
     def on_device(self) -> AbstractContextManager[None]:
@@ -77,7 +81,7 @@ class HostStreams:
 
 
 class AcceleratorStreams:
-    """An accelerator's gather and reduce streams beside the compute stream, which is whatever stream is current."""
+    """An accelerator's streams beside the compute stream, which is whatever stream is current."""
 
     asynchronous_work = False  # collectives run on the stream that is current when they are called
 
@@ -85,6 +89,7 @@ class AcceleratorStreams:
         # What queues behind the compute stalls everything: a gather, and a reduction that a gather comes after, since a
         # communicator keeps the order in which its collectives were issued.
         self._gather, self._reduce = torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
+        self._replica: torch.Stream | None = None  # made where it is needed
         self._device = device
 
     def on_gather_stream(self) -> AbstractContextManager[None]:
@@ -92,6 +97,10 @@ class AcceleratorStreams:
 
     def on_reduce_stream(self) -> AbstractContextManager[None]:
         return self._on(self._reduce)
+
+    def on_replica_stream(self) -> AbstractContextManager[None]:
+        self._replica = self._replica or torch.Stream(self._device, priority=-1)
+        return self._on(self._replica)
 
     def on_device(self) -> AbstractContextManager[None]:
         """The device is the current one inside: for what torch.distributed puts on whatever device that is."""

@@ -12,7 +12,8 @@ to leave the record, the others may not be, so it announces that through the gro
 announced the same. A rank that waits long for a collective announces what it waits for, so that one which left the
 record alone learns that it is alone, and both raise. At the end of a pass the ranks compare a hash of it; of a forward
 nobody waits for the answer before the next pass ends. A pass begins in a group with the first collective there: where
-a tree has several groups, as with experts, a group knows nothing of the passes that do not concern it.
+a tree has several groups, as with experts, a group knows nothing of the passes that do not concern it. Nor do replicas
+of each other's gathers: they have to agree on reductions. Who is told in one group tells the others, whom it lets down.
 
 What else communicates (``state_dict()``, ``clip_grad_norm_()``, ...) is a call, which begins and ends like a pass. It
 is announced before anything is sent, unless steps are made of it and it comes in its usual place.
@@ -25,6 +26,7 @@ With ``reduce_unused`` the order may differ between ranks, and is settled as the
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 import weakref
@@ -39,7 +41,7 @@ from fsdp.comm import ledger
 from fsdp.comm.board import Board
 from fsdp.comm.collectives import OutOfStep, Vote, debug_detail, gather_values
 from fsdp.comm.consensus import all_gather_object, hash_of
-from fsdp.comm.groups import group_timeout
+from fsdp.comm.groups import group_timeout, rank_names
 from fsdp.comm.streams import Streams
 from fsdp.comm.waiting import watch
 from fsdp.runtime.diagnosis import (
@@ -68,11 +70,10 @@ class Member(Protocol):
     """A unit as the agreement knows it."""
 
     name: str
-    place: int  # its number among the members of its agreement, equal on every rank; set by ``Passes``
+    place: int  # its number among the members of its first group, equal on every rank; set by ``Passes``
 
-    @property
-    def group(self) -> Any | None:
-        """Whose ranks have to agree on its collectives; None where there are none."""
+    def groups_for(self, kind: str) -> list[Any]:
+        """The groups whose ranks have to agree on such a collective of it, none or several."""
 
     @property
     def handles(self) -> Sequence[Any]: ...
@@ -81,8 +82,8 @@ class Member(Protocol):
     def in_full_precision(self) -> bool:
         """Whether its messages have the parameters' own dtypes, and usually have others."""
 
-    def signature(self) -> str:
-        """What its collectives depend on, in words."""
+    def signature(self, group: Any) -> str:
+        """What its collectives over ``group`` depend on, in words."""
 
     def reduction(self) -> str:
         """What a backward that begins now would reduce of it, in words."""
@@ -154,8 +155,9 @@ class Agreement:
         self._group = group
         self._device = device
         self._host_may_wait = streams.asynchronous_work
-        self._rank, self._size = group.rank(), group.size()
         self._members = [weakref.ref(member) for member in members]
+        self._places = weakref.WeakKeyDictionary({member: place for place, member in enumerate(members)})
+        self.others: list[weakref.ref[Agreement]] = []  # of the same tree
         self._board = Board(group, None)  # of this tree once the layout is agreed on; nobody is heard before
         self._layout_agreed = False
         self._record: dict[int, int] = {}  # what came before -> what followed; the oldest first
@@ -188,13 +190,13 @@ class Agreement:
         """
         if self._layout_agreed:
             return
-        lines = [f"{member.name}: {member.signature()}" for member in self._present()]
+        lines = [f"{member.name}: {member.signature(self._group)}" for member in self._present()]
         digest = hash_of("\n".join(line.partition(": ")[2] for line in lines))
         name = Vote(
             digest, self._group, self._device, "agree on the layout", largest=random.SystemRandom().getrandbits(62)
         ).result()
         if name is None:
-            raise OutOfStep(first_difference(self._all_texts("\n".join(lines))))
+            raise self._told(first_difference(dict(zip(self._names, self._all_texts("\n".join(lines))))))
         self._layout_agreed = True
         self._board = Board(self._group, f"{name:x}")
         self._board.live()
@@ -246,7 +248,7 @@ class Agreement:
             return _CALLS - (hash_of(what.call) >> 2)
         if what.caller is None:
             return BACKWARD
-        return what.caller.place if any(member is what.caller for member in self._present()) else _ELSEWHERE
+        return self._places.get(what.caller, _ELSEWHERE)
 
     def _ask_to_begin(self) -> None:
         """Ask whether all ranks begin this pass here.
@@ -316,7 +318,7 @@ class Agreement:
             return
         self._meet(f"come/{self._recoveries}", "after a pass that failed")
         self._raise_if_broken()  # others may have come without this rank having looked around
-        reports = {self._rank: self._issued()} | self._board.posted(f"issued/{self._recoveries}")
+        reports = {self._group.rank(): self._issued()} | self._board.posted(f"issued/{self._recoveries}")
         watch(self._group, self)
         ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in reports.items()})
         self._passes = max(passes for passes, _ in reports.values())
@@ -346,19 +348,22 @@ class Agreement:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        self._next(f"{kind} {words_of(member)}", event_of(kind, member))
+        self._next(f"{kind} {words_of(member)}", self._event(kind, member))
         if self._detailed and kind == GATHER:
             self._compare_handles(member)
+
+    def _event(self, kind: str, member: Member) -> int:
+        return (self._places[member] * len(KINDS) + KINDS.index(kind)) * 2 + member.in_full_precision
 
     def _compare_handles(self, member: Member) -> None:
         """Compare what is gathered in the form in which torch's FSDP1 does at debug level DETAIL, in the first forward
         in training mode: how many handles, and which."""
-        handles = [member.place * MAX_BUCKETS + bucket for bucket in range(len(member.handles))]
+        handles = [self._places[member] * MAX_BUCKETS + bucket for bucket in range(len(member.handles))]
         for numbers in ([len(handles)], handles):
             values = torch.tensor(numbers, device="cpu")
             by_rank = gather_values(values, self._group, self._device, f"agree to gather {member.name}").tolist()
             if any(other != by_rank[0] for other in by_rank):
-                found = "; ".join(f"rank {rank} gathers handles {theirs}" for rank, theirs in enumerate(by_rank))
+                found = "; ".join(f"rank {rank} gathers handles {theirs}" for rank, theirs in zip(self._names, by_rank))
                 found = f"in the {self._pass.words}, where rank {self._rank} gathers {member.name}, {found}"
                 raise self._out_of_step(self._in_words(found, {}))
 
@@ -402,21 +407,27 @@ class Agreement:
         if found is not None:
             raise self._out_of_step(found)
         if dead := self._board.dead():
-            self._accused = True
-            ended = ", ".join(f"rank {rank}" for rank in dead)
-            raise OutOfStep(
-                f"the process of {ended} has ended, and rank {self._rank} waits for it at {self._report().where}. "
-                f"{self.explain()}"
+            ended = f"the process of {', '.join(f'rank {self._names[rank]}' for rank in dead)} has ended"
+            raise self._told(
+                f"{ended}, and rank {self._rank} waits for it at {self._report().where}. {self.explain()}", ended
             )
 
     def _raise_if_broken(self) -> None:
         """Raises what another rank has found out; once, if this one has given up."""
         broken = self._board.read(f"broken/{self._recoveries}")
         if broken is not None and not (self._accused and self._gave_up is not None):
-            self._accused = True
-            raise OutOfStep(f"rank {self._rank} is at {self._report().where}. {broken}")
+            raise self._told(f"rank {self._rank} is at {self._report().where}. {broken}", broken)
 
     # -- words ---------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _names(self) -> list[int]:
+        """What its ranks are called: a tree may have several groups, and each its rank 0."""
+        return rank_names(self._group)
+
+    @property
+    def _rank(self) -> int:
+        return self._names[self._group.rank()]
 
     def _report(self) -> Report:
         """What this rank reports to the others."""
@@ -432,8 +443,8 @@ class Agreement:
         self._board.post("report", own)
 
         def latest(posted: dict[int, Any]) -> dict[int, Report]:
-            several = {rank: Report.of(words) for rank, words in posted.items() if words[0] == self._recoveries}
-            return several | {self._rank: own}
+            several = [(rank, Report.of(words)) for rank, words in posted.items() if words[0] == self._recoveries]
+            return {self._names[rank]: report for rank, report in several} | {self._rank: own}
 
         def tells(posted: dict[int, Any]) -> bool:
             return self._first_mismatch(latest(posted)) is not None
@@ -467,15 +478,24 @@ class Agreement:
 
     def _out_of_step(self, message: str) -> OutOfStep:
         """For this rank to raise; the others are told."""
-        self._accused = True
         self._board.write(f"broken/{self._recoveries}", message)
+        return self._told(message)
+
+    def _told(self, message: str, why: str = "") -> OutOfStep:
+        """For this rank to raise; those of the other groups of the tree, which it leaves alone, are told ``why``."""
+        self._accused = True
+        for reference in self.others:
+            other = reference()
+            if other is not None and other._layout_agreed and not other._accused:
+                other._accused = True
+                other._board.write(f"broken/{other._recoveries}", why or message)
         return OutOfStep(message)
 
     def explain(self) -> str:
         """What the ranks did last, as far as they have told."""
         words: list[str] = []
-        reports, dead = self._exchange_reports(HEARING), self._board.dead()
-        for rank in range(self._size):
+        reports, dead = self._exchange_reports(HEARING), {self._names[rank] for rank in self._board.dead()}
+        for rank in self._names:
             if rank in dead:
                 words.append(f"rank {rank}: its process has ended")
             elif rank in reports:
@@ -484,10 +504,6 @@ class Agreement:
             else:
                 words.append(f"rank {rank}: nothing heard")
         return f"Last collectives of {'; '.join(words)}"
-
-
-def event_of(kind: str, member: Member) -> int:
-    return (member.place * len(KINDS) + KINDS.index(kind)) * 2 + member.in_full_precision
 
 
 def words_of(member: Member) -> str:

@@ -6,7 +6,9 @@ units of one group share one all-reduce. Ranks that clip by different norms drif
 does not combine anyway is brought to its all-reduce, each of its N ranks bringing 1/N of the p-th powers (of the
 infinity norm, all of it): gradients of ``NO_SHARD``, which are equal on all ranks and so count once; of parameters that
 no unit manages, which are whatever the ranks made of them; and what other groups than the root's have found. The norm
-is therefore the same on all ranks of the root's group, and NaN or infinite where any gradient is.
+is therefore the same on all ranks of the root's group, and NaN or infinite where any gradient is. Replicas of a root
+that is sharded as well have the same gradients, bit for bit, and so the same norm: it is brought to an all-reduce over
+them only where what need not be the same is in it.
 
 [Note: Precision of the norm]
 A norm in float32 is good to six digits only where sums are short. On accelerators they are, since thousands of threads
@@ -26,6 +28,7 @@ import torch
 from torch import nn
 
 from fsdp.comm.collectives import combine
+from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.unit import Unit
 
 _PIECE = 1 << 16  # elements
@@ -139,7 +142,8 @@ def clip_grad_norm_(
         return value
 
     parts = {group: part(grads) for group, grads in sharded.items()}
-    everyone = root.groups.shard if root.groups.sharded else root.groups.replica
+    over = root.groups_for(REDUCE)
+    everyone = over[0] if over else None
     own = parts.pop(everyone, None)
     total = part(whole)
     with context.calling(f"clip_grad_norm_(norm_type={p})", often=True):
@@ -148,6 +152,8 @@ def clip_grad_norm_(
         if everyone is not None and (own is not None or parts or others):  # see [Note: Whose gradients count]
             share = order.share(total, everyone.size())
             total = combined(share if own is None else order.join(own, share), everyone)
+            for group in over[1:] if parts or others else ():
+                total = combined(order.share(total, group.size()), group)
     norm = order.norm(total).to(wide)
 
     if error_if_nonfinite and not bool(torch.isfinite(norm)):

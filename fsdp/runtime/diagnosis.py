@@ -60,16 +60,18 @@ class Report(NamedTuple):
         return " -> ".join(words[:4]) or "something else"
 
 
-def first_difference(texts: list[str]) -> str:
+def first_difference(texts: Mapping[int, str]) -> str:
     """Of models as each rank has wrapped its own: a line for each unit, with its name and what has to be equal."""
-    units = [text.split("\n") if text else [] for text in texts]
-    for position in range(max(map(len, units))):
-        there = [lines[position] if position < len(lines) else "none: no such unit" for lines in units]
-        for rank, line in enumerate(there):
-            if line.partition(": ")[2] != there[0].partition(": ")[2]:
+    units = {rank: text.split("\n") if text else [] for rank, text in texts.items()}
+    for position in range(max(map(len, units.values()))):
+        there = {rank: [*lines, *["none: no such unit"] * position][position] for rank, lines in units.items()}
+        first = next(iter(there))
+        for rank, line in there.items():
+            if line.partition(": ")[2] != there[first].partition(": ")[2]:
                 return (
                     f"the ranks have wrapped different models. The first difference is at unit {position} of the "
-                    f"group: rank 0 has {there[0]}; rank {rank} has {line}. Build and wrap the same model on every rank"
+                    f"group: rank {first} has {there[first]}; rank {rank} has {line}. Build and wrap the same model on "
+                    "every rank"
                 )
     raise AssertionError("the digests differ, and the texts do not")
 

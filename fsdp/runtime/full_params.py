@@ -119,11 +119,11 @@ def _gather_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
         )
     for bucket, handle in enumerate(unit.handles):
         originals = [visible.param for visible in unit.views[bucket].visible]
-        present = torch.tensor([original.grad is not None for original in originals], dtype=torch.int64, device="cpu")
-        unit.agree_on_maximum(present)
         if not handle.groups.sharded:
             result.append([original.grad for original in originals])
             continue
+        present = torch.tensor([original.grad is not None for original in originals], dtype=torch.int64, device="cpu")
+        unit.agree_on_maximum(present, replicas=False)
         local = torch.zeros_like(handle.shard, device=handle.device)
         for original, part in zip(originals, handle.sharded_views(local)):
             if original.grad is not None:

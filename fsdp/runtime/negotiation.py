@@ -19,7 +19,6 @@ from fsdp.runtime.agreement import (
     Agreement,
     Member,
     Pass,
-    event_of,
     words_of,
 )
 
@@ -58,7 +57,7 @@ class Negotiation(Agreement):
         """Each proposal tells which pass it is for."""
 
     def about_to(self, kind: str, member: Member) -> None:
-        self._propose(f"{kind} {words_of(member)}", event_of(kind, member))
+        self._propose(f"{kind} {words_of(member)}", self._event(kind, member))
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
@@ -112,5 +111,5 @@ class Negotiation(Agreement):
     def _first_misunderstanding(self, texts: list[str]) -> str:
         for lines in zip(*(text.split("\n") for text in texts)):
             if len(set(lines)) > 1:
-                return "; ".join(f"rank {rank} {line}" for rank, line in enumerate(lines))
-        return "; ".join(f"rank {rank} {text.splitlines()[0]}" for rank, text in enumerate(texts))
+                return "; ".join(f"rank {rank} {line}" for rank, line in zip(self._names, lines))
+        return "; ".join(f"rank {rank} {text.splitlines()[0]}" for rank, text in zip(self._names, texts))

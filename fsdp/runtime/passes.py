@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from fsdp.comm.streams import Streams
-from fsdp.runtime.agreement import Agreement, Member, Pass
+from fsdp.runtime.agreement import REDUCE, Agreement, Member, Pass
 from fsdp.runtime.negotiation import Negotiation
 
 
 class Passes:
     """The passes of one tree that are under way, innermost last, and its agreements, one per group of several ranks.
+    Units that are sharded and replicated have two: over the second one the ranks agree on reductions.
 
     A backward may run inside a forward. A pass begins in a group with the first collective there.
 
@@ -28,14 +30,16 @@ class Passes:
         and there is one group."""
         by_group: dict[int, tuple[Any, list[Member]]] = {}
         for member in members:
-            if (group := member.group) is not None:
-                by_group.setdefault(id(group), (group, []))[1].append(member)
-        for _, units in by_group.values():
-            for place, unit in enumerate(units):
-                unit.place = place
+            for position, group in enumerate(member.groups_for(REDUCE)):
+                units = by_group.setdefault(id(group), (group, []))[1]
+                if position == 0:
+                    member.place = len(units)
+                units.append(member)
         kind = Negotiation if negotiate else Agreement
         self._negotiate = negotiate
         self._by_group = {key: kind(group, units, device, streams) for key, (group, units) in by_group.items()}
+        for agreement in self._by_group.values():
+            agreement.others = [weakref.ref(other) for other in self._by_group.values() if other is not agreement]
         self._stack: list[Pass] = []
         self.failed = False
         self.meetings = 0
@@ -59,17 +63,16 @@ class Passes:
     # -- what begins and ends ------------------------------------------------------------------------------------------
 
     def about_to(self, kind: str, member: Member) -> None:
-        """``member`` is about to gather or reduce: see that the ranks of its group agree. Outside of passes and calls
+        """``member`` is about to gather or reduce: see that the ranks of its groups agree. Outside of passes and calls
         that is a call by itself."""
-        agreement = self._by_group.get(id(member.group))
-        if agreement is None:
-            return
-        if self.current is None:
+        agreements = [self._by_group[id(group)] for group in member.groups_for(kind)]
+        if agreements and self.current is None:
             with self.calling(kind, f"{kind} of {member.name}", often=True):
                 self.about_to(kind, member)
             return
-        agreement.come_to(self.current)
-        agreement.about_to(kind, member)
+        for agreement in agreements:
+            agreement.come_to(self.current)
+            agreement.about_to(kind, member)
 
     def announce(self, group: Any) -> None:
         """The call under way is about to communicate over ``group`` in a manner of its own: see that all ranks of it

@@ -1,5 +1,11 @@
 """From gradient slots to the gradient that the optimizer sees: reduce-scatter, average, ``.grad`` of the shard.
 
+[Note: Replicas]
+Where units are sharded and replicated, what comes out of the reduction inside the shard group is averaged over the
+replicas. An accelerator begins with that behind the reduction, on a stream of its own. On CPU the host has to wait for
+the reduction first; it does so when the next one begins, which hid this one, and at the end. Not where memory runs
+short: ranks get there in different places of what they do, and collectives of a group have one order.
+
 A leaf's gradient is copied into its slot as soon as autograd has it (the cast to the reduce dtype is part of the
 copy) and dropped. When the unit's last leaf has delivered, the slots nobody wrote are zeroed and the whole vector is
 reduced. What comes out is attached as ``.grad`` at the end of the backward.
@@ -13,14 +19,14 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.host_memory import HostBuffers
-from fsdp.comm.streams import Streams
+from fsdp.comm.streams import Event, Streams
 from fsdp.flat.full_copy import SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.views import BucketViews
@@ -32,11 +38,18 @@ from fsdp.runtime.comm_hook import CommHook
 class _InFlight:
     """A reduction under way, and the memory it reads until it is complete."""
 
-    pending: Pending
+    pending: Pending  # what reads `source`
     source: SlotBuffer | None
+    average: Callable[[], Pending] | None  # begins the mean over replicas of its result, where that is to come
     bounded: bool  # whether completing it frees memory
     at_once: bool  # whether the result is attached as soon as it is complete, not at the end of the backward
     finish: Callable[[], None]  # attaches the result
+    averaged: Pending | None = field(default=None, init=False)  # what ``average`` has begun
+
+    def attach(self) -> None:
+        if self.averaged is not None:
+            self.averaged.wait()
+        self.finish()
 
 
 class ReductionQueue:
@@ -66,18 +79,39 @@ class ReductionQueue:
             self.pool.free(buffer.pooled, None)
 
     def add(
-        self, pending: Pending, source: SlotBuffer, *, bounded: bool, at_once: bool, finish: Callable[[], None]
+        self,
+        pending: Pending,
+        source: SlotBuffer,
+        *,
+        bounded: bool,
+        at_once: bool,
+        finish: Callable[[], None],
+        average: Callable[[], Pending] | None,
     ) -> None:
-        self._in_flight.append(_InFlight(pending, source, bounded, at_once, finish))
+        earlier = list(self._in_flight)
+        self._in_flight.append(item := _InFlight(pending, source, average, bounded, at_once, finish))
+        for other in earlier if self.streams.asynchronous_work else [item]:  # see [Note: Replicas]
+            self._average(other)
         self._complete_all_but(self.max_buffers)
+
+    def _average(self, item: _InFlight) -> None:
+        if item.average is not None:
+            if self.streams.asynchronous_work:
+                self._complete(item)
+            begin, item.average = item.average, None
+            item.averaged = begin()
+            self._attach_at_once(item)
 
     def _complete_all_but(self, count: int) -> None:
         waiting = [item for item in self._in_flight if item.bounded and item.source is not None]
         for item in waiting[: max(0, len(waiting) - count)]:
             self._complete(item)
-            if item.at_once:
-                self._in_flight.remove(item)
-                item.finish()
+            self._attach_at_once(item)
+
+    def _attach_at_once(self, item: _InFlight) -> None:
+        if item.at_once and item.source is None and item.average is None:
+            self._in_flight.remove(item)
+            item.attach()
 
     def _complete(self, item: _InFlight) -> None:
         source, item.source = item.source, None
@@ -87,11 +121,15 @@ class ReductionQueue:
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results (or, after an error, drop them)."""
+        for item in list(self._in_flight) if attach else ():  # all are under way before one is waited for
+            self._average(item)
         while self._in_flight:
             item = self._in_flight.popleft()
             self._complete(item)
             if attach:
-                item.finish()
+                item.attach()
+            elif item.averaged is not None:
+                item.averaged.wait()
         self.pool.trim()
 
 
@@ -199,6 +237,25 @@ class BucketGradients:
             shard = torch.empty(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
         streams = queue.streams
         written = streams.record()
+        offloaded: list[tuple[torch.Tensor, Event]] = []
+        replicated = self.handle.groups.replica is not None
+        by_hook = self._hook is not None and self.handle.groups.hybrid
+
+        def fetch(pending: Pending) -> Pending:
+            """On the stream of the last collective."""
+            if self.handle.keeps_gradients_on_host:
+                grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory
+                memory = self._on_host.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))
+                offloaded.append(streams.fetch(grad, memory))
+                pending.extend()
+            return pending
+
+        def average() -> Pending:
+            with streams.on_replica_stream():
+                pending.wait()
+                return fetch(communicator.average(shard, tag))
+
+        averages = average if replicated and (sharded or by_hook) else None
         with streams.on_reduce_stream():
             streams.wait(written)
             if self._hook is None:
@@ -210,22 +267,18 @@ class BucketGradients:
                 for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
                     shard[start:end].zero_()
                 pending = Pending(None, streams)
-            offloaded = None
-            if self.handle.keeps_gradients_on_host:
-                grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory
-                memory = self._on_host.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))
-                offloaded = streams.fetch(grad, memory)
-                pending.extend()
+            if averages is None:
+                fetch(pending)
 
         def finish() -> None:
-            if offloaded is None:
+            if not offloaded:
                 self._attach(shard, adopted)
-            else:
-                grad, there = offloaded
-                with streams.on_host(there):
-                    self._attach(grad, adopted)
+                return
+            grad, there = offloaded[0]
+            with streams.on_host(there):
+                self._attach(grad, adopted)
 
-        queue.add(pending, source, bounded=sharded, at_once=self._is_awaited, finish=finish)
+        queue.add(pending, source, bounded=sharded, at_once=self._is_awaited, finish=finish, average=averages)
 
     @property
     def _is_awaited(self) -> bool:

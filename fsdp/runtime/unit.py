@@ -78,8 +78,8 @@ class Unit(UnitBuffers):
         tree: RootContext | None = self.tree
         return tree
 
-    def signature(self) -> str:
-        """What its collectives depend on, in words."""
+    def signature(self, group: Any) -> str:
+        """What its collectives over ``group`` depend on, in words."""
         if not self.groups.sharded:
             kind = "not sharded"
         else:
@@ -92,6 +92,10 @@ class Unit(UnitBuffers):
         ]
         if self.policy.reduce_unused:
             kind += ", reduced where unused"
+        if self.groups.sharded and self.groups.replica is not None:
+            kind += f", replicated {self.groups.replica_size} times"
+            if group is self.groups.replica:
+                kind += f", part {self.groups.shard_rank} of {self.groups.shard_size}"
         by = ", by a communication hook" if self.comm_hook is not None else ""
         return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}{by}"
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.comm.collectives import Communicator, Tag
+from fsdp.comm.collectives import Communicator, Tag, agree
 from fsdp.comm.groups import Groups
-from fsdp.comm.streams import Streams, streams_for
+from fsdp.comm.streams import Streams
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.views import BucketViews
-from fsdp.runtime.agreement import MAX_BUCKETS
+from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE
 from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.precision import UnitPrecision
 
@@ -92,7 +92,7 @@ class UnitBuffers(ABC):
     expected: ExpectedLeaves = field(init=False)  # the gradients that are still to come
     synchronize: bool = field(default=True, init=False)  # whether a backward, when it runs, reduces its gradients
     index: int = field(default=0, init=False)  # its number in the tree
-    place: int = field(default=0, init=False)  # that among the units of the same group, equal on every rank
+    place: int = field(default=0, init=False)  # that among the units of its first group, equal on every rank
     ancestors: frozenset[int] = field(default=frozenset(), init=False)  # the indices of the units around it
     communicator: Communicator | None = field(default=None, init=False)  # for its groups, once it is in a tree
     summoned: Summoned = field(default=Summoned.NOWHERE, init=False)
@@ -130,14 +130,15 @@ class UnitBuffers(ABC):
         """The :class:`fsdp.runtime.context.RootContext` that it is in, or None."""
         return self._tree()
 
-    @property
-    def group(self) -> Any | None:
-        """The group whose ranks have to agree on this unit's collectives; None where there are none."""
-        return self.groups.shard if self.groups.shard_size > 1 else self.groups.replica
+    def groups_for(self, kind: str) -> list[Any]:
+        """The groups over which it gathers or reduces, in this order; their ranks have to agree on that."""
+        shard, replica = self.groups.shard, self.groups.replica
+        sharded = [shard] if self.groups.shard_size > 1 else []
+        return [*sharded, replica] if kind == REDUCE and replica is not None else sharded
 
     @abstractmethod
-    def signature(self) -> str:
-        """What its collectives depend on, in words."""
+    def signature(self, group: Any) -> str:
+        """What its collectives over ``group`` depend on, in words."""
 
     @abstractmethod
     def reduction(self) -> str:
@@ -221,14 +222,17 @@ class UnitBuffers(ABC):
         self.announce()
         self.communicator.gather(full, shard, self.tag(bucket, "gather")).wait()
 
-    def announce(self) -> None:
-        """The call under way is about to communicate over the unit's group, other than by ``gather``; see
-        ``Passes.announce``."""
+    def announce(self, *, replicas: bool = False) -> None:
+        """The call under way is about to communicate over the group that the unit is sharded over (if it is not, that
+        of its replicas), other than by ``gather``, and with ``replicas`` over both; see ``Passes.announce``."""
         if self.tree is not None:
-            self.tree.passes.announce(self.group)
+            groups = self.groups_for(REDUCE)
+            for group in groups if replicas else groups[:1]:
+                self.tree.passes.announce(group)
 
-    def agree_on_maximum(self, values: torch.Tensor) -> None:
-        """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element."""
-        communicator = self.communicator or Communicator(self.groups, streams_for(self.device))  # before its first use
-        self.announce()
-        communicator.maximum(values, self.device, f"agree on {self.name}")
+    def agree_on_maximum(self, values: torch.Tensor, *, replicas: bool = True) -> None:
+        """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element; without
+        ``replicas``, of the ranks that it is sharded over."""
+        self.announce(replicas=replicas)
+        for group in self.groups_for(REDUCE if replicas else GATHER):
+            agree(values, group, self.device, f"agree on {self.name}")

@@ -120,11 +120,13 @@ def run_plain(
     order: Literal["ranks", "batch"] = "ranks",
     dtype: torch.dtype = torch.float32,
     zero_grads: Collection[str] = (),
+    shard_size: int | None = None,
 ) -> list[Step]:
     """Train the plain model as `world_size` ranks would.
 
-    Parameters named in `zero_grads` get a gradient of zeros where they have none, as unused members of a used unit do,
-    so that weight decay and momentum move them.
+    With `shard_size`, `order="ranks"` sums up the gradients of so many consecutive ranks first, and then the sums, as
+    hybrid sharding does. Parameters named in `zero_grads` get a gradient of zeros where they have none, as unused
+    members of a used unit do, so that weight decay and momentum move them.
     """
     schedule = schedule or Schedule()
     if order == "batch" and case.local_statistics:
@@ -148,7 +150,7 @@ def run_plain(
                 loss.backward()
                 losses.append(loss.detach())
             if schedule.reduce_each or micro == schedule.micro - 1:
-                for name, found in _take_mean_grads(replicas).items():
+                for name, found in _take_mean_grads(replicas, shard_size or world_size).items():
                     if found is not None:
                         for sums, value in zip((totals, summed), found):
                             before = sums[name]
@@ -168,11 +170,11 @@ def run_plain(
     return steps
 
 
-def _take_mean_grads(replicas: list[nn.Module]) -> dict[str, tuple[Tensor, Tensor] | None]:
+def _take_mean_grads(replicas: list[nn.Module], shard_size: int) -> dict[str, tuple[Tensor, Tensor] | None]:
     """Gradients summed in the order of the replicas and divided by their number, and the same of their magnitudes.
 
-    16-bit ones are summed in fp32. A parameter without a gradient on some replicas counts as zero there. The replicas'
-    gradients are None afterwards.
+    `shard_size` of them first, and then those sums. 16-bit ones are summed in fp32. A parameter without a gradient on
+    some replicas counts as zero there. The replicas' gradients are None afterwards.
     """
     per_replica = [named_parameters(replica) for replica in replicas]
     means: dict[str, tuple[Tensor, Tensor] | None] = {}
@@ -185,9 +187,14 @@ def _take_mean_grads(replicas: list[nn.Module]) -> dict[str, tuple[Tensor, Tenso
             continue
         wide = torch.float32 if param.dtype.itemsize == 2 else param.dtype
         filled = [torch.zeros_like(param, dtype=wide) if grad is None else grad.to(wide) for grad in grads]
-        total = filled[0].clone()
-        for grad in filled[1:]:
-            total += grad
+        sums = []
+        for first in range(0, len(filled), shard_size):
+            sums.append(filled[first].clone())
+            for grad in filled[first + 1 : first + shard_size]:
+                sums[-1] += grad
+        total = sums[0]
+        for other in sums[1:]:
+            total += other
         magnitudes = torch.stack([torch.view_as_real(g) if g.is_complex() else g for g in filled]).abs().sum(0)
         magnitudes = torch.view_as_complex(magnitudes) if total.is_complex() else magnitudes
         means[name] = (total.detach() / len(replicas)).to(param.dtype), (magnitudes / len(replicas)).detach()

@@ -244,6 +244,8 @@ def _assemble(model: nn.Module, by_rank: list[Contents], kind: str) -> dict[str,
                     result[name] = {"": empty} if kind == "params" else {}
                     continue
                 found = {rank: contents[what] for rank, contents in enumerate(by_rank) if what in contents}
+                if bucket.layout.world_size > 1:
+                    found = _of_one_replica(found, bucket.layout.world_size, what)
                 keys = {rank: sorted(entry) for rank, entry in found.items()}
                 some = next(iter(keys.values()))
                 if any(other != some for other in keys.values()):
@@ -253,6 +255,19 @@ def _assemble(model: nn.Module, by_rank: list[Contents], kind: str) -> dict[str,
                     for key in some
                 }
     return result
+
+
+def _of_one_replica(found: dict[int, dict[str, Held]], size: int, what: str) -> dict[int, dict[str, Held]]:
+    """The first replica's of all, by rank in it; a replica is `size` consecutive ranks. AssertionError where another
+    has other bits."""
+    for rank, entry in found.items():
+        for key, (value, _) in entry.items():
+            first = found[rank % size][key].value
+            if (value is None) != (first is None) or (
+                value is not None and not torch.equal(_bits(value), _bits(first))
+            ):
+                raise AssertionError(f"{what} {key}: rank {rank} has {value}, rank {rank % size} {first}")
+    return {rank: entry for rank, entry in found.items() if rank < size}
 
 
 def _join(held: dict[int, Held], bucket: BucketInfo, index: int, what: str) -> Tensor | None:

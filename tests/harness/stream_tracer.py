@@ -212,6 +212,7 @@ class TracingStreams:
     def __init__(self, tracer: StreamTracer) -> None:
         self._tracer = tracer
         self.gather, self.reduce = SimulatedStream("gather"), SimulatedStream("reduce")
+        self.replica = SimulatedStream("replica")
         self.pinned: list[tuple[int, bool]] = []  # the bytes of host memory that were asked for, and whether pinned
 
     def on_gather_stream(self) -> Any:
@@ -219,6 +220,9 @@ class TracingStreams:
 
     def on_reduce_stream(self) -> Any:
         return self._tracer.on(self.reduce)
+
+    def on_replica_stream(self) -> Any:
+        return self._tracer.on(self.replica)
 
     def current(self) -> SimulatedStream:
         return self._tracer.current
