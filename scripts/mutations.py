@@ -2126,4 +2126,25 @@ MUTATIONS = [
         "backwards that are not the last wait for their reductions",
         _tests("switches", "backwards_that_end_together"),
     ),
+    Mutation(
+        "fsdp/checkpoint/optim_load.py",
+        "        return groups.sharded and groups.replica is not None and groups.data_parallel_size == ranks\n",
+        "        return False\n",
+        "what rank 0 alone has of the optimizer's state comes to each rank as a whole where there are replicas",
+        _tests("device_mesh", "what_rank_0_has_goes_to_one_replica_and_from_there_to_the_others"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_load.py",
+        "                channels.flush()\n            fill_replicas",
+        "                pass\n            fill_replicas",
+        "what comes from rank 0 is passed on to other replicas before it has arrived",
+        _tests("device_mesh", "what_only_rank_0_has_comes_to_all_replicas"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_state.py",
+        "        elsewhere = failures_in(several_groups, error, label, device, alike)\n",
+        "        elsewhere = failures_in(several_groups, error, label, device)\n",
+        "nobody is told that the optimizers of replicas have taken different numbers of steps",
+        _tests("device_mesh", "replicas_whose_optimizers_differ_are_told"),
+    ),
 ]

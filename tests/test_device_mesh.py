@@ -28,10 +28,12 @@ from fsdp import (
 )
 from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
 from tests.test_dcp import parts, same_state
 from tests.test_optim_state import (
     adamw,
     assert_same,
+    assert_same_states,
     cross_load,
     ours,
     quiet,
@@ -291,3 +293,36 @@ def check_from_rank_0() -> None:
 def test_what_only_rank_0_has_comes_to_all_replicas() -> None:
     """T7, U8, U15."""
     run_ranks(4, check_from_rank_0)
+
+
+def check_differing() -> None:
+    for uop in (False, True):
+        model, optimizer = trained(uop=uop, **next(iter(meshes().values())))
+        if dist.get_rank() >= 2:
+            train(optimizer, steps=1)
+        for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            with pytest.raises(RuntimeError, match="differs from that here in state 'step' of"):
+                save(FSDP, model, optimizer, kind)
+        train(optimizer, steps=1 if dist.get_rank() < 2 else 0)
+        save(FSDP, model, optimizer)
+
+
+def test_replicas_whose_optimizers_differ_are_told() -> None:
+    """Whatever one of them saved would be wrong for the other."""
+    run_ranks(4, check_differing)
+
+
+def check_traffic() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = ours(True, blocks=False, module=nn.Linear(100, 100, bias=False), device_mesh=mesh, **HYBRID)
+    optimizer = train(adamw(model.parameters()))
+    full = FSDP.full_optim_state_dict(model, optimizer)
+    with record_collectives() as log:
+        loadable = FSDP.scatter_full_optim_state_dict(full, model, optim=optimizer)
+    assert_same_states(loadable, optimizer.state_dict(), "scattered")
+    received = sum(record.output_nbytes for record in log.records if record.op != "all_reduce")
+    assert received <= 2 * 100 * 100 * 4 / 2, "two states, of which a rank has half"
+
+
+def test_what_rank_0_has_goes_to_one_replica_and_from_there_to_the_others() -> None:
+    run_ranks(4, check_traffic)

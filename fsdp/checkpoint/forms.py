@@ -362,6 +362,12 @@ def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) 
     redistribute(items, channel, label)
 
 
+def fill_replicas(replicated: Iterable[Held], channel: Channel, label: str) -> None:
+    """Start giving what the first rank of ``channel`` holds to the others, which hold the same parts."""
+    several = [(held, Placement.on_first(held.part.boxes, channel.size)) for held in replicated]
+    fill([(Held(held.part, None), Source(boxes, held.part.parts)) for held, boxes in several], channel, label)
+
+
 def _memory_for(box: Box, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Uninitialised, in the memory order of the whole."""
     if box.sizes == tuple(like.shape):

@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp.api import FullStateDictConfig, StateDictType
-from fsdp.checkpoint.forms import Held, Source, fill
+from fsdp.checkpoint.forms import Source, fill, fill_replicas
 from fsdp.checkpoint.placeholders import Opaque, RestLoading, UnitLoading, persistent_buffers
-from fsdp.checkpoint.placement import Placement
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_at_rest, held_tensors
@@ -434,9 +433,7 @@ def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor]
         channel.flush()
     if groups.replica is not None:
         channel = Channel(groups.replica, unit.device)
-        parts = [held.part for held, _ in several]
-        of_first = [Source(Placement.on_first(part.boxes, channel.size), part.parts) for part in parts]
-        fill([(Held(part, None), source) for part, source in zip(parts, of_first)], channel, label)
+        fill_replicas((held for held, _ in several), channel, label)
         channel.flush()
     for bucket, views in enumerate(unit.views):
         views.note_writes([index for its, index in present if its == bucket])

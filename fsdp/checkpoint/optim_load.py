@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Held, Source, fill, group_of, is_sharded, kind_of, read
+from fsdp.checkpoint.forms import Held, Source, fill, fill_replicas, group_of, is_sharded, kind_of, read
 from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
@@ -266,7 +266,8 @@ class _Given(NamedTuple):
         name, state, part = arrival.name, arrival.state, arrival.held.part
         if self.group is not None:
             value = self.states[name][state].detach() if self.group.rank() == 0 else None
-            return Source.of_first(value, arrival.what.shape, self.group.size())
+            ranks = unit.groups.shard_size if self._by_replicas(unit) else self.group.size()
+            return Source.of_first(value, arrival.what.shape, ranks)
         value = self.states[name][state]
         if isinstance(value, RaggedTensor) and (
             value.stride() != part.stride() or part.start < value.start or part.end > value.end
@@ -281,9 +282,20 @@ class _Given(NamedTuple):
         """Start moving what one unit gets."""
         group, groups = self.group or group_of(unit), unit.groups
         held = [(arrival.held, source) for arrival, source in arriving]
+        if self._by_replicas(unit):
+            if groups.replica_rank == 0:
+                fill(held, channels.over(groups.shard, unit.device), label)
+                channels.flush()
+            fill_replicas((its for its, _ in held), channels.over(groups.replica, unit.device), label)
+            return
         if self.group is not None and (groups.shard_size == 1 or group_ranks(groups.shard) != group_ranks(group)):
             held = [(its._replace(spans=None), source) for its, source in held]  # several ranks need the same
         fill(held, channels.over(group, unit.device), label)
+
+    def _by_replicas(self, unit: Unit) -> bool:
+        """Whether what rank 0 alone has goes to the ranks of the first replica, each its part, and from them on."""
+        groups, ranks = unit.groups, 0 if self.group is None else self.group.size()
+        return groups.sharded and groups.replica is not None and groups.data_parallel_size == ranks
 
     def as_it_is(self, name: str, state: str, what: Whole, device: torch.device) -> torch.Tensor:
         """A state that is not sharded; ``device`` is where ``group`` can communicate."""

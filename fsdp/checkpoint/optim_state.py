@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -125,7 +125,8 @@ def _agree(
 ) -> dict[Holder, States]:
     """The states of every parameter that has any, the same on all ranks: one exchange of objects per shard group.
 
-    Where there are several groups, their ranks then exchange whether all is well, since some may be in one only.
+    Where there are several groups, their ranks then exchange whether all is well, since some may be in one only, and
+    whether replicas have the same.
 
     Args:
         unknown: what is wrong with the parameters that this rank's optimizer holds.
@@ -173,11 +174,20 @@ def _agree(
     groups = dict.fromkeys(group for unit in params.units for group in (unit.groups.shard, unit.groups.replica))
     several_groups = [group for group in groups if group is not None]
     if len(several_groups) > 1:
-        elsewhere = failures_in(several_groups, error, label, device)
+        alike = {group: list(_words(local, agreed, group)) for group in several_groups}
+        elsewhere = failures_in(several_groups, error, label, device, alike)
         error = error or (joint_error(elsewhere) if elsewhere else None)
     if error is not None:
         raise error
     return {holder: states for holder in local if (states := agreed[holder]) is not None}
+
+
+def _words(holders: Iterable[Holder], agreed: Mapping[Holder, States | None], replica: Any) -> Iterator[str]:
+    """What the ranks of ``replica`` have agreed on, each in its shard group: replicas have the same."""
+    for holder in holders:
+        for name, value in (agreed.get(holder) or {}).items() if holder.unit.groups.replica is replica else ():
+            what = value if isinstance(value, (Elementwise, Scalar)) else type(value).__name__
+            yield f"state {name!r} of {holder}: {what}"
 
 
 def _packed(own: list[States | None], unknown: str | None, problems: list[str]) -> bytes:
