@@ -313,17 +313,17 @@ def as_resharding(value: Any, strategy: ShardingStrategy) -> bool | None:
     return bool(value)
 
 
-def as_distance(value: Any, argument: str) -> int:
-    """``value`` as a number of units.
+def as_count(value: Any, argument: str, of: str) -> int:
+    """``value`` as a number of units, or of what else it counts.
 
     Raises:
         TypeError: it is no integer.
         ValueError: it is negative.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an int, a number of units, but got {_described(value)}")
+        raise TypeError(f"{argument} must be an int, a number of {of}, but got {_described(value)}")
     if value < 0:
-        raise ValueError(f"{argument} must be a number of units, 0 or more, but got {value}")
+        raise ValueError(f"{argument} must be a number of {of}, 0 or more, but got {value}")
     return value
 
 

@@ -38,10 +38,8 @@ from fsdp.api import (
     TrainingState,
     as_backward_prefetch,
     as_cpu_offload,
-    as_distance,
     as_flag,
     as_mixed_precision,
-    as_resharding,
     as_sharding_strategy,
 )
 from fsdp.checkpoint.load_state_dict import LoadingHooks
@@ -61,7 +59,7 @@ from fsdp.flat.names import WRAPPED_MODULE
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
 from fsdp.private_names import UnshardHandle
 from fsdp.runtime.backward import ForwardCall, Running
-from fsdp.runtime.build import Membership, UnitOptions, build_unit, inside_checkpoint, shard_info
+from fsdp.runtime.build import Membership, UnitOptions, build_unit, inside_checkpoint, shard_info, unit_policy
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, warn_of_local_norm
 from fsdp.runtime.comm_hook import register_comm_hook
@@ -71,7 +69,6 @@ from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
-from fsdp.runtime.unit_buffers import UnitPolicy
 from fsdp.switches import Switches
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
@@ -174,6 +171,10 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
             units too small to hide the next.
         reshard_after_forward: True: units are resharded after forward and gathered for backward, the root as well;
             False: they are not, as under ``SHARD_GRAD_OP``; None: as the strategy says, which exempts the root.
+        keep_gathered_nbytes: so many bytes of full parameters (in the dtype that is computed in, without the root's)
+            stay gathered from forward to backward, those of the units that ran last, whose backward comes first; and
+            inside ``no_sync`` from backward to forward. Each saves a gather. 0 is ``FULL_SHARD``, all there are is
+            ``SHARD_GRAD_OP``. The same for all instances under one root.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
@@ -204,6 +205,7 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         forward_prefetch_distance: int = 1,
         backward_prefetch_distance: int = 1,
         reshard_after_forward: bool | None = None,
+        keep_gathered_nbytes: int = 0,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -219,24 +221,17 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
             raise ValueError(f"Expected param_init_fn to be callable but got {type(param_init_fn)}")
         self.forward_prefetch = as_flag(forward_prefetch, "forward_prefetch")
         self.limit_all_gathers = as_flag(limit_all_gathers, "limit_all_gathers")
-        policy = UnitPolicy(
-            reshard_after_forward=as_resharding(reshard_after_forward, strategy),
-            forward_prefetch=as_distance(forward_prefetch_distance, "forward_prefetch_distance"),
-            backward_prefetch=as_distance(backward_prefetch_distance, "backward_prefetch_distance"),
-            prefetch_after_gradients=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+        policy = unit_policy(
+            strategy,
+            self.backward_prefetch,
+            reshard_after_forward=reshard_after_forward,
+            keep_gathered_nbytes=keep_gathered_nbytes,
+            distances=(forward_prefetch_distance, backward_prefetch_distance),
+            forward_prefetch=self.forward_prefetch,
             limit_gathers=self.limit_all_gathers,
             reduce_unused=reduce_unused,
             use_orig_params=use_orig_params,
         )
-        if self.backward_prefetch is None:
-            if backward_prefetch_distance > 1:
-                raise ValueError(
-                    "backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is "
-                    f"{backward_prefetch_distance}"
-                )
-            policy = dataclasses.replace(policy, backward_prefetch=0)
-        if self.forward_prefetch and forward_prefetch_distance == 0:
-            raise ValueError("forward_prefetch=True asks for a prefetch, and forward_prefetch_distance is 0")
         check_groups(strategy, process_group, device_mesh, auto_wrap_policy)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
@@ -290,6 +285,7 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
                     "forward_prefetch_distance": forward_prefetch_distance,
                     "backward_prefetch_distance": backward_prefetch_distance,
                     "reshard_after_forward": reshard_after_forward,
+                    "keep_gathered_nbytes": keep_gathered_nbytes,
                 },
             )
 

@@ -673,9 +673,9 @@ MUTATIONS = [
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
-        "            if residency.stays(self) and residency.expects_backward:\n",
-        "            if residency.expects_backward:\n",
+        "fsdp/runtime/residency.py",
+        "        stays = self.stays(unit) or self._fits_budget(unit)\n",
+        "        stays = True\n",
         "every unit stays gathered between forward and backward",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
@@ -2104,6 +2104,20 @@ MUTATIONS = [
         "        pass  # it may",
         "what an optimizer wrote through .data is not gathered where units are kept after backward",
         _tests("switches", "what_is_kept_after_backward_is_gathered_again_once_it_was_written"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        "            if excess > 0 and other is not unit:\n",
+        "            if False:\n",
+        "more stays gathered than the budget allows",
+        _tests("switches", "a_budget_of_what_stays_gathered"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        " or self._fits_budget(unit)\n        if stays:",
+        "\n        if stays:",
+        "the budget keeps nothing from forward to backward",
+        _tests("switches", "a_budget_of_what_stays_gathered"),
     ),
     Mutation(
         "fsdp/runtime/residency.py",

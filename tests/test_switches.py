@@ -327,6 +327,42 @@ def test_how_many_gradients_wait_for_their_reduction() -> None:
     run_ranks(2, _waiting_gradients)
 
 
+def _budget() -> None:
+    nbytes = 4 * (6 * 6 + 6)  # of each layer; the embedding has 4 * 60 and runs first
+    for kept in (0, 1, 2, 3):
+        beside = Beside(keep_gathered_nbytes=kept * nbytes + 4)
+        for step in range(3):
+            with gathers() as forward:
+                loss = beside.model(batch(step)).square().mean()
+            units = [wrapper._fsdp_unit for wrapper in beside.model.fsdp_modules(beside.model)]
+            there = sum(unit.full_nbytes for unit in units if unit.is_gathered) - units[0].full_nbytes
+            with gathers() as backward:
+                loss.backward()
+            assert (len(forward), len(backward), there) == (5, 4 - kept, kept * nbytes)
+            beside.plain(batch(step)).square().mean().backward()
+            beside.step()
+        found = []
+        with beside.model.no_sync():  # what is kept from backward to forward is what comes first there
+            for step in (3, 4, 5):
+                with gathers() as several:
+                    beside.backward(step)
+                found.append(several)
+        beside.backward(6)
+        beside.step()
+        if kept == 3:  # the embedding, and one layer: 240 and 168 of 508 bytes; then three layers
+            assert found == [["root", "embed", "0", "1", "2", "embed"], *[["1", "2", "embed"]] * 2], found
+        if kept == 1:  # a layer alone, as the embedding is larger
+            assert found[0] == ["root", "embed", "0", "1", "2", "1", "0", "embed"], found
+            assert found[1] == ["embed", "1", "2", "1", "0", "embed"], found
+    with pytest.raises(ValueError, match="keep_gathered_nbytes must be a number of bytes, 0 or more"):
+        build(keep_gathered_nbytes=-1)
+
+
+def test_a_budget_of_what_stays_gathered() -> None:
+    """Gathers and bytes by the formula: between FULL_SHARD and SHARD_GRAD_OP, unit by unit."""
+    run_ranks(2, _budget)
+
+
 SWITCHES: dict[str, Callable[[Any], None]] = {
     "reshard_after_forward": lambda model: model.set_reshard_after_forward("yes"),
     "reshard_after_backward": lambda model: model.set_reshard_after_backward(None),

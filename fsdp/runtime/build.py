@@ -5,11 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp.api import CPUOffload, MixedPrecision
+from fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+    as_count,
+    as_resharding,
+)
 from fsdp.comm.groups import Groups
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE
@@ -86,6 +94,42 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     return Unit(module, name, buckets, options.groups, device, options.policy, precision)
 
 
+def unit_policy(
+    strategy: ShardingStrategy,
+    backward_prefetch: BackwardPrefetch | None,
+    *,
+    reshard_after_forward: Any,
+    keep_gathered_nbytes: Any,
+    distances: tuple[Any, Any],
+    forward_prefetch: bool,
+    **choices: bool,
+) -> UnitPolicy:
+    """What the wrapper's arguments say of when a unit is gathered and resharded; ``distances``: how many units are
+    prefetched in forward and in backward.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
+    """
+    ahead = as_count(distances[0], "forward_prefetch_distance", "units")
+    behind = as_count(distances[1], "backward_prefetch_distance", "units")
+    if backward_prefetch is None:
+        if behind > 1:
+            raise ValueError(
+                f"backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is {behind}"
+            )
+        behind = 0
+    if forward_prefetch and ahead == 0:
+        raise ValueError("forward_prefetch=True asks for a prefetch, and forward_prefetch_distance is 0")
+    return UnitPolicy(
+        reshard_after_forward=as_resharding(reshard_after_forward, strategy),
+        keep_gathered_nbytes=as_count(keep_gathered_nbytes, "keep_gathered_nbytes", "bytes"),
+        forward_prefetch=ahead,
+        backward_prefetch=behind,
+        prefetch_after_gradients=backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+        **choices,
+    )
+
+
 def shard_info(module: nn.Module) -> list[UnitInfo]:
     """Every unit in ``module`` (depth first) with its buckets: names, shapes, offsets, and this rank's ranges."""
     return [
@@ -139,6 +183,7 @@ class Membership:
             ("limit_all_gathers", {unit.policy.limit_gathers for unit in units}),
             ("use_full_prec_in_eval", {unit.precision.full_in_eval for unit in units}),
             ("reduce_unused", {unit.policy.reduce_unused for unit in units}),
+            ("keep_gathered_nbytes", {unit.policy.keep_gathered_nbytes for unit in units}),
         ):
             if len(choices) > 1:
                 raise ValueError(

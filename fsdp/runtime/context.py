@@ -69,8 +69,7 @@ class RootContext:
 
     def _largest_unit(self) -> int:
         """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
-        sizes = [sum(handle.full_nbytes for handle in unit.handles) for unit in self.units if unit is not self.root]
-        return max(sizes, default=sum(handle.full_nbytes for handle in self.root.handles))
+        return max((unit.full_nbytes for unit in self.units if unit is not self.root), default=self.root.full_nbytes)
 
     def __del__(self) -> None:
         """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,

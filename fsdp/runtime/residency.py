@@ -197,11 +197,37 @@ class Residency(Residences[UnitBuffers]):
         unit.use_resting()
         self.becomes(unit, Residence.KEPT)
 
+    def keep_to_backward(self, unit: UnitBuffers) -> bool:
+        """``unit`` has run, and a backward is to come: keep it for that if its strategy or the budget says so. Returns
+        whether it stays."""
+        stays = self.stays(unit) or self._fits_budget(unit)
+        if stays:
+            self.keep(unit)
+        return stays
+
+    def _fits_budget(self, unit: UnitBuffers) -> bool:
+        """Whether ``unit`` may stay gathered for the next pass, which comes to it before it comes to those that were
+        kept before it: the first of these make room. The root is not counted."""
+        if unit is self._root or not unit.gathers:
+            return unit.policy.keep_gathered_nbytes > 0
+        room = unit.policy.keep_gathered_nbytes - unit.full_nbytes
+        if room < 0:
+            return False
+        kept = [other for other, why in self._of.items() if why is Residence.KEPT and not self.stays(other)]
+        excess = sum(other.full_nbytes for other in kept if other is not unit) - room
+        for other in kept:
+            if excess > 0 and other is not unit:
+                self.reshard(other)
+                excess -= other.full_nbytes
+        return True
+
     def end_backward(self, unit: UnitBuffers) -> None:
         """Reshard; but where the strategy keeps a unit after forward and its gradients accumulate unsharded, or users
         want it so, it stays for the next forward, which gathers it again only if a shard was written in between."""
-        accumulates = unit.policy.reshard_after_forward is False and not unit.synchronize
-        if not unit.is_gathered or not (accumulates or not unit.policy.reshard_after_backward):
+        kept = not unit.policy.reshard_after_backward
+        if not unit.synchronize and unit.is_gathered:
+            kept = kept or unit.policy.reshard_after_forward is False or self._fits_budget(unit)
+        if not (kept and unit.is_gathered):
             self.reshard(unit)
             return
         unit.kept_versions = unit.versions
@@ -290,7 +316,8 @@ class Residency(Residences[UnitBuffers]):
         ancestors of ``unit`` and units that their strategy keeps."""
         if not computing.policy.limit_gathers:
             return True
-        counted = [u for u in self if u is not self._root and u.policy.reshard_after_forward is not False]
+        limited = [u for u in self if u is not self._root and u.policy.reshard_after_forward is not False]
+        counted = [u for u in limited if self.of(u) is not Residence.KEPT]
         return sum(u.index not in unit.ancestors for u in counted) <= self._distance(computing)
 
     def make_room(self, unit: UnitBuffers) -> None:

@@ -256,11 +256,9 @@ class Unit(UnitBuffers):
         with hooks.own_operations():
             self._leave_forward(context)
             if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
-                if residency.stays(self) and residency.expects_backward:
-                    residency.keep(self)
-                else:
+                if not (residency.expects_backward and residency.keep_to_backward(self)):
                     residency.reshard(self)
-                    residency.prefetch(self)
+                residency.prefetch(self)
             if self._depth == 0:  # last: what fails before it is aborted
                 context.exit_forward(self, backward_follows=bool(differentiable))
         return output

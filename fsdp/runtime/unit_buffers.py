@@ -31,6 +31,7 @@ class UnitPolicy:
 
     Attributes:
         reshard_after_forward: whether it is gathered again for backward; None: unless it is the root.
+        keep_gathered_nbytes: how much of the tree's full buffers, the root's apart, stays gathered all the same.
         reshard_after_backward: whether it is gathered again for the next forward, whatever was written.
         unshard_in_backward: whether its backward reads parameters.
         forward_prefetch, backward_prefetch: how many of the next units to gather. The default is one: asked for
@@ -47,6 +48,7 @@ class UnitPolicy:
     """
 
     reshard_after_forward: bool | None = None
+    keep_gathered_nbytes: int = 0
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     forward_prefetch: int = 1
@@ -62,7 +64,8 @@ class UnitPolicy:
         """What the order of collectives depends on."""
         when = "after" if self.prefetch_after_gradients else "before"
         limited = "" if self.limit_gathers else ", not limited"
-        return f"{self.backward_prefetch} ahead {when} gradients{limited}"
+        kept = f", {self.keep_gathered_nbytes} bytes kept" if self.keep_gathered_nbytes else ""
+        return f"{self.backward_prefetch} ahead {when} gradients{limited}{kept}"
 
 
 def _nothing_listed(backward: bool) -> None:
@@ -162,6 +165,11 @@ class UnitBuffers(ABC):
     def gathers(self) -> bool:
         """Whether the full buffers have memory of their own."""
         return any(handle.state is not BufferState.RESIDENT for handle in self.handles)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the full buffers, as far as they have memory of their own."""
+        return sum(handle.full_nbytes for handle in self.handles)
 
     @property
     def is_gathering(self) -> bool:
