@@ -105,8 +105,8 @@ class Board:
 
     def live(self) -> None:
         """Write by what other ranks on this machine can tell whether this process is still there."""
-        machine, pid = _machine(), os.getpid()
-        self.post("life", [machine, pid, _start_of(pid)])
+        pid = os.getpid()
+        self.post("life", [machine(), pid, _start_of(pid)])
 
     def dead(self) -> list[int]:
         """The ranks whose processes have ended, as far as this machine can tell. Only those that have lived."""
@@ -116,7 +116,7 @@ class Board:
             if life is None:
                 continue
             self._lives[rank] = life
-            if life[0] and life[0] == _machine() and _start_of(life[1]) != life[2]:
+            if life[0] and life[0] == machine() and _start_of(life[1]) != life[2]:
                 found.append(rank)
         return found
 
@@ -135,7 +135,7 @@ def processes() -> Board | None:
 _processes: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 
 
-def _machine() -> str:
+def machine() -> str:
     """What names processes as this process does: this start of the system, and the names it sees; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

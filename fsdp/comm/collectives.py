@@ -8,11 +8,13 @@ On gloo the native all-gather and reduce-scatter move large messages several tim
 every rank sends each peer its piece and receives the peers' pieces, all at once, with a tag of (unit, bucket, pass):
 messages of different sizes that meet under one tag abort the process, tagged ones match or time out. A reduction sums
 the received pieces in rank order 0..N-1, low precision in float32, so its result does not depend on timing. For small
-messages the native calls win. ``FSDP_COLLECTIVES=native|direct|auto`` overrides the choice.
+messages the native calls win. ``FSDP_COLLECTIVES=native|direct|shared|auto`` overrides the choice; ``shared`` is the
+memory of :mod:`fsdp.comm.shared_memory` where all ranks of a group share some, and else what ``auto`` is.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -24,8 +26,9 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp.comm.groups import Groups, backend_of, control_device
 from fsdp.comm.ledger import Transfer as Transfer
+from fsdp.comm.ledger import are_torchs_own, issue, issue_in_memory, issue_transfers
 from fsdp.comm.ledger import current_label as current_label
-from fsdp.comm.ledger import issue, issue_transfers
+from fsdp.comm.shared_memory import Channel, connect
 from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import OutOfStep as OutOfStep
@@ -81,6 +84,7 @@ class Communicator:
         self.groups = groups
         self.streams = streams
         self._direct_min: float | None = None  # messages of so many bytes go direct
+        self._channel: Channel | None = None  # to the memory that the ranks share; known with ``_direct_min``
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
@@ -92,7 +96,10 @@ class Communicator:
         if not self.groups.sharded:
             full.copy_(shard)
             return Pending(None, self.streams)
-        if self._goes_direct(full):
+        if (channel := self._memory(full, tag)) is not None:
+            start = functools.partial(channel.gather, full, shard, tag.label, tag.number)
+            work = issue_in_memory("gather", start, full, self.groups.shard, tag.label)
+        elif self._goes_direct(full):
             work = self._direct_gather(full, shard, tag)
         else:
             work = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=self.groups.shard)
@@ -110,6 +117,9 @@ class Communicator:
         op, before, after = _averaging(self.groups.shard, self.groups.shard_size, full)
         if before != 1:
             full.div_(before)
+        if (channel := self._memory(full, tag)) is not None:
+            start = functools.partial(channel.reduce, out, full, tag.label, tag.number, sum_in_rank_order)
+            return self._divided(issue_in_memory("reduce", start, full, self.groups.shard, tag.label), out, after)
         if self._goes_direct(full):
             work, finish = self._direct_reduce(out, full, tag)
             return self._divided(work, out, after, finish)
@@ -149,11 +159,27 @@ class Communicator:
     def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Work:
         return issue(name, *tensors, label=tag.label, asynchronous=self.streams.asynchronous_work, **options)
 
-    def _goes_direct(self, full: torch.Tensor) -> bool:
+    def _memory(self, full: torch.Tensor, tag: Tag) -> Channel | None:
+        """The memory that the ranks share, if their next collective goes through it."""
+        self._choose(full.device)
+        channel = self._channel
+        if channel is None or not channel.usable:
+            return None
+        if not are_torchs_own():
+            Work([channel.propose_elsewhere()], self.groups.shard, tag.label, full.device, ends_alone=True).wait()
+            return None if channel.goes_elsewhere() else channel
+        return channel
+
+    def _choose(self, device: torch.device) -> None:
         if self._direct_min is None:
-            self._direct_min = (
-                direct_threshold(self.groups.shard, full.device) if self.streams.asynchronous_work else float("inf")
-            )
+            on_host, several = self.streams.asynchronous_work, self.groups.shard_size > 1
+            if on_host and several:
+                self._channel = shared_channel(self.groups.shard, device)
+            self._direct_min = direct_threshold(self.groups.shard, device) if on_host else float("inf")
+
+    def _goes_direct(self, full: torch.Tensor) -> bool:
+        self._choose(full.device)
+        assert self._direct_min is not None
         return full.numel() * full.element_size() >= self._direct_min and self.groups.shard_size > 1
 
     def _exchange(self, tag: Tag, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> Work:
@@ -361,11 +387,24 @@ def debug_detail() -> bool:
     return bool(level == dist.DebugLevel.DETAIL)
 
 
+def _choice() -> str:
+    choice = os.environ.get("FSDP_COLLECTIVES", "auto")
+    if choice not in ("auto", "native", "direct", "shared"):
+        raise ValueError(f"FSDP_COLLECTIVES is {choice!r}; it may be auto, native, direct or shared")
+    return choice
+
+
+def shared_channel(group: Any, device: torch.device) -> Channel | None:
+    """The memory that the ranks of ``group`` share; None if they share none, or are not to use it. The first time all
+    of them have to ask."""
+    if _choice() != "shared" or backend_of(group, device) != "gloo" or debug_detail():
+        return None
+    return connect(group, lambda values: agree(values, group, device, "agree on shared memory"))
+
+
 def direct_threshold(group: Any, device: torch.device) -> float:
     """From how many bytes on the direct exchange is used in ``group``."""
-    choice = os.environ.get("FSDP_COLLECTIVES", "auto")
-    if choice not in ("auto", "native", "direct"):
-        raise ValueError(f"FSDP_COLLECTIVES is {choice!r}; it may be auto, native or direct")
+    choice = _choice()
     if choice == "native" or backend_of(group, device) != "gloo" or debug_detail():
         return float("inf")
     return 0 if choice == "direct" else DIRECT_MIN_NBYTES

@@ -95,7 +95,22 @@ def in_thread(action: Callable[[], _T]) -> futures.Future[_T]:
     return result
 
 
-class BlockingWork:
+class HostWork:
+    """What the host waits for, as long as it likes. A wait that is given up may begin again."""
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """
+        Raises:
+            RuntimeError: it failed, or takes longer than ``patience``; None: than the group allows.
+        """
+        raise NotImplementedError
+
+    def is_completed(self) -> bool:
+        """Whether it is over, or has failed."""
+        raise NotImplementedError
+
+
+class BlockingWork(HostWork):
     """Works that the backend only waits for to the end: a thread does, as nobody here could look around meanwhile.
 
     It is over when all of them are; waiting for it again, after a wait that was given up, is the same wait.
@@ -178,7 +193,7 @@ class Work:
 
     def _wait_for(self, work: Any) -> None:
         watch = self.watch
-        if watch is None or not self._on_host or not isinstance(work, (dist.Work, BlockingWork)):
+        if watch is None or not self._on_host or not isinstance(work, (dist.Work, HostWork)):
             work.wait()
             return
         deadline = time.monotonic() + group_timeout(self.group).total_seconds()

@@ -325,7 +325,12 @@ class FlatParamHandle:
                 shard = self._shard_as(copy.tensor.dtype, communicator.streams)
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
-        copy.pending = communicator.gather(copy.tensor, shard, tag)
+        try:
+            copy.pending = communicator.gather(copy.tensor, shard, tag)
+        except OSError:  # no room for what other ranks are to read: nothing was issued
+            copy.state = BufferState.UNSHARDED
+            self.release(pool, None)
+            raise
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""

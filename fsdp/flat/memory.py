@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fsdp.comm import shared_memory
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
@@ -81,7 +82,7 @@ class MemoryPool:
             self._streams.wait(last_use)
         else:
             self._shrink_to(self.kept_nbytes - buffer.nbytes)
-            block = torch.empty(buffer.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+            block = self._new_block(buffer.nbytes)
         buffer.attach(block)
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
@@ -98,6 +99,11 @@ class MemoryPool:
     def trim(self) -> None:
         """Give the kept blocks back to the allocator."""
         self._shrink_to(0)
+        if self._device.type == "cpu" and (segment := shared_memory.segment()) is not None:
+            segment.trim()  # of what gathers have left
+
+    def _new_block(self, nbytes: int) -> torch.UntypedStorage:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
 
     def _shrink_to(self, nbytes: int) -> None:
         total = sum(block.nbytes() for block, _ in self._free)
@@ -107,6 +113,31 @@ class MemoryPool:
             block, last_use = self._free.pop(too_large.pop() if too_large else 0)
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             total -= block.nbytes()
+
+
+class SharedPool(MemoryPool):
+    """Allocates what the other ranks of a group can read, once they share memory. Its blocks know who still reads them,
+    so the segment keeps them."""
+
+    def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
+        super().__init__(device, streams)
+        self._group = group
+
+    def free(self, buffer: PooledTensor, last_use: Event) -> None:
+        if buffer.nbytes and shared_memory.segment_of(self._group) is not None:
+            buffer.detach()
+        else:
+            super().free(buffer, last_use)
+
+    def trim(self) -> None:
+        """All ranks do, at the same place."""
+        self._shrink_to(0)
+        if (segment := shared_memory.segment_of(self._group)) is not None:
+            segment.trim(patient=True)
+
+    def _new_block(self, nbytes: int) -> torch.UntypedStorage:
+        segment = shared_memory.segment_of(self._group)
+        return segment.allocate(nbytes) if segment is not None else super()._new_block(nbytes)
 
 
 class PoisoningPool(MemoryPool):
@@ -126,7 +157,11 @@ class PoisoningPool(MemoryPool):
             tensor.fill_(-1 if tensor.dtype.is_signed else 1)
 
 
-def pool_for(device: torch.device, streams: Streams) -> MemoryPool:
-    """A pool for ``device``; a poisoning one under ``FSDP_DEBUG=1``."""
-    kind = PoisoningPool if os.environ.get("FSDP_DEBUG", "0") == "1" else MemoryPool
-    return kind(device, streams)
+def pool_for(device: torch.device, streams: Streams, *, reduced_over: Any = None) -> MemoryPool:
+    """A pool for ``device``, where its buffers are ``reduced_over`` a group of memory that its ranks may share; a
+    poisoning one under ``FSDP_DEBUG=1``."""
+    if os.environ.get("FSDP_DEBUG", "0") == "1":
+        return PoisoningPool(device, streams)
+    if reduced_over is not None and device.type == "cpu" and STORAGES_SWAP:
+        return SharedPool(device, streams, reduced_over)
+    return MemoryPool(device, streams)

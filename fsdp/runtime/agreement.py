@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fsdp.comm import ledger
+from fsdp.comm import ledger, shared_memory
 from fsdp.comm.board import Board
 from fsdp.comm.collectives import OutOfStep, Vote, debug_detail, gather_values
 from fsdp.comm.consensus import all_gather_object, hash_of
@@ -320,6 +320,7 @@ class Agreement:
         self._raise_if_broken()  # others may have come without this rank having looked around
         reports = {self._group.rank(): self._issued()} | self._board.posted(f"issued/{self._recoveries}")
         watch(self._group, self)
+        shared_memory.renew(self._group)
         ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in reports.items()})
         self._passes = max(passes for passes, _ in reports.values())
         self._record.clear()

@@ -48,7 +48,8 @@ class RootContext:
         self.streams: Streams = streams_for(root.device)
         self.compute: Stream = None  # that of the latest outermost forward: all that is done to gradients is done on it
         self.root = root
-        self.reductions = ReductionQueue(pool_for(root.device, self.streams), self.streams, root.policy.reduce_buffers)
+        pool = pool_for(root.device, self.streams, reduced_over=root.groups.shard)
+        self.reductions = ReductionQueue(pool, self.streams, root.policy.reduce_buffers)
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._thread = 0  # that of the outermost forward
         self.units: list[UnitBuffers] = []

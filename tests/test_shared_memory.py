@@ -1,0 +1,388 @@
+"""Gathers and reductions through memory that the ranks of one host share (`FSDP_COLLECTIVES=shared`).
+
+The other ways are the referee: what moves through shared memory has the bits of the direct exchange. The rest is what
+memory adds: ranks that die, that part, that have no room, that fork, and what is left behind.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.comm import shared_memory
+from fsdp.comm.collectives import Communicator, Tag
+from fsdp.comm.groups import Groups
+from fsdp.comm.shared_memory import Channel, Segment
+from fsdp.comm.streams import streams_for
+from fsdp.comm.waiting import OutOfStep
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import impatient, new_group
+from tests.harness.models import ZOO
+from tests.harness.oracle import Schedule, adamw, assert_bit_equal
+from tests.harness.pool import Died, run_fresh, run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_parameters, run_fsdp, wrap
+
+CPU = torch.device("cpu")
+FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+HEADERS = 64 * 4096  # bytes that a segment may hold at rest: a few pages for each group that was ever used
+
+
+_held_before = 0  # what a group that an earlier test has broken holds in this process
+
+
+def share() -> None:
+    global _held_before
+    os.environ["FSDP_COLLECTIVES"] = "shared"
+    if shared_memory.segment() is not None:
+        _held_before = held_at_rest()
+
+
+def channel_of(group: Any) -> Channel:
+    channel = shared_memory._channels[group]
+    assert channel is not None, "the ranks share no memory"
+    return channel
+
+
+def own_segment() -> Segment:
+    segment = shared_memory.segment()
+    assert segment is not None
+    return segment
+
+
+def held_at_rest() -> int:
+    """Bytes behind the segment, once all ranks are at rest, beyond those before."""
+    dist.barrier()
+    own_segment().trim()
+    return own_segment().held_nbytes - _held_before
+
+
+class Unit(nn.Module):
+    def __init__(self, width: int = 200) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 151), nn.Linear(151, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def make_model(group: Any = None, **options: Any) -> FullyShardedDataParallel:
+    torch.manual_seed(0)
+    net = nn.Sequential(Unit(), Unit(), Unit(), nn.Linear(200, 3))
+    return wrap(net, wrap_policy=ModuleWrapPolicy({Unit}), process_group=group, **options)
+
+
+def step(model: nn.Module, value: float = 0.1) -> None:
+    model(torch.full((2, 200), value * (1 + dist.get_rank()))).square().sum().backward()
+
+
+# -- the same bits -------------------------------------------------------------------------------------------------
+
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+HALF = MixedPrecision(reduce_dtype=torch.float16)
+CASES: list[tuple[str, ShardingStrategy, bool, MixedPrecision | None]] = [
+    ("mlp", FULL_SHARD, False, None),
+    ("tied-transformer", SHARD_GRAD_OP, True, None),
+    ("lora", FULL_SHARD, True, None),
+    ("used-twice", FULL_SHARD, True, LOW),
+    ("unused", FULL_SHARD, False, HALF),
+]
+
+
+def train_both_ways() -> None:
+    share()
+    schedule = Schedule(steps=3, micro=2)
+    for name, strategy, use_orig_params, precision in CASES:
+        steps = []
+        for way in ("direct", "shared"):
+            os.environ["FSDP_COLLECTIVES"] = way
+            group = new_group()
+            options = {"strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
+            options["no_sync"] = [name != "lora", False]  # with accumulators, which are no memory of the segment
+            steps.append(run_fsdp(ZOO[name], adamw, schedule, process_group=group, **options))
+        assert channel_of(group)._number >= 6, "nothing went through shared memory"
+        for number, (direct, shared) in enumerate(zip(*steps)):
+            what = f"{name}, step {number}"
+            assert_bit_equal({"loss": shared.loss}, {"loss": direct.loss}, what)
+            assert_bit_equal(shared.grads, direct.grads, what)
+            assert_bit_equal(shared.params, direct.params, what)
+    assert held_at_rest() <= HEADERS
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_the_bits_of_the_direct_exchange(world_size: int) -> None:
+    """In every precision, with and without accumulation; and at rest nothing is held."""
+    run_ranks(world_size, train_both_ways)
+
+
+def fast_and_slow_ranks() -> None:
+    """One rank waits for each collective only after it has issued more, the other at once."""
+    share()
+    group, rank = new_group(), dist.get_rank()
+    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    under_way: list[tuple[Any, torch.Tensor, float]] = []
+
+    def wait_for_oldest() -> None:
+        pending, result, expected = under_way.pop(0)
+        pending.wait()
+        assert result.tolist() == [expected] * result.numel()
+
+    for number in range(200):
+        full, numel = torch.empty(2 * (100 + 40 * (number % 7))), 100 + 40 * (number % 7)
+        if number % 2:
+            shard = torch.full((numel,), float(number))
+            under_way.append((communicator.gather(full, shard, Tag(f"gather {number}", number)), full, float(number)))
+        else:
+            out = torch.empty(numel)
+            pending = communicator.reduce(out, full.fill_(number + rank), Tag(f"reduce {number}", number))
+            under_way.append((pending, out, number + 0.5))
+        while len(under_way) > (5 if rank else 0):
+            wait_for_oldest()
+        if number == 100:
+            dist.barrier()
+    while under_way:
+        wait_for_oldest()
+    assert held_at_rest() <= HEADERS
+
+
+def test_memory_is_not_used_again_before_all_have_read_it() -> None:
+    """A rank that waits late still reads what was posted for it."""
+    run_ranks(2, fast_and_slow_ranks)
+
+
+# -- ranks that part, fail and die ---------------------------------------------------------------------------------
+
+
+def post_different_things() -> list[str]:
+    share()
+    group, rank = new_group(), dist.get_rank()
+    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    words = []
+    for what, size in (("another unit", 4), ("another size", 4 + rank)):
+        shard, full = torch.ones(size), torch.empty(2 * size)
+        name, number = (f"gather {what} {rank}", rank) if what == "another unit" else (f"gather {what}", 7)
+        started = time.monotonic()
+        with pytest.raises(OutOfStep) as error:
+            communicator.gather(full, shard, Tag(name, number)).wait()
+        assert time.monotonic() - started < 5
+        words.append(str(error.value))
+        dist.barrier()
+        shared_memory.renew(group)
+        shard, full = torch.full((3,), float(rank)), torch.empty(6)
+        communicator.gather(full, shard, Tag("gather", 1)).wait()
+        assert full.tolist() == [0.0] * 3 + [1.0] * 3
+    return words
+
+
+def test_ranks_out_of_step_are_named_at_once_and_go_on_after_they_have_met() -> None:
+    for rank, (unit, size) in enumerate(run_ranks(2, post_different_things)):
+        assert f"rank {rank} is at 'gather another unit {rank}'" in unit
+        assert f"rank {1 - rank} is at 'gather another unit {1 - rank}'" in unit
+        assert "(16 bytes)" in size and "(20 bytes)" in size
+
+
+@impatient
+def fail_and_go_on() -> None:
+    """Each rank fails in another unit of a forward; after that the ranks train as if nothing had been."""
+    found = []
+    share()
+    for fails in (False, True):
+        model = make_model(new_group())
+        optimizer = adamw(model.parameters())
+        for number in range(4):
+            if fails and number in (1, 2):
+                unit: Any = model.module[abs(dist.get_rank() - number + 1)]
+                hook = unit.module.first.register_forward_hook(raise_value_error)
+                with pytest.raises((ValueError, RuntimeError)):
+                    step(model)
+                hook.remove()
+                optimizer.zero_grad()
+            step(model, 0.1 * (1 + number))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(full_parameters(model))
+    assert_bit_equal(found[1], found[0])
+    assert held_at_rest() <= HEADERS
+
+
+def raise_value_error(*_: object) -> None:
+    raise ValueError("not a number")
+
+
+def test_a_rank_that_fails_harms_nobody_afterwards() -> None:
+    run_ranks(2, fail_and_go_on)
+
+
+def die_in_a_forward() -> tuple[str, float]:
+    share()
+    model = make_model(new_group(20))
+    step(model)
+    if dist.get_rank() == 1:
+        unit: Any = model.module[1]
+        unit.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    started = time.monotonic()
+    try:
+        step(model)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - started
+    raise AssertionError("nobody missed the rank")
+
+
+def test_a_dead_rank_is_named_with_the_unit_that_waits_for_it() -> None:
+    words, died = run_fresh(2, die_in_a_forward)
+    assert died == Died(-signal.SIGKILL)
+    assert "gather unit" in words[0] and "the process of rank 1 has ended" in words[0], words[0]
+    assert words[1] < 5, words[1]
+
+
+def die_between_two_gathers() -> tuple[str, float]:
+    share()
+    group, rank = new_group(20), dist.get_rank()
+    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    full, shard = torch.empty(6), torch.full((3,), float(rank))
+    first = communicator.gather(full, shard, Tag("gather the first", 1))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first.wait()  # what the dead rank has posted is there
+    assert full.tolist() == [0.0] * 3 + [1.0] * 3
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        communicator.gather(full, shard, Tag("gather the second", 1)).wait()
+    return str(error.value), time.monotonic() - started
+
+
+def test_a_dead_rank_is_seen_within_a_second_where_nobody_looks_around() -> None:
+    words, died = run_fresh(2, die_between_two_gathers)
+    assert died == Died(-signal.SIGKILL)
+    assert "gather the second" in words[0] and "the process of rank 1 has ended" in words[0], words[0]
+    assert words[1] < 5, words[1]
+
+
+# -- memory --------------------------------------------------------------------------------------------------------
+
+
+@impatient
+def run_out_of_memory() -> None:
+    share()
+    model = make_model(new_group())
+    step(model)
+    model.zero_grad()
+    expected = full_parameters(model)
+
+    def full_system(file: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    no_room = pytest.raises(OSError, match="bytes that the ranks of this host share")
+    with mock.patch.object(os, "posix_fallocate", full_system), no_room as error:
+        step(model)
+    assert error.value.errno == errno.ENOSPC
+    model.zero_grad()
+    step(model)
+    assert_bit_equal(full_parameters(model), expected)
+    assert held_at_rest() <= HEADERS
+
+
+def test_no_room_is_an_error_and_not_a_crash() -> None:
+    run_ranks(2, run_out_of_memory)
+
+
+def leave_nothing() -> None:
+    before = set(os.listdir("/dev/shm"))
+    share()
+    model = make_model(new_group())
+    step(model)
+    segment, files = own_segment(), len(os.listdir("/proc/self/fd"))
+    state = os.fstat(segment.file)
+    assert state.st_nlink == 0 and not os.get_inheritable(segment.file) and set(os.listdir("/dev/shm")) <= before
+    with torch.no_grad():
+        model(torch.ones(2, 200))
+    for _ in range(3):
+        model = make_model(new_group())
+        step(model)
+        del model
+    assert held_at_rest() <= HEADERS
+    assert len(os.listdir("/proc/self/fd")) <= files + 3 * 8  # the groups' own
+    pieces = torch.full((2 * 10,), 3.0)
+    communicator = Communicator(Groups.of(new_group(), replicate=False), streams_for(CPU))
+    storage = segment.allocate(pieces.nbytes)
+    address = storage.data_ptr()
+    assert segment.lent_at(address) is not None
+    out = torch.empty(10)
+    communicator.reduce(out, pieces, Tag("reduce", 1)).wait()
+    del storage  # what nobody holds any more comes back by itself
+    assert out.tolist() == [3.0] * 10 and held_at_rest() <= HEADERS and segment.lent_at(address) is None
+
+
+def test_memory_has_no_name_and_is_given_back_at_rest() -> None:
+    run_ranks(2, leave_nothing)
+
+
+def fork_after_the_mapping() -> None:
+    share()
+    group = new_group()
+    model = make_model(group)
+    step(model)
+    channel, before = channel_of(group), own_segment().held_nbytes
+    child = os.fork()
+    if child == 0:
+        alone = shared_memory.segment() is None and not channel.usable and not shared_memory._channels
+        os._exit(0 if alone else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert channel.usable and own_segment().held_nbytes == before
+    step(model)
+
+
+def test_a_fork_takes_no_part() -> None:
+    run_ranks(2, fork_after_the_mapping)
+
+
+# -- when it is used -----------------------------------------------------------------------------------------------
+
+
+def choose() -> None:
+    os.environ["FSDP_COLLECTIVES"] = "shared"
+    rank = dist.get_rank()
+    for refused in ("the machine", "the mapping", "the system"):  # on one rank alone
+        group = new_group()
+        other = {"the machine": mock.patch.object(shared_memory, "machine", lambda: "another")}
+        other["the mapping"] = mock.patch.object(shared_memory, "_peer", side_effect=PermissionError())
+        other["the system"] = mock.patch.object(shared_memory, "_SUPPORTED", False)
+        with other[refused] if rank == 1 else nullcontext():
+            model = make_model(group)
+            step(model)
+        assert shared_memory._channels[group] is None, refused
+    group = new_group()
+    model = make_model(group)
+    for recorded in ([], [0, 1], [1], [], [0], [0, 1], []):
+        posts = channel_of(group)._number if group in shared_memory._channels else 0
+        with record_collectives() if rank in recorded else nullcontext() as log:
+            step(model)
+        moved = channel_of(group)._number - posts
+        if recorded == [0, 1]:
+            assert moved == 0 and log.count("all_gather") > 3 and log.count("reduce_scatter") == 4
+        else:
+            assert moved > 7, recorded
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        group = new_group()
+        step(make_model(group))
+        assert group not in shared_memory._channels
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_memory_is_used_where_all_ranks_can() -> None:
+    """On one host, without torch's own checks, and where nobody records collectives: on all ranks, or on none."""
+    run_ranks(2, choose)
