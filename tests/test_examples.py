@@ -15,6 +15,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from functools import cache
@@ -357,6 +358,48 @@ def test_the_elastic_example_fails_where_losses_differ(monkeypatch: pytest.Monke
     resume_elastic.compare([2.0, 1.0], [2.0, 1.0 + 1e-15])
     with pytest.raises(SystemExit, match="the losses differ by more than 1e-12"):
         resume_elastic.compare([2.0, 1.0], [2.0, 1.0 + 1e-11])
+
+
+# -- hybrid sharding -----------------------------------------------------------------------------------------------
+
+
+def hybrid_here(replicas: int, steps: int, save: str = "", resume: str = "") -> list[float]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    hybrid = importlib.import_module("hybrid")
+    sys.path.pop(0)
+    options = SimpleNamespace(replicas=replicas, steps=steps, save=save, resume=resume)
+    with redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FullyShardedDataParallel: the group has one rank")
+        losses: list[float] = hybrid.train(options, torch.device("cpu"))
+    return losses
+
+
+def hybrid_on_meshes(folder: str) -> list[list[float]]:
+    """Uninterrupted on 2 x 2; then to the middle, and from there on every mesh of four ranks."""
+    whole, half = hybrid_here(2, 8), hybrid_here(2, 4, save=folder)
+    return [whole, half, *(hybrid_here(replicas, 8, resume=folder) for replicas in (1, 2, 4))]
+
+
+def test_a_hybrid_run_goes_on_from_its_checkpoint_on_any_mesh(tmp_path: Path) -> None:
+    for whole, half, *resumed in run_ranks(4, hybrid_on_meshes, str(tmp_path)):
+        assert half == whole[:4] and resumed[1] == whole  # on the same mesh bit for bit
+        for losses in resumed:  # float64 sums in another order, as in resume_elastic.py
+            assert losses == pytest.approx(whole, rel=1e-12, abs=0)
+        assert whole[-1] < 0.5 * whole[0]
+
+
+def test_a_launch_on_several_machines_is_one_torchrun_on_each(tmp_path: Path) -> None:
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/bin/sh\necho "$@"\n')
+    torchrun.chmod(0o755)
+    launch = ["bash", "examples/launch_machines.sh"]
+    with mock.patch.dict(os.environ, PATH=f"{tmp_path}:{os.environ['PATH']}"):
+        done = run(*launch, "2", "8", "node0", "examples/hybrid.py", "--steps", "3")
+        usage = run(*launch, "2")
+    meeting = "--rdzv-backend c10d --rdzv-endpoint node0:29400 --rdzv-id fsdp"
+    script = "examples/hybrid.py --steps 3"
+    assert done.stdout == f"--nnodes 2 --nproc-per-node 8 --max-restarts 0 {meeting} {script}\n"
+    assert usage.returncode == 2 and "MACHINES RANKS_PER_MACHINE FIRST_MACHINE SCRIPT" in usage.stderr
 
 
 RunScript = Callable[..., tuple[int, str]]
