@@ -325,7 +325,7 @@ MUTATIONS = [
         _tests("out_of_step", "another_order_by_direct_exchange[skip the last unit-3]"),
     ),
     Mutation(
-        "fsdp/comm/shared_memory.py",
+        "fsdp/comm/segment.py",
         "        return self._reader is None\n",
         "        return True\n",
         "memory is used again while a slower rank still reads it",
@@ -353,7 +353,7 @@ MUTATIONS = [
         _tests("shared_memory", "a_dead_rank_is_seen_within_a_second_where_nobody_looks_around"),
     ),
     Mutation(
-        "fsdp/comm/shared_memory.py",
+        "fsdp/comm/segment.py",
         "                self.mapping.give_back(block.offset, block.nbytes)\n",
         "",
         "shared memory is kept at rest",
@@ -361,8 +361,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/shared_memory.py",
-        '    missing = torch.tensor([not peers], dtype=torch.int64, device="cpu")\n    agree(missing)\n',
-        '    missing = torch.tensor([not peers], dtype=torch.int64, device="cpu")\n',
+        '        if _tell(group, "opened", bool(peers)) == [True] * group.size():\n',
+        '        if _tell(group, "opened", bool(peers)) and peers:\n',
         "a rank alone decides whether the ranks share memory",
         _tests("shared_memory", "memory_is_used_where_all_ranks_can"),
     ),

@@ -23,7 +23,8 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.comm import shared_memory
 from fsdp.comm.collectives import Communicator, Tag
 from fsdp.comm.groups import Groups
-from fsdp.comm.shared_memory import Channel, Segment
+from fsdp.comm.segment import Segment
+from fsdp.comm.shared_memory import Channel
 from fsdp.comm.streams import streams_for
 from fsdp.comm.waiting import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
@@ -358,7 +359,7 @@ def choose() -> None:
         group = new_group()
         other = {"the machine": mock.patch.object(shared_memory, "machine", lambda: "another")}
         other["the mapping"] = mock.patch.object(shared_memory, "_peer", side_effect=PermissionError())
-        other["the system"] = mock.patch.object(shared_memory, "_SUPPORTED", False)
+        other["the system"] = mock.patch.object(shared_memory, "SUPPORTED", False)
         with other[refused] if rank == 1 else nullcontext():
             model = make_model(group)
             step(model)

@@ -13,25 +13,12 @@ once. The number is written last, and processors on which this file works (x86-6
 waits for nothing but a slot, of which there are many, and whoever waits, for whatever, finishes all that it has issued
 as far as the others have posted: so no wait depends on itself. Collectives end in order; ``_DONE`` is the number of the
 last one that a rank has read, and tells the others that the memory behind their posts is theirs again.
-
-[Note: Nothing is left]
-A segment has no name, only processes of the same user can open it, and it goes with the last process that maps it. Its
-pages are reserved before they are written (a page that the system cannot give would else kill the process) and given
-back while nothing trains.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
-import mmap
 import os
-import platform
-import random
-import select
-import sys
-import threading
 import time
 import weakref
 from collections import deque
@@ -41,18 +28,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.comm import waiting
-from fsdp.comm.board import machine
+from fsdp.comm.board import Board, machine
 from fsdp.comm.groups import group_timeout
-from fsdp.comm.waiting import HostWork, OutOfStep
+from fsdp.comm.segment import HEADER, SUPPORTED, Mapping, Peer, Segment
+from fsdp.comm.waiting import HostWork, OutOfStep, watch_of
 
-_SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
-
-_HEADERS = 1 << 26  # bytes at the start of a segment for the headers of channels; but few pages of it are ever used
-_HEADER = 1 << 13
 _SLOT = 128  # bytes of a post: four words, and a label
 _LABEL, _TEXT = 32, _SLOT - 32
-_SLOTS = _HEADER // _SLOT - 1  # the first has what is not a post
+_SLOTS = HEADER // _SLOT - 1  # the first has what is not a post
 _DONE, _ELSEWHERE = 0, 1  # words of the first
 _EVENT, _NBYTES, _WHERE = 1, 2, 3  # words of a post, behind its number
 _NEVER = 1 << 62
@@ -62,207 +45,6 @@ _SPINS = 100  # looks before a wait sleeps
 _SHORTEST, _LONGEST = 0.00003, 0.001  # seconds between two looks, and in a wait that takes longer than _SOON
 _SOON = 0.02
 _LOOK_AROUND = 0.1  # seconds between two looks for processes that have ended
-_UNREAD = 3  # blocks of a size that may wait for slow readers before a fast rank waits for them
-
-
-class _Mapping:
-    """A segment, this process's own or a peer's, as this process sees it."""
-
-    def __init__(self, file: int, nbytes: int) -> None:
-        self._map = mmap.mmap(file, nbytes)
-        self._map.madvise(mmap.MADV_DONTDUMP)
-        self.memory = memoryview(self._map)
-        self.words = self.memory[:_HEADERS].cast("q")
-        self._pieces: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
-
-    def piece(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements at ``offset`` bytes."""
-        key = offset, numel, dtype
-        if key not in self._pieces:
-            if len(self._pieces) > 4096:
-                self._pieces.clear()
-            with torch.inference_mode(False):  # it is written outside as well
-                piece = torch.frombuffer(self.memory, dtype=dtype, count=max(numel, 1), offset=offset)[:numel]
-            self._pieces[key] = piece
-        return self._pieces[key]
-
-    def give_back(self, offset: int, nbytes: int) -> None:
-        self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
-
-
-class _Peer:
-    """A rank's process, maybe this one, and its segment."""
-
-    def __init__(self, mapping: _Mapping, process: int) -> None:
-        self.mapping = mapping
-        self._process = process
-        weakref.finalize(self, os.close, process)
-
-    @property
-    def has_ended(self) -> bool:
-        poll = select.poll()
-        poll.register(self._process, select.POLLIN)
-        return bool(poll.poll(0))
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-class _Block:
-    """A piece of the segment. What its last post told others to read is not used again before they have."""
-
-    __slots__ = ("_patience", "_reader", "lent", "nbytes", "offset", "reserved")
-
-    def __init__(self, offset: int, nbytes: int) -> None:
-        self.offset, self.nbytes = offset, nbytes
-        self.reserved = False  # whether there is memory behind it
-        self.lent: Any = None  # refers to what holds it
-        self._reader: tuple[Channel, int] | None = None
-        self._patience = 0.0  # seconds that it is worth to wait for the readers
-
-    def posted(self, channel: Channel, number: int) -> None:
-        self._reader, self._patience = (channel, number), waiting.PATIENCE.total_seconds()
-
-    @property
-    def is_read(self) -> bool:
-        if self._reader is not None and self._reader[0].is_read(self._reader[1]):
-            self._reader = None
-        return self._reader is None
-
-    def wait(self) -> None:
-        """Until it is read; not for long, and not again."""
-        if not self.is_read and self._reader is not None and self._patience:
-            patience, self._patience = self._patience, 0.0
-            self._reader[0].until(lambda: self.is_read, patience)
-
-
-class Segment:
-    """This process's memory that others read."""
-
-    def __init__(self) -> None:
-        self.capacity = _HEADERS + 2 * mmap.PAGESIZE * os.sysconf("SC_PHYS_PAGES")
-        self.file = os.memfd_create("fsdp")
-        weakref.finalize(self, os.close, self.file)
-        os.ftruncate(self.file, self.capacity)
-        self.mapping = _Mapping(self.file, self.capacity)
-        self._address = self.mapping.piece(0, 1, torch.uint8).data_ptr()
-        self._headers = 1
-        os.posix_fallocate(self.file, 0, mmap.PAGESIZE)
-        self.mapping.words[0] = self.nonce = random.SystemRandom().getrandbits(62)
-        self.peer = _Peer(self.mapping, os.pidfd_open(os.getpid()))
-        self._end = _HEADERS
-        self._blocks: list[_Block] = []  # by offset
-        self._free: list[_Block] = []  # the one that came back first is the first
-        self._lent: dict[int, _Block] = {}  # by address
-        self._lock = threading.Lock()  # a model may be collected anywhere, which gives memory back
-
-    def new_header(self) -> int:
-        """Where a new channel has its header, of zeros. It stays: some peer may look at it for ever."""
-        offset = self._headers * _HEADER
-        if offset == _HEADERS:
-            raise OSError("no more headers")
-        os.posix_fallocate(self.file, offset, _HEADER)
-        self._headers += 1
-        return offset
-
-    def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """At least ``nbytes`` bytes, undefined, until nothing holds the storage any more.
-
-        Raises:
-            OSError: the system has not so much.
-        """
-        block = self.take(nbytes)
-        memory = self.mapping.memory[block.offset : block.offset + block.nbytes]
-        address = self._address + block.offset
-
-        def come_back(_: object) -> None:
-            del self._lent[address]
-            self._free.append(block)
-
-        self._lent[address] = block
-        block.lent = weakref.ref(memory, come_back)
-        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-
-    def lent_at(self, address: int) -> _Block | None:
-        """The block of memory that was allocated there."""
-        return self._lent.get(address)
-
-    def take(self, nbytes: int) -> _Block:
-        """A block of at least ``nbytes``, for the caller to ``leave``."""
-        with self._lock:
-            return self._take(nbytes)
-
-    def _take(self, nbytes: int) -> _Block:
-        nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        fitting = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
-        read = [block for block in fitting if block.is_read]
-        if not read and len(fitting) >= _UNREAD:
-            fitting[0].wait()
-            read = [block for block in fitting if block.is_read]
-        if read:
-            block = max(read, key=lambda block: block.reserved)
-            self._free.remove(block)
-        else:
-            self._shrink_to(4 * nbytes)
-            block = _Block(self._end, nbytes)
-            self._blocks.append(block)
-            self._end += nbytes
-        if not block.reserved:
-            try:
-                if self._end > self.capacity:
-                    raise OSError(errno.ENOSPC, "no address space is left")
-                os.posix_fallocate(self.file, block.offset, block.nbytes)
-            except OSError as error:
-                self._free.append(block)
-                words = f"{nbytes} bytes that the ranks of this host share: {error.strerror}. Free memory, or set "
-                raise OSError(error.errno, f"{words}FSDP_COLLECTIVES=direct on all ranks") from error
-            block.reserved = True
-        return block
-
-    def leave(self, block: _Block) -> None:
-        self._free.append(block)
-
-    @property
-    def held_nbytes(self) -> int:
-        """Bytes that there is memory behind, headers included."""
-        return os.fstat(self.file).st_blocks * 512
-
-    def trim(self, *, patient: bool = False) -> None:
-        """Give back the memory that nothing holds and nobody reads. ``patient``: the others are about to have read
-        it."""
-        if not self._lock.acquire(blocking=False):
-            return  # in the middle of ``take``
-        try:
-            if patient:
-                with contextlib.suppress(RuntimeError):  # whoever needs them will hear
-                    for block in tuple(self._free):
-                        block.wait()
-            self._shrink_to(0)
-            while self._blocks and self._blocks[-1] in self._free and not self._blocks[-1].reserved:
-                block = self._blocks.pop()
-                self._free.remove(block)
-                self._end = block.offset
-        finally:
-            self._lock.release()
-
-    def _shrink_to(self, nbytes: int) -> None:
-        total = sum(block.nbytes for block in self._free if block.reserved)
-        for block in self._free:
-            if total > nbytes and block.reserved and block.is_read:
-                self.mapping.give_back(block.offset, block.nbytes)
-                block.reserved = False
-                total -= block.nbytes
-
-
-_segments: list[Segment] = []  # this process's own, once there is one
-
-
-def segment() -> Segment | None:
-    """This process's, if it has a channel."""
-    return _segments[0] if _segments else None
-
-
-# -- communication -----------------------------------------------------------------------------------------------------
 
 
 class _Condition(HostWork):
@@ -302,7 +84,7 @@ class Channel:
         usable: whether this is the process that made it, not one that was forked from that.
     """
 
-    def __init__(self, group: Any, own: Segment, peers: Sequence[_Peer], headers: Sequence[int]) -> None:
+    def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
         """``headers``: where each rank's header lies in its segment, in bytes."""
         self.timeout = group_timeout(group).total_seconds()
         self.broken: RuntimeError | None = None
@@ -509,8 +291,10 @@ class Channel:
 
 # -- who shares memory -------------------------------------------------------------------------------------------------
 
+_segments: list[Segment] = []  # this process's own, once there is one
+_boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 _channels: weakref.WeakKeyDictionary[Any, Channel | None] = weakref.WeakKeyDictionary()
-_peers: weakref.WeakValueDictionary[int, _Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
+_peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
 
 
 def _forget_in_child() -> None:
@@ -525,23 +309,44 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def connect(group: Any, agree: Callable[[torch.Tensor], None]) -> Channel | None:
-    """The channel of ``group``; None unless its ranks all share memory. The first time all of them have to ask.
+def connect(group: Any) -> Channel | None:
+    """The channel of ``group``; None unless its ranks all share memory. The first time all of them have to ask: they
+    decide through the store, beside the collectives.
 
-    Args:
-        agree: replaces integers by the largest of all ranks, element by element.
+    Raises:
+        RuntimeError: the others do not come, or do something else.
     """
     if group not in _channels:
-        rows = torch.zeros(group.size(), 6, dtype=torch.int64, device="cpu")
+        row: list[int] = []
         with contextlib.suppress(OSError):
-            if _SUPPORTED and machine():
+            if SUPPORTED and machine():
                 own = _own_segment()
-                place = hashlib.blake2b(machine().encode(), digest_size=7).digest()
-                row = [int.from_bytes(place, "big"), os.getpid(), own.file, own.nonce, own.capacity, own.new_header()]
-                rows[group.rank()] = torch.tensor(row)
-        agree(rows)
-        _channels[group] = _open_channel(group, rows.tolist(), agree)
+                row = [os.getpid(), own.file, own.nonce, own.capacity, own.new_header()]
+        rows = [said[1:] for said in _tell(group, "segment", [machine(), *row]) if said[1:] and said[0] == machine()]
+        peers: list[Peer] = []
+        with contextlib.suppress(OSError, ValueError):
+            if len(rows) == group.size():
+                peers = [_peer(*row[:4]) for row in rows]
+        _channels[group] = None
+        if _tell(group, "opened", bool(peers)) == [True] * group.size():
+            channel = _channels[group] = Channel(group, _own_segment(), peers, [row[4] for row in rows])
+            weakref.finalize(group, channel.reads_no_more())
     return _channels[group]
+
+
+def _tell(group: Any, key: str, value: Any) -> list[Any]:
+    """Every rank's ``value``, in rank order."""
+    board, started, watch = _boards.setdefault(group, Board(group, "memory")), time.monotonic(), watch_of(group)
+
+    def look() -> None:
+        if watch is not None:
+            watch.slow()
+        if time.monotonic() - started > group_timeout(group).total_seconds():
+            raise RuntimeError("agree on shared memory: other ranks do not come")
+
+    board.post(key, value)
+    board.meet(key, look)
+    return list(board.posted(key).values())
 
 
 def _own_segment() -> Segment:
@@ -550,21 +355,7 @@ def _own_segment() -> Segment:
     return _segments[0]
 
 
-def _open_channel(group: Any, rows: list[list[int]], agree: Callable[[torch.Tensor], None]) -> Channel | None:
-    peers: list[_Peer] = []
-    with contextlib.suppress(OSError, ValueError):
-        if all(row[0] and row[0] == rows[0][0] for row in rows):
-            peers = [_peer(*row[1:5]) for row in rows]
-    missing = torch.tensor([not peers], dtype=torch.int64, device="cpu")
-    agree(missing)
-    if missing:
-        return None
-    channel = Channel(group, _own_segment(), peers, [row[5] for row in rows])
-    weakref.finalize(group, channel.reads_no_more())
-    return channel
-
-
-def _peer(process: int, file: int, nonce: int, nbytes: int) -> _Peer:
+def _peer(process: int, file: int, nonce: int, nbytes: int) -> Peer:
     """
     Raises:
         OSError: that is no segment of a process here.
@@ -577,7 +368,7 @@ def _peer(process: int, file: int, nonce: int, nbytes: int) -> _Peer:
         try:
             there = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR)
             try:
-                mapping = _Mapping(there, nbytes)
+                mapping = Mapping(there, nbytes)
             finally:
                 os.close(there)
             if mapping.words[0] != nonce:
@@ -585,8 +376,13 @@ def _peer(process: int, file: int, nonce: int, nbytes: int) -> _Peer:
         except BaseException:
             os.close(ended)
             raise
-        peer = _peers[nonce] = _Peer(mapping, ended)
+        peer = _peers[nonce] = Peer(mapping, ended)
     return peer
+
+
+def segment() -> Segment | None:
+    """This process's, if it has a channel."""
+    return _segments[0] if _segments else None
 
 
 def segment_of(group: Any) -> Segment | None:

@@ -60,6 +60,12 @@ def watch(group: Any, by: Watch) -> None:
     _watches[group] = weakref.ref(by)
 
 
+def watch_of(group: Any) -> Watch | None:
+    """By whom ``group`` is watched now."""
+    reference = _watches.get(group)
+    return None if reference is None else reference()
+
+
 class _Thread:
     """Runs one action after another, and is used again: of each new thread some memory is never given back."""
 

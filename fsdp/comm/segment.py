@@ -1,0 +1,228 @@
+"""Memory of this process that other processes of the host can map: what :mod:`fsdp.comm.shared_memory` moves.
+
+[Note: Nothing is left]
+A segment is a sparse file without a name. Only processes of the same user can open it, and it goes with the last
+process that maps it. Its pages are reserved before they are written (a page that the system cannot give would else kill
+the process) and given back while nothing trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import platform
+import random
+import select
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from fsdp.comm import waiting
+
+SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
+HEADER = 1 << 13  # bytes for the posts of a channel
+
+_HEADERS = 1 << 26  # bytes at the start of a segment for headers; but few pages of it are ever used
+_UNREAD = 3  # blocks of a size that may wait for slow readers before a fast rank waits for them
+
+
+class Readers(Protocol):
+    """Processes that read what this one has posted, in order."""
+
+    def is_read(self, number: int) -> bool:
+        """Whether all have read it up to there."""
+
+    def until(self, holds: Callable[[], bool], seconds: float) -> bool:
+        """Wait until something ``holds`` that they bring about; False if it does not within so many seconds."""
+
+
+class Mapping:
+    """A segment, this process's own or a peer's, as this process sees it."""
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._map = mmap.mmap(file, nbytes)
+        self._map.madvise(mmap.MADV_DONTDUMP)
+        self.memory = memoryview(self._map)
+        self.words = self.memory[:_HEADERS].cast("q")
+        self._pieces: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def piece(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """``numel`` elements at ``offset`` bytes."""
+        key = offset, numel, dtype
+        if key not in self._pieces:
+            if len(self._pieces) > 4096:
+                self._pieces.clear()
+            with torch.inference_mode(False):  # it is written outside as well
+                piece = torch.frombuffer(self.memory, dtype=dtype, count=max(numel, 1), offset=offset)[:numel]
+            self._pieces[key] = piece
+        return self._pieces[key]
+
+    def give_back(self, offset: int, nbytes: int) -> None:
+        self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+
+class Peer:
+    """A rank's process, maybe this one, and its segment."""
+
+    def __init__(self, mapping: Mapping, process: int) -> None:
+        self.mapping = mapping
+        self._process = process
+        weakref.finalize(self, os.close, process)
+
+    @property
+    def has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        return bool(poll.poll(0))
+
+
+class Block:
+    """A piece of the segment. What its last post told others to read is not used again before they have."""
+
+    __slots__ = ("_patience", "_reader", "lent", "nbytes", "offset", "reserved")
+
+    def __init__(self, offset: int, nbytes: int) -> None:
+        self.offset, self.nbytes = offset, nbytes
+        self.reserved = False  # whether there is memory behind it
+        self.lent: Any = None  # refers to what holds it
+        self._reader: tuple[Readers, int] | None = None
+        self._patience = 0.0  # seconds that it is worth to wait for the readers
+
+    def posted(self, readers: Readers, number: int) -> None:
+        self._reader, self._patience = (readers, number), waiting.PATIENCE.total_seconds()
+
+    @property
+    def is_read(self) -> bool:
+        if self._reader is not None and self._reader[0].is_read(self._reader[1]):
+            self._reader = None
+        return self._reader is None
+
+    def wait(self) -> None:
+        """Until it is read; not for long, and not again."""
+        if not self.is_read and self._reader is not None and self._patience:
+            patience, self._patience = self._patience, 0.0
+            self._reader[0].until(lambda: self.is_read, patience)
+
+
+class Segment:
+    """This process's memory that others read."""
+
+    def __init__(self) -> None:
+        self.capacity = _HEADERS + 2 * mmap.PAGESIZE * os.sysconf("SC_PHYS_PAGES")
+        self.file = os.memfd_create("fsdp")
+        weakref.finalize(self, os.close, self.file)
+        os.ftruncate(self.file, self.capacity)
+        self.mapping = Mapping(self.file, self.capacity)
+        self._address = self.mapping.piece(0, 1, torch.uint8).data_ptr()
+        self._headers = 1
+        os.posix_fallocate(self.file, 0, mmap.PAGESIZE)
+        self.mapping.words[0] = self.nonce = random.SystemRandom().getrandbits(62)
+        self.peer = Peer(self.mapping, os.pidfd_open(os.getpid()))
+        self._end = _HEADERS
+        self._blocks: list[Block] = []  # by offset
+        self._free: list[Block] = []  # the one that came back first is the first
+        self._lent: dict[int, Block] = {}  # by address
+        self._lock = threading.Lock()  # a model may be collected anywhere, which gives memory back
+
+    def new_header(self) -> int:
+        """Where a new channel has its header, of zeros. It stays: some peer may look at it for ever."""
+        offset = self._headers * HEADER
+        if offset == _HEADERS:
+            raise OSError("no more headers")
+        os.posix_fallocate(self.file, offset, HEADER)
+        self._headers += 1
+        return offset
+
+    def allocate(self, nbytes: int) -> torch.UntypedStorage:
+        """At least ``nbytes`` bytes, undefined, until nothing holds the storage any more.
+
+        Raises:
+            OSError: the system has not so much.
+        """
+        block = self.take(nbytes)
+        memory = self.mapping.memory[block.offset : block.offset + block.nbytes]
+        address = self._address + block.offset
+
+        def come_back(_: object) -> None:
+            del self._lent[address]
+            self._free.append(block)
+
+        self._lent[address] = block
+        block.lent = weakref.ref(memory, come_back)
+        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+    def lent_at(self, address: int) -> Block | None:
+        """The block of memory that was allocated there."""
+        return self._lent.get(address)
+
+    def take(self, nbytes: int) -> Block:
+        """A block of at least ``nbytes``, for the caller to ``leave``."""
+        with self._lock:
+            return self._take(nbytes)
+
+    def _take(self, nbytes: int) -> Block:
+        nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        fitting = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
+        read = [block for block in fitting if block.is_read]
+        if not read and len(fitting) >= _UNREAD:
+            fitting[0].wait()
+            read = [block for block in fitting if block.is_read]
+        if read:
+            block = max(read, key=lambda block: block.reserved)
+            self._free.remove(block)
+        else:
+            self._shrink_to(4 * nbytes)
+            block = Block(self._end, nbytes)
+            self._blocks.append(block)
+            self._end += nbytes
+        if not block.reserved:
+            try:
+                if block.offset + nbytes > self.capacity:
+                    raise OSError(errno.ENOSPC, "no address space is left")
+                os.posix_fallocate(self.file, block.offset, block.nbytes)
+            except OSError as error:
+                self._free.append(block)
+                words = f"{nbytes} bytes that the ranks of this host share: {error.strerror}. Free memory, or set "
+                raise OSError(error.errno, f"{words}FSDP_COLLECTIVES=direct on all ranks") from error
+            block.reserved = True
+        return block
+
+    def leave(self, block: Block) -> None:
+        self._free.append(block)
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes that there is memory behind, headers included."""
+        return os.fstat(self.file).st_blocks * 512
+
+    def trim(self, *, patient: bool = False) -> None:
+        """Give back the memory that nothing holds and nobody reads. ``patient``: the others are about to have read
+        it."""
+        if not self._lock.acquire(blocking=False):
+            return  # in the middle of ``take``
+        try:
+            if patient:
+                with contextlib.suppress(RuntimeError):  # whoever needs them will hear
+                    for block in tuple(self._free):
+                        block.wait()
+            self._shrink_to(0)
+            while self._blocks and self._blocks[-1] in self._free and not self._blocks[-1].reserved:
+                block = self._blocks.pop()
+                self._free.remove(block)
+                self._end = block.offset
+        finally:
+            self._lock.release()
+
+    def _shrink_to(self, nbytes: int) -> None:
+        total = sum(block.nbytes for block in self._free if block.reserved)
+        for block in self._free:
+            if total > nbytes and block.reserved and block.is_read:
+                self.mapping.give_back(block.offset, block.nbytes)
+                block.reserved = False
+                total -= block.nbytes
