@@ -104,10 +104,11 @@ class Block:
         return self._reader is None
 
     def wait(self) -> None:
-        """Until it is read; not for long, and not again."""
+        """Until it is read; not for long, and not again. Where that fails, whoever needs the readers will hear."""
         if not self.is_read and self._reader is not None and self._patience:
             patience, self._patience = self._patience, 0.0
-            self._reader[0].until(lambda: self.is_read, patience)
+            with contextlib.suppress(RuntimeError):
+                self._reader[0].until(lambda: self.is_read, patience)
 
 
 class Segment:
@@ -208,9 +209,8 @@ class Segment:
             return  # in the middle of ``take``
         try:
             if patient:
-                with contextlib.suppress(RuntimeError):  # whoever needs them will hear
-                    for block in tuple(self._free):
-                        block.wait()
+                for block in tuple(self._free):
+                    block.wait()
             self._shrink_to(0)
             while self._blocks and self._blocks[-1] in self._free and not self._blocks[-1].reserved:
                 block = self._blocks.pop()

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp.comm.board import Board, machine
-from fsdp.comm.groups import group_timeout
+from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.segment import HEADER, SUPPORTED, Mapping, Peer, Segment
 from fsdp.comm.waiting import HostWork, OutOfStep, watch_of
 
@@ -89,14 +89,14 @@ class Channel:
         self.timeout = group_timeout(group).total_seconds()
         self.broken: RuntimeError | None = None
         self.usable = True
-        self._rank = group.rank()
+        self._rank, self._names = group.rank(), group_ranks(group)
         self._segment, self._words = own, own.mapping.words
         self._mappings = [peer.mapping for peer in peers]
         self._headers = headers
         self._place = headers[self._rank] // 8  # of this rank's header, in words
         self._others = [rank for rank in range(len(peers)) if rank != self._rank]
         self._peers = peers
-        self._firsts = [(mapping.words, header // 8) for mapping, header in zip(self._mappings, headers)]
+        self._firsts = {rank: (m.words, headers[rank] // 8) for rank, m in enumerate(self._mappings)}
         self._number = 0  # of the last post
         self._elsewhere = 0  # how many collectives went another way
         self._under_way: deque[_UnderWay] = deque()
@@ -176,7 +176,7 @@ class Channel:
 
     def is_read(self, number: int) -> bool:
         """Whether all, this one among them, have read what this rank has posted up to there."""
-        return all(words[place + _DONE] >= number for words, place in self._firsts)
+        return all(words[place + _DONE] >= number for words, place in self._firsts.values())
 
     def _have_posted(self, what: _UnderWay) -> bool:
         """
@@ -192,10 +192,8 @@ class Channel:
             elif (number, words[at + _EVENT], words[at + _NBYTES]) != what[:3]:
                 text = bytes(self._mappings[rank].memory[at * 8 + _LABEL : at * 8 + _SLOT]).rstrip(b"\0")
                 theirs = f"{text.decode(errors='replace')!r} ({words[at + _NBYTES]} bytes)"
-                raise OutOfStep(
-                    f"the ranks are out of step: rank {self._rank} is at {what.label!r} ({what.nbytes} bytes), its "
-                    f"collective {what.number % _EPOCH}, where rank {rank} is at {theirs}"
-                )
+                own = f"rank {self._names[self._rank]} is at {what.label!r} ({what.nbytes} bytes)"
+                raise OutOfStep(f"the ranks are out of step: {own}, and rank {self._names[rank]} is at {theirs}")
         return all_have
 
     def _advance(self) -> None:
@@ -240,7 +238,10 @@ class Channel:
             if holds():
                 return True
             if ended:
-                self.broken = RuntimeError(f"the process of {', '.join(f'rank {rank}' for rank in ended)} has ended")
+                names = ", ".join(f"rank {self._names[rank]}" for rank in ended)
+                for rank in ended:
+                    self._firsts.pop(rank, None)
+                self.broken = RuntimeError(f"the process of {names} has ended")
                 raise self.broken
             if now - started > seconds:
                 return False
@@ -286,7 +287,7 @@ class Channel:
         return any(self._mappings[rank].words[self._slot(rank, number) // 8] >= number for rank in self._others)
 
     def _all_propose(self, proposal: int) -> bool:
-        return all(words[place + _ELSEWHERE] >= proposal for words, place in self._firsts)
+        return all(words[place + _ELSEWHERE] >= proposal for words, place in self._firsts.values())
 
 
 # -- who shares memory -------------------------------------------------------------------------------------------------
