@@ -11,10 +11,14 @@ from tests.harness.differing import Program, faults, run_programs
 from tests.harness.pool import Died, run_fresh, run_ranks
 
 
-@pytest.mark.parametrize("world_size, seeds", [(2, [*range(26), 395]), (3, [80, *range(100, 113)])])
-def test_one_rank_differs(world_size: int, seeds: list[int]) -> None:
-    """Another unit, another order, another pass, a call that is missing or made alone, an exception."""
-    by_rank = run_ranks(world_size, run_programs, seeds, False, timeout=180.0)
+@pytest.mark.parametrize(
+    "world_size, seeds, shard_size",
+    [(2, [*range(26), 395], 0), (3, [80, *range(100, 113)], 0), (4, [0, 2, 8, 15, 16, 17, 20, 21, 26, 33, 48], 2)],
+)
+def test_one_rank_differs(world_size: int, seeds: list[int], shard_size: int) -> None:
+    """Another unit, another order, another pass, a call that is missing or made alone, an exception. With a shard size
+    there are replicas: ranks that share no group with the odd one are told as well."""
+    by_rank = run_ranks(world_size, run_programs, seeds, False, shard_size, timeout=180.0)
     for seed, outcomes in zip(seeds, zip(*by_rank, strict=True), strict=True):
         program = Program.make(seed, world_size, exits=False)
         assert not (found := faults(program, list(outcomes))), "\n".join([str(program), *found])

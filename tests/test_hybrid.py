@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 import os
+import re
 from typing import Any
 from unittest import mock
 
@@ -11,13 +14,30 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
 from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import node_groups
+from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import (
+    UNEQUAL,
+    Chain,
+    Outcome,
+    assert_out_of_step,
+    build,
+    new_group,
+    new_pair,
+    play,
+    train,
+)
+from tests.harness.models import ZOO
+from tests.harness.oracle import Schedule, assert_bit_equal, clean_name, rank_batch
 from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, full_parameters, wrap
 from tests.test_wrapper import WIDTH, StandIn, net
 
 FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
@@ -154,3 +174,257 @@ def _same_values() -> None:
 def test_values_of_the_first_rank() -> None:
     """Q15: all start with what the first rank of the first replica has."""
     run_ranks(4, _same_values)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+CASE = ZOO["mlp"]
+SCHEDULE = Schedule(steps=1)
+
+
+def mesh_of(shape: str) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(map(int, shape.split("x"))))
+
+
+def backward(model: nn.Module, scale: float = 1.0) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    (scale * CASE.loss(model, rank_batch(CASE, SCHEDULE, 0, 0, rank, size))).backward()
+
+
+def _traffic(strategy: ShardingStrategy) -> None:
+    model = build(Chain(UNEQUAL), new_pair(), strategy)
+    shard, replica = (tuple(dist.get_process_group_ranks(g)) for g in (model.process_group, model._inter_node_pg))
+    for _ in range(2):
+        train(model)
+    with record_collectives() as log:
+        with model.no_sync():
+            train(model)
+        unsynchronised = [(r.op, r.group) for r in log.records if r.op != "all_gather"]
+        log.clear()
+        train(model)
+    padded = {unit.name: sum(b.layout.padded_numel for b in unit.buckets) * 4 for unit in shard_info(model)}
+    order = ["", "blocks.2", "blocks.1", "blocks.0"]
+    names = {f"unit {name!r}" if name else "the root unit": name for name in order}
+    sent = [(r.op, names[r.label.partition(" ")[2]], r.group, r.nbytes) for r in log.records if "agree" not in r.label]
+    gathers = [sent.pop(i) for i in reversed(range(len(sent))) if sent[i][0] == "all_gather"]
+    gathered = [] if strategy is ZERO2 else [*order, *order[1:]]  # what no_sync() has gathered is there still
+    assert sorted(gathers) == sorted(("all_gather", name, shard, padded[name]) for name in gathered)
+    expected = []  # the mean over replicas begins with the next reduction, which hid this one, or at the end
+    for position, name in enumerate([*order, None]):
+        if name is not None:
+            expected.append(("reduce_scatter", name, shard, padded[name]))
+        if position > 0:
+            before = order[position - 1]
+            expected.append(("all_reduce", before, replica, padded[before] // 2))
+    assert sent == expected
+    votes = [(r.group, r.label) for r in log.records if "agree" in r.label]
+    assert votes[-2:] == [(shard, "agree on the backward"), (replica, "agree on the backward")]
+    assert all(group == shard for group, _ in votes[:-1]) and len(votes) == 3
+    assert all(group == shard for _, group in unsynchronised)
+
+
+@pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
+def test_collectives_and_bytes_of_each_group(strategy: ShardingStrategy) -> None:
+    """A step gathers and reduces whole units inside the shard groups, and averages shards over the replicas: nothing
+    else goes there but one vote, and under no_sync() nothing."""
+    run_ranks(4, _traffic, strategy)
+
+
+def _low_precision() -> None:
+    rank, mesh = dist.get_rank(), mesh_of("2x2")
+    alone = [dist.new_group([r]) for r in range(4)][rank]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        precision = MixedPrecision(torch.bfloat16, dtype)
+        own = wrap(CASE, NO_SHARD, True, process_group=alone, mixed_precision=precision)
+        backward(own)
+        held: list[Any] = [None] * 4
+        dist.all_gather_object(held, {clean_name(name): p.grad for name, p in own.named_parameters()})
+
+        def mean(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            first = 2 if one.dtype == torch.float16 else 1
+            return (one / first + other / first) / (2 / first)
+
+        expected = {}
+        for name in held[0]:
+            a, b, c, d = (grads[name].to(dtype) for grads in held)
+            expected[name] = mean(mean(a, b), mean(c, d)).float()
+        for strategy in (HYBRID, ZERO2):
+            model = wrap(CASE, strategy, strategy is ZERO2, device_mesh=mesh, mixed_precision=precision)
+            backward(model)
+            assert_bit_equal(full_gradients(model), expected, f"{strategy}, {dtype}")
+
+
+def test_gradients_are_averaged_in_the_reduce_dtype() -> None:
+    """M1, M2, N1: float16 is divided before each sum as well; each of two terms, so that the order is one."""
+    run_ranks(4, _low_precision)
+
+
+class WithIgnored(nn.Module):
+    """Ranks have gradients of their own of what is ignored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.case, self.own = CASE.build(), nn.Linear(1, 3)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.case(*inputs) + self.own(torch.full((1,), 1.0 + dist.get_rank())).sum()
+
+
+def _clip(shape: str) -> None:
+    mesh = mesh_of(shape)
+    for kind, p in itertools.product(("all", "some"), (2.0, math.inf)):
+        module: Any = CASE.build() if kind == "all" else WithIgnored()
+        ignored = [] if kind == "all" else [module.own]
+        model = wrap(module, HYBRID, True, wrap_policy=LINEARS, device_mesh=mesh, ignored_modules=ignored)
+        backward(model)
+        grads = [grad for name, grad in full_gradients(model).items() if grad is not None]
+        held: list[Any] = [None] * 4
+        dist.all_gather_object(held, [q.grad for q in module.own.parameters()] if ignored else [])
+        with record_collectives() as log:
+            norm = model.clip_grad_norm_(0.1, p)
+        per_replica = [len(dist.get_process_group_ranks(mesh.get_group(1)))] if shape != "4x1" else []
+        groups = [len(record.group) for record in log.records]
+        assert groups == {"2x2": [2, 2] if ignored else [2], "4x1": [4] if ignored else []}[shape], per_replica
+        norms: list[Any] = [None] * 4
+        dist.all_gather_object(norms, float(norm))
+        assert len(set(norms)) == 1
+        own = [torch.cat([g.flatten() for g in several]).double() for several in held if several]
+        ours = torch.cat([g.flatten() for g in grads]).double()
+        if p == math.inf:
+            expected = max(float(v.abs().max()) for v in [ours, *own])
+        else:
+            expected = float(ours.square().sum() + sum(v.square().sum() for v in own) / 4) ** 0.5
+        assert norms[0] == pytest.approx(expected, rel=1e-6)
+        after = [grad for name, grad in full_gradients(model).items() if grad is not None]
+        for before, clipped in zip(grads, after, strict=True):
+            torch.testing.assert_close(clipped, before * min(1.0, 0.1 / (norms[0] + 1e-6)), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+def test_norm_of_gradients(shape: str) -> None:
+    """R10: replicas count once, and all ranks clip alike; what the ranks made of ignored parameters counts as its mean
+    over all of them."""
+    run_ranks(4, _clip, shape)
+
+
+def _hooks(shape: str) -> None:
+    mesh = mesh_of(shape)
+    own = default_hooks.reduce_scatter_hook if shape == "2x2" else default_hooks.allreduce_hook
+    for uop in (True, False):
+        usual, model, seen = wrap(CASE, HYBRID, uop, device_mesh=mesh), wrap(CASE, HYBRID, uop, device_mesh=mesh), {}
+        model.register_comm_hook(default_hooks.DefaultState(model.process_group), own)
+
+        def keep(param: Any) -> None:
+            seen[param] = param.grad.clone()  # noqa: B023
+
+        for param in usual.parameters():
+            param.register_post_accumulate_grad_hook(keep)
+        for wrapped in (usual, model):
+            backward(wrapped)
+        expected = full_gradients(usual)
+        assert_bit_equal(full_gradients(model), expected, f"{shape}, use_orig_params={uop}")
+        held = [param for param in usual.parameters() if param.grad is not None]
+        assert held and all(torch.equal(seen[param], param.grad) for param in held)
+        calls = []
+        hooked = wrap(CASE, HYBRID, uop, device_mesh=mesh)
+        hooked.register_comm_hook(None, lambda state, *tensors: calls.append(len(tensors)) or tensors[-1].fill_(2.0))  # noqa: B023
+        backward(hooked, scale=3.0)
+        assert set(calls) == {2 if shape == "2x2" else 1}
+        assert all(bool((grad == 2).all()) for grad in full_gradients(hooked).values() if grad is not None)
+
+
+@pytest.mark.parametrize("shape", ["2x2", "4x1"])
+def test_hooks_of_users(shape: str) -> None:
+    """M12: a communication hook reduces inside the shard group, and the engine averages over the replicas what it
+    leaves; torch refuses. A parameter's own hook sees the complete gradient, inside the backward."""
+    run_ranks(4, _hooks, shape)
+
+
+def _beside_training() -> None:
+    rank, mesh = dist.get_rank(), mesh_of("2x2")
+    model = wrap(CASE, HYBRID, True, device_mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = ShardedGradScaler(device="cpu", init_scale=2.0)
+    before = full_parameters(model)
+    backward(model, scale=math.inf if rank == 3 else 1.0)
+    scaler.scale(torch.tensor(1.0))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 1.0
+    assert_bit_equal(full_parameters(model), before, "a step after an infinity on one rank")
+    optimizer.zero_grad()
+
+    backward(model)
+    grads = full_gradients(model)
+    copied = copy.deepcopy(model)
+    backward(copied)
+    assert_bit_equal(full_gradients(copied), grads, "a copy")
+    if rank < 2:  # one replica alone
+        with torch.no_grad():
+            model(*rank_batch(CASE, SCHEDULE, 0, 0, rank, 4).inputs)
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True, writeback=False):
+            shown = {clean_name(name): param.grad for name, param in model.named_parameters()}
+        assert_bit_equal(shown, grads, "shown on one replica")
+        state = model.state_dict()
+        assert_bit_equal(state, before, "the state dict of one replica")
+    optimizer.step()
+    backward(model)
+    full_gradients(model)  # replicas are equal
+
+
+def test_what_else_there_is_in_a_training() -> None:
+    """The scaler's ranks are all; replicas evaluate, and look at parameters and gradients, each by itself."""
+    run_ranks(4, _beside_training)
+
+
+# -- ranks that differ -------------------------------------------------------------------------------------------------
+
+DEVIATIONS = {
+    "swap": ("unit 'blocks.0'", "unit 'blocks.1'"),
+    "skip a unit": ("unit 'blocks.1'",),
+    "cut the graph": ("in the backward", "unit 'blocks.0'"),
+    "raise early": ("gave up the forward of the root unit",),
+    "raise in backward": ("gave up the backward",),
+}
+
+
+def _deviate(odd_ranks: tuple[int, ...]) -> list[tuple[str, int, Outcome]]:
+    return [
+        (odd, at, play(odd, UNEQUAL, at, strategy=HYBRID, odd_ranks=odd_ranks)) for odd in DEVIATIONS for at in (0, 2)
+    ]
+
+
+@pytest.mark.parametrize("odd_ranks", [(1,), (2, 3), (0, 2)], ids=str)
+def test_ranks_out_of_step(odd_ranks: tuple[int, ...]) -> None:
+    """One rank, a whole shard group, or a replica group differs: all ranks are told in that step, by the names of both
+    sides, also those that share no group with any that differs."""
+    for outcomes in zip(*run_ranks(4, _deviate, odd_ranks), strict=True):
+        odd, at, _ = outcomes[0]
+        assert_out_of_step([outcome for _, _, outcome in outcomes], at, *DEVIATIONS[odd])
+        for _, _, outcome in outcomes:
+            named = {int(rank) for rank in re.findall(r"rank (\d)", str(outcome.error))}
+            assert named & set(odd_ranks) and named - set(odd_ranks), outcome.error
+
+
+def _different_layouts() -> list[str]:
+    rank = dist.get_rank()
+    shards = [new_group(ranks=[0, 1]), new_group(ranks=[2, 3])]
+    crossed = [new_group(ranks=[0, 3]), new_group(ranks=[1, 2])]
+    errors = []
+    for group, widths in (
+        ((shards[rank // 2], crossed[rank in (1, 2)]), UNEQUAL),
+        (new_pair(), UNEQUAL if rank < 2 else (5, 7, 12)),
+    ):
+        model = build(Chain(widths), group, HYBRID)
+        with pytest.raises(RuntimeError) as caught:
+            train(model)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_replicas_are_alike() -> None:
+    """Ranks of a replica group have the same part of the same model: anything else is told before the first gather of a
+    training step."""
+    for crossed, other in run_ranks(4, _different_layouts):
+        assert "replicated 2 times, part 0 of 2" in crossed and "replicated 2 times, part 1 of 2" in crossed
+        assert "different models" in other and "unit 3 of the group" in other

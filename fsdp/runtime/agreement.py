@@ -171,7 +171,7 @@ class Agreement:
         self._under_way: Pass | None = None
         self._announces: int | None = None  # the position that this rank waits for the others to announce
         self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # the latest announcements of all: pass and position
-        self._gave_up: tuple[int, int] | None = None  # a pass failed: its number, and how far it had come
+        self._gave_up: tuple[int, int, str] | None = None  # a pass failed: its number, how far it had come, and words
         self._recoveries = 0  # how often the ranks have met after that
         self._accused = False  # this rank has been told that the ranks are out of step
         self._trained = False  # a forward in training mode has begun
@@ -282,14 +282,15 @@ class Agreement:
             if self._questions.popleft().result() is None:
                 raise self._out_of_step(self._what_differs(self._exchange_reports(HEARING)))
 
-    def give_up(self) -> None:
-        """The pass under way has failed here, or one of the tree that has not come to this group. The others are told,
-        and all ranks meet before anything else; see ``meet``."""
+    def give_up(self, words: str) -> None:
+        """The pass under way has failed here, or one of the tree that has not come to this group; it is called
+        ``words``. The others are told, and all ranks meet before anything else; see ``meet``."""
         self._questions.clear()
         if not self._layout_agreed:
             return
         if self._gave_up is None:
-            self._gave_up = (self._passes, self._position) if self._under_way is not None else (self._passes + 1, 0)
+            here = (self._passes, self._position) if self._under_way is not None else (self._passes + 1, 0)
+            self._gave_up = (*here, words)
         self._under_way = None
         if not self._accused:  # else the others are told why
             self._board.post("report", self._report())

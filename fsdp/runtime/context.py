@@ -134,7 +134,8 @@ class RootContext:
         self.residency.expects_backward = torch.is_grad_enabled()
         self.residency.start_order(unit, backward=False)
         try:
-            self.passes.begin(Pass(f"forward of {unit.name}", unit, trains=unit.module.training))
+            forward = Pass(f"forward of {unit.name}", unit, trains=unit.module.training)
+            self.passes.begin(forward, backward_follows=self.residency.expects_backward)
             self.residency.gathers_follow_compute()
         except BaseException:
             self.reset()  # the unit has not begun, and does not end

@@ -24,7 +24,7 @@ class Report(NamedTuple):
     words: str  # for the pass
     is_call: bool
     begun: int  # a hash of the pass and of all in the one before it
-    gave_up: Sequence[int] | None  # the pass that failed, and how far it had come
+    gave_up: Sequence[Any] | None  # the pass that failed: its number, how far it had come, and words for it
     announces: int | None  # the position for which it waits until all ranks announce the same
     recent: list[Entry]
 
@@ -113,8 +113,7 @@ def left_alone(other: int, own: Report, rank: int, reports: Mapping[int, Report]
     gave_up = reports[other].gave_up
     if gave_up is None:
         return None
-    number, count = gave_up
+    number, count, words = gave_up
     if own.number < number or (own.number == number and own.place[1] < count and not own.is_call):
         return None
-    what = reports[other].doing if reports[other].number == number else own.doing
-    return f"rank {other} gave up {what} at its collective {count}, and rank {rank} is at {own.where}"
+    return f"rank {other} gave up the {words} at its collective {count}, and rank {rank} is at {own.where}"

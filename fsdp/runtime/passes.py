@@ -29,15 +29,19 @@ class Passes:
         """``members`` are the units, in the order of the tree. With ``negotiate`` ranks may run different ones of them,
         and there is one group."""
         by_group: dict[int, tuple[Any, list[Member]]] = {}
+        of_replicas: dict[int, None] = {}
         for member in members:
             for position, group in enumerate(member.groups_for(REDUCE)):
                 units = by_group.setdefault(id(group), (group, []))[1]
                 if position == 0:
                     member.place = len(units)
+                else:
+                    of_replicas[id(group)] = None
                 units.append(member)
         kind = Negotiation if negotiate else Agreement
         self._negotiate = negotiate
         self._by_group = {key: kind(group, units, device, streams) for key, (group, units) in by_group.items()}
+        self._of_replicas = [self._by_group[key] for key in of_replicas]
         for agreement in self._by_group.values():
             agreement.others = [weakref.ref(other) for other in self._by_group.values() if other is not agreement]
         self._stack: list[Pass] = []
@@ -96,9 +100,16 @@ class Passes:
             self.give_up()
             raise
 
-    def begin(self, what: Pass) -> None:
+    def begin(self, what: Pass, *, backward_follows: bool = False) -> None:
         """A pass begins. A rank that has no collective in it has to take part in those of others, where ranks
-        negotiate."""
+        negotiate.
+
+        What goes wrong between a forward and the reductions of its backward is told to the replicas, which therefore
+        have to know each other before.
+        """
+        if backward_follows:
+            for agreement in self._of_replicas:
+                agreement.check_layout()
         self._stack.append(what)
         self._begin_at_once()
 
@@ -125,7 +136,7 @@ class Passes:
         failed, self._stack = self._stack, []
         if any(agreement.under_way is what for agreement in self._by_group.values() for what in failed):
             for agreement in self._by_group.values():
-                agreement.give_up()
+                agreement.give_up(failed[-1].words)
 
     @property
     def given_up(self) -> bool:

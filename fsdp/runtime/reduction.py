@@ -46,11 +46,6 @@ class _InFlight:
     finish: Callable[[], None]  # attaches the result
     averaged: Pending | None = field(default=None, init=False)  # what ``average`` has begun
 
-    def attach(self) -> None:
-        if self.averaged is not None:
-            self.averaged.wait()
-        self.finish()
-
 
 class ReductionQueue:
     """The reductions under way in one tree, oldest first, and the memory of their buffers.
@@ -96,8 +91,6 @@ class ReductionQueue:
 
     def _average(self, item: _InFlight) -> None:
         if item.average is not None:
-            if self.streams.asynchronous_work:
-                self._complete(item)
             begin, item.average = item.average, None
             item.averaged = begin()
             self._attach_at_once(item)
@@ -110,26 +103,30 @@ class ReductionQueue:
 
     def _attach_at_once(self, item: _InFlight) -> None:
         if item.at_once and item.source is None and item.average is None:
+            self._settle(item)
             self._in_flight.remove(item)
-            item.attach()
+            item.finish()
 
     def _complete(self, item: _InFlight) -> None:
-        source, item.source = item.source, None
-        if source is not None:
-            item.pending.wait()
-            self.free(source)
+        if item.source is not None:
+            item.pending.wait()  # where that is interrupted, the memory stays in use
+            self.free(item.source)
+            item.source = None
+
+    def _settle(self, item: _InFlight) -> None:
+        self._complete(item)
+        if item.averaged is not None:
+            item.averaged.wait()
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results (or, after an error, drop them)."""
         for item in list(self._in_flight) if attach else ():  # all are under way before one is waited for
             self._average(item)
         while self._in_flight:
+            self._settle(self._in_flight[0])
             item = self._in_flight.popleft()
-            self._complete(item)
             if attach:
-                item.attach()
-            elif item.averaged is not None:
-                item.averaged.wait()
+                item.finish()
         self.pool.trim()
 
 

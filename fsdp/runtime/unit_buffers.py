@@ -227,16 +227,14 @@ class UnitBuffers(ABC):
     def gather_now(self, bucket: int, full: torch.Tensor, shard: torch.Tensor) -> None:
         """Fill ``full`` with every rank's ``shard``, outside of the step's schedule."""
         assert self.communicator is not None
-        self.announce()
+        self.announce(replicas=False)
         self.communicator.gather(full, shard, self.tag(bucket, "gather")).wait()
 
-    def announce(self, *, replicas: bool = False) -> None:
-        """The call under way is about to communicate over the group that the unit is sharded over (if it is not, that
-        of its replicas), other than by ``gather``, and with ``replicas`` over both; see ``Passes.announce``."""
-        if self.tree is not None:
-            groups = self.groups_for(REDUCE)
-            for group in groups if replicas else groups[:1]:
-                self.tree.passes.announce(group)
+    def announce(self, *, replicas: bool = True) -> None:
+        """The call under way is about to communicate over the unit's groups, other than by ``gather``; without
+        ``replicas`` over that which it is sharded over alone. See ``Passes.announce``."""
+        for group in self.groups_for(REDUCE if replicas else GATHER) if self.tree is not None else ():
+            self.tree.passes.announce(group)
 
     def agree_on_maximum(self, values: torch.Tensor, *, replicas: bool = True) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element; without

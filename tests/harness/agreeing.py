@@ -95,6 +95,15 @@ def new_group(seconds: float = PATIENT, ranks: list[int] | None = None) -> Any:
     return group
 
 
+def new_pair(shard_size: int = 2, seconds: float = PATIENT) -> tuple[Any, Any]:
+    """Groups for hybrid sharding that may be broken: consecutive ranks, and those in the same place of each; all ranks
+    have to make them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    shards = [new_group(seconds, [*range(first, first + shard_size)]) for first in range(0, size, shard_size)]
+    replicas = [new_group(seconds, [*range(place, size, shard_size)]) for place in range(shard_size)]
+    return shards[rank // shard_size], replicas[rank % shard_size]
+
+
 _kept: list[Any] = []  # the end of a group whose ranks parted waits until its last collectives have timed out
 
 
@@ -240,14 +249,15 @@ def play(
     strategy: ShardingStrategy = FULL_SHARD,
     way: str = "auto",
     seconds: float = PATIENT,
+    odd_ranks: tuple[int, ...] = (ODD,),
 ) -> Outcome:
-    """Usual steps, until in step `at` the odd rank does one thing and the others another."""
+    """Usual steps, until in step `at` the odd ranks do one thing and the others another."""
     os.environ["FSDP_COLLECTIVES"] = way
-    group = new_group(seconds)
+    group = new_pair() if strategy is ShardingStrategy.HYBRID_SHARD else new_group(seconds)
     model = build((Fork if usual == "fork" else Chain)(widths), group, strategy)
     for step in range(at + 3):
         started = time.monotonic()
-        name = usual if step != at else odd if dist.get_rank() == ODD else others
+        name = usual if step != at else odd if dist.get_rank() in odd_ranks else others
         try:
             STEPS[name](model)
         except RuntimeError as error:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.comm import waiting
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import new_pair
 
 WIDTH = 6
 SOON = 10.0  # seconds within which every rank has to know
@@ -172,13 +173,15 @@ class Outcome:
     found_alone: bool = False  # the exception that this rank made itself
 
 
-def run_programs(seeds: list[int], exits: bool) -> list[Outcome]:
-    """Each of them in a group of its own, which the ranks make one after the other."""
+def run_programs(seeds: list[int], exits: bool, shard_size: int = 0) -> list[Outcome]:
+    """Each of them in a group of its own, which the ranks make one after the other; with ``shard_size`` hybrid, in
+    shard groups of so many ranks, and the replica groups that go with them."""
     patience, waiting.PATIENCE = waiting.PATIENCE, timedelta(seconds=0.1)
     kept, outcomes = [], []
     try:
         for seed in seeds:
-            group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+            timeout = timedelta(seconds=TIMEOUT)
+            group = new_pair(shard_size, TIMEOUT) if shard_size else dist.new_group(timeout=timeout)
             kept.append(group)  # the end of a broken group waits for its last collectives
             program = Program.make(seed, dist.get_world_size(), exits=exits)
             outcomes.append(_Run(program, group).run())
@@ -189,20 +192,29 @@ def run_programs(seeds: list[int], exits: bool) -> list[Outcome]:
     return outcomes
 
 
+HYBRID = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+
+
 class _Run:
     def __init__(self, program: Program, group: Any) -> None:
         self.program, self.group, self.rank = program, group, dist.get_rank()
         torch.manual_seed(program.seed)
         self.plain = Parts(program.widths)
         module = copy.deepcopy(self.plain)
-        self.model = FullyShardedDataParallel(
-            module, group, auto_wrap_policy=ModuleWrapPolicy({Part}), **program.options
-        )
+        options = dict(program.options)
+        if isinstance(group, tuple):
+            options["sharding_strategy"] = HYBRID[options["sharding_strategy"]]
+        self.model = FullyShardedDataParallel(module, group, auto_wrap_policy=ModuleWrapPolicy({Part}), **options)
         self.module: Parts = self.model.module
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
+        if isinstance(self.group, tuple):  # replicas know of each other once they train
+            self._do(self.program.actions[-1])
         for place, action in enumerate(self.program.actions):
             todo = [action]
             if place == self.program.at and self.rank == self.program.odd:
