@@ -2323,4 +2323,32 @@ MUTATIONS = [
         "every tree has groups of its own",
         _tests("hybrid", "groups_by_machine"),
     ),
+    Mutation(
+        "fsdp/checkpoint/forms.py",
+        "            held = held._replace(spans=None)\n",
+        "            pass\n",
+        "sharded state that other ranks have than those sharded over is taken for what these have",
+        _tests("device_mesh", "sharded_state_goes_from_any_ranks_to_any_others"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/forms.py",
+        "    if near.issuperset(ranks) or (near.issubset(ranks) and len(ranks) == groups.data_parallel_size):\n",
+        "    if near.issuperset(ranks):\n",
+        "sharded state does not go from all ranks to replicas",
+        _tests("device_mesh", "sharded_state_goes_from_any_ranks_to_any_others"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/forms.py",
+        '    if isinstance(value, DTensor):\n        raise AssertionError(f"a DTensor over',
+        '    if isinstance(value, int):\n        raise AssertionError(f"a DTensor over',
+        "rows of ranks that do not take part in a load are taken for others",
+        _tests("device_mesh", "rows_are_cut_along_the_dimension_that_is_sharded_over"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/placeholders.py",
+        'if isinstance(source, DTensor) else ""\n',
+        'if False else ""\n',
+        "ranks that were given rows on different meshes wait for each other, or exchange the wrong ones",
+        _tests("device_mesh", "rows_are_cut_along_the_dimension_that_is_sharded_over"),
+    ),
 ]

@@ -29,6 +29,7 @@ from fsdp import (
 from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
+from tests.test_clients import RECIPES
 from tests.test_dcp import parts, same_state
 from tests.test_optim_state import (
     adamw,
@@ -45,21 +46,35 @@ from tests.test_optim_state import (
 )
 
 FSDP = FullyShardedDataParallel
+_made = itertools.count()
 GRIDS, HYBRID = ((2, 2), (4, 1), (1, 4)), {"strategy": "HYBRID_SHARD"}
 WAYS = {1: 3, 2: 3, 3: 3, 4: 4}  # by number of ranks
+
+
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    """Over all ranks, with names "a", "b" and a number: torch keeps meshes from earlier jobs, and takes one that looks
+    like this one although its groups are gone."""
+    number = next(_made)
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"{name}{number}" for name in "ab"[: len(shape)]))
+
+
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names
 
 
 def meshes() -> dict[str, dict[str, Any]]:
     """The ways to wrap with a mesh of all ranks, of four also with replicas: the arguments."""
     ranks = dist.get_world_size()
     if ranks == 4:
-        grids = [init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) for shape in GRIDS]
-        pair = grids[0].get_group("shard"), grids[0].get_group("replicate")
+        grids = [mesh_of(shape) for shape in GRIDS]
+        pair = grids[0].get_group(1), grids[0].get_group(0)
         hybrid = {f"hybrid {shape}": {"device_mesh": mesh, **HYBRID} for shape, mesh in zip(GRIDS, grids)}
         return hybrid | {"hybrid pair": {"process_group": pair, "strategy": "_HYBRID_SHARD_ZERO2"}}
-    sliced = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("dp", "tp"))["dp"]
+    grid = mesh_of((ranks, 1))
+    sliced = grid[names_of(grid)[0]]
     return {
-        "row": {"device_mesh": init_device_mesh("cpu", (ranks,))},
+        "row": {"device_mesh": mesh_of((ranks,))},
         "slice": {"device_mesh": sliced, "strategy": "SHARD_GRAD_OP"},
         "not sharded": {"device_mesh": sliced, "strategy": "NO_SHARD"},
     }
@@ -131,23 +146,31 @@ def test_state_is_that_of_torch_with_the_same_mesh(world_size: int) -> None:
 def check_dimensions() -> None:
     """The one that has the ranks to shard over, wherever it is: of several made one, and the first where torch's FSDP1
     names the last."""
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    flat = grid._flatten("all")
+    grid = mesh_of((2, 2))
+    flat, last = grid._flatten("all"), grid[names_of(grid)[1]]
     plain = row_major().state_dict()
-    for mesh, place in ((flat, (Shard(0),)), (grid, (Shard(0), Replicate())), (grid["b"], (Replicate(), Shard(0)))):
+    over_all = None
+    for mesh, place in ((flat, (Shard(0),)), (grid, (Shard(0), Replicate())), (last, (Replicate(), Shard(0)))):
         model = quiet(ours, True, module=row_major(), device_mesh=mesh)
         state = model_state(FSDP, model, "SHARDED_STATE_DICT")
         assert state["bias"].placements == place
+        over_all = over_all or state
         assert_same({name: value.full_tensor() for name, value in state.items()}, dict(plain), str(mesh))
         other = quiet(ours, True, module=row_major(1), device_mesh=mesh)
         load_model(FSDP, other, "SHARDED_STATE_DICT", state)
         for param, expected in zip(other.parameters(), model.parameters()):
             assert torch.equal(param, expected)
-    over_all = model_state(FSDP, ours(True, module=row_major(), device_mesh=flat), "SHARDED_STATE_DICT")
+    assert over_all is not None
+    cut = {name: distribute_tensor(value, mesh_of((4, 1)), [Shard(0), Replicate()]) for name, value in plain.items()}
+    given = cut if dist.get_rank() == 0 else over_all
+    with pytest.raises(RuntimeError, match="differs from that here in rows of 'bias'"):
+        load_model(FSDP, ours(True, device_mesh=flat), "SHARDED_STATE_DICT", given)
     elsewhere = {name: distribute_tensor(value, grid, [Shard(0), Shard(0)]) for name, value in plain.items()}
     with pytest.raises(RuntimeError, match="expected rows over one dimension of the mesh"):
         load_model(FSDP, model, "SHARDED_STATE_DICT", elsewhere)
-    with pytest.raises(RuntimeError, match="a device mesh of other ranks"):
+    with pytest.raises(
+        RuntimeError, match=r"a DTensor over the ranks \[0, 1, 2, 3\], which are not those of the param"
+    ):
         load_model(FSDP, model, "SHARDED_STATE_DICT", over_all)
 
 
@@ -157,7 +180,7 @@ def test_rows_are_cut_along_the_dimension_that_is_sharded_over() -> None:
 
 
 def check_offloaded() -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of((dist.get_world_size(),))
     model = ours(True, module=row_major(), device_mesh=mesh)
     mesh._device_type = "meta"  # as if it were an accelerator's
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
@@ -219,6 +242,26 @@ def test_what_was_saved_on_a_mesh_loads_on_any_other(tmp_path: Path, there: int,
         same_state(plain, optimizer, expected, train(adamw(expected.parameters())), f"plain, {number}")
 
 
+def check_exchange() -> None:
+    """Sharded values go over as they are, whatever ranks have them."""
+    ways = {**meshes(), "row": {"device_mesh": mesh_of((4,))}, "no mesh": {}}
+    for number, (there, options) in enumerate(ways.items()):
+        model, optimizer = trained(uop=number % 2 == 0, **options)
+        state = quiet(model_state, FSDP, model, "SHARDED_STATE_DICT")
+        states = quiet(save, FSDP, model, optimizer, "SHARDED_STATE_DICT")
+        for here, own in ways.items():
+            uop = (number + len(here)) % 2 == 0
+            model, optimizer = trained(1, uop=uop, **own)
+            quiet(load_model, FSDP, model, "SHARDED_STATE_DICT", state)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
+            same_state(model, optimizer, *trained(uop=uop, **own), f"{there} to {here}")
+
+
+def test_sharded_state_goes_from_any_ranks_to_any_others() -> None:
+    """Also where torch's FSDP1 refuses (Y45): replicas, other meshes, and what is not sharded."""
+    run_ranks(4, check_exchange)
+
+
 def fully_sharded(mesh: DeviceMesh, seed: int = 0) -> nn.Module:
     model = row_major(seed)
     for part in (*model.blocks, model):
@@ -229,9 +272,9 @@ def fully_sharded(mesh: DeviceMesh, seed: int = 0) -> nn.Module:
 def check_successor(root: str) -> None:
     """Values of `fully_shard` on a mesh are ours on that mesh, and go over as they are."""
     for way, options in meshes().items():
-        if options.get("strategy") == "NO_SHARD":
+        mesh = options.get("device_mesh")
+        if mesh is None:
             continue
-        mesh = options["device_mesh"]
         theirs, (model, optimizer) = fully_sharded(mesh), trained(1, **options)
         load_model(FSDP, model, "SHARDED_STATE_DICT", theirs.state_dict())
         for param, expected in zip(model.parameters(), ours(True, module=row_major(), **options).parameters()):
@@ -246,7 +289,39 @@ def check_successor(root: str) -> None:
 
 
 def test_models_of_fully_shard_on_a_mesh_come_and_go(tmp_path: Path) -> None:
-    run_ranks(2, check_successor, str(tmp_path))
+    for world_size in (2, 4):
+        run_ranks(world_size, check_successor, str(tmp_path / str(world_size)))
+
+
+def clients_save(folder: str, uop: bool, names: list[str]) -> None:
+    for name in names:
+        into = Path(folder, name)
+        into.mkdir(parents=True, exist_ok=True)
+        RECIPES[name].save(*trained(uop=uop, **next(iter(meshes().values()))), str(into))
+
+
+def clients_load(folder: str, uop: bool, names: list[str]) -> None:
+    options = next(iter(meshes().values()))
+    for name in names:
+        model, optimizer = trained(1, uop=uop, **options)
+        RECIPES[name].load(model, optimizer, str(Path(folder, name)))
+        for group in optimizer.param_groups:  # torch's storage gives settings back in any order
+            ordered = dict(sorted(group.items()))
+            group.clear()
+            group.update(ordered)
+        expected, expected_optimizer = trained(uop=uop, **options)
+        expected_optimizer.param_groups[:] = [dict(sorted(group.items())) for group in expected_optimizer.param_groups]
+        same_state(model, optimizer, expected, expected_optimizer, f"{name}, use_orig_params={uop}")
+
+
+@pytest.mark.parametrize("uop", [False, True])
+def test_trainers_get_back_what_they_saved_of_replicas(tmp_path: Path, uop: bool) -> None:
+    """clients.md, section 5: their calls as they are without a mesh; and without replicas, at another number of
+    ranks. What needs local state dicts cannot have a mesh."""
+    names = [name for name, recipe in RECIPES.items() if uop in recipe.modes and recipe.resharded]
+    run_ranks(4, clients_save, str(tmp_path), uop, names)
+    run_ranks(4, clients_load, str(tmp_path), uop, names)
+    run_ranks(3, clients_load, str(tmp_path), uop, names)
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
@@ -313,7 +388,7 @@ def test_replicas_whose_optimizers_differ_are_told() -> None:
 
 
 def check_traffic() -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = mesh_of((2, 2))
     model = ours(True, blocks=False, module=nn.Linear(100, 100, bias=False), device_mesh=mesh, **HYBRID)
     optimizer = train(adamw(model.parameters()))
     full = FSDP.full_optim_state_dict(model, optimizer)

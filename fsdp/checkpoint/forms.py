@@ -26,7 +26,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fsdp.api import OptimStateDictConfig, RaggedOptimStateDictConfig, RaggedStateDictConfig, StateDictType
 from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.redistribute import Channel, Item, redistribute
+from fsdp.checkpoint.redistribute import Channel, Channels, Item, redistribute
 from fsdp.comm.groups import Groups, default_group, group_ranks
 from fsdp.comm.versions import root_of
 from fsdp.flat.layout import contiguous_stride
@@ -52,10 +52,12 @@ class Held(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What this rank has of a tensor; ``placement`` is None if every rank has what it needs."""
+    """What this rank has of a tensor; ``placement`` is None if every rank has what it needs. ``group`` are the ranks
+    that have it, if others than those that hold the parts of the tensor that it goes to."""
 
     placement: Placement | None
     parts: Sequence[Part]
+    group: Any = None
 
     @classmethod
     def of_first(cls, value: torch.Tensor | None, shape: Sequence[int], ranks: int) -> Source:
@@ -115,7 +117,7 @@ class Form(ABC):
             return self
         if self.is_flat:
             check_no_mesh(unit)
-        return replace(self, rows=_rows_on(unit.mesh, group_of(unit)))
+        return replace(self, rows=_rows_on(unit.mesh, group_of(unit.groups)))
 
     def device(self, channel: Channel) -> torch.device | None:
         """Where tensors go; None for where they are."""
@@ -132,11 +134,11 @@ class Form(ABC):
 
     @staticmethod
     @abstractmethod
-    def read(value: Any, group: Any) -> Source:
-        """What this rank has in ``value``, which is of this form; ``group`` are the ranks that have the rest.
+    def read(value: Any, groups: Groups) -> Source:
+        """What this rank has in ``value``, which is of this form and goes to a unit of these groups.
 
         Raises:
-            AssertionError: nobody can tell who has what.
+            AssertionError: nobody can tell who has what, or ranks that may not take part have some.
         """
 
     @staticmethod
@@ -157,7 +159,7 @@ class Full(Form):
         return local
 
     @staticmethod
-    def read(value: Any, group: Any) -> Source:
+    def read(value: Any, groups: Groups) -> Source:
         whole = value.to_local() if isinstance(value, DTensor) else value
         return Source(None, [(Box.whole(value.shape), whole.detach())])
 
@@ -195,20 +197,20 @@ class Rows(Form):
         return DTensor(rows, DTensorSpec(mesh, layout, meta), requires_grad=False)
 
     @staticmethod
-    def read(value: Any, group: Any) -> Source:
+    def read(value: Any, groups: Groups) -> Source:
         shape = kind_of(value)[1]
+        group = _ranks_of(value, groups)
         ranges, rows = _rows_of_dtensor(value, group) if isinstance(value, DTensor) else _rows_of_shards(value, group)
         if sum(end - start for start, end in ranges) != shape[0]:
             raise AssertionError(f"the ranks of the group have rows {ranges} of a tensor of shape {shape}")
         placement = Placement.rows(shape, ranges)
-        return Source(placement, [(box, rows) for box in placement.boxes[group.rank()]])
+        own = [(box, rows) for box in placement.boxes[group.rank()]]
+        return Source(placement, own, None if group is group_of(groups) else group)
 
     @staticmethod
     def problem(value: Any, held: Held, groups: Groups) -> str | None:
-        if not groups.sharded:
-            return f"a {type(value).__name__}, and the unit is not sharded (NO_SHARD); load whole tensors"
         try:
-            Rows.read(value, groups.shard)
+            Rows.read(value, groups)
         except AssertionError as error:
             return str(error)
         return None
@@ -227,7 +229,7 @@ class Ragged(Form):
         return RaggedTensor(part.local.to(device=self.device(channel)), part.shape, part.start, part.stride())
 
     @staticmethod
-    def read(value: Any, group: Any) -> Source:
+    def read(value: Any, groups: Groups) -> Source:
         return Source(None, value.parts)
 
     @staticmethod
@@ -261,7 +263,7 @@ class Local(Form):
         problem = form_of(value).problem(value, held, groups)
         if problem is not None or not is_sharded(value):
             return problem
-        expected, found = held.placement(groups.shard_size), read(value, groups.shard).placement
+        expected, found = held.placement(groups.shard_size), read(value, groups).placement
         if found == expected:
             return None
         return (
@@ -278,18 +280,14 @@ def form_of(value: torch.Tensor) -> type[Form]:
     return Ragged if isinstance(value, RaggedTensor) else Rows if is_sharded(value) else Full
 
 
-def read(value: torch.Tensor, group: Any) -> Source:
-    """What this rank has in a value of whatever form; ``group`` are the ranks that have the rest.
-
-    Raises:
-        AssertionError: nobody can tell who has what.
-    """
-    return form_of(value).read(value, group)
+def read(value: torch.Tensor, groups: Groups) -> Source:
+    """What this rank has in a value of whatever form; see :meth:`Form.read`."""
+    return form_of(value).read(value, groups)
 
 
-def group_of(unit: Unit) -> Any:
-    """The group whose ranks have the unit's chunks: those that it is sharded over, or else replicated over."""
-    return unit.groups.shard or unit.groups.replica or default_group()
+def group_of(groups: Groups) -> Any:
+    """The group whose ranks have a unit's chunks: those that it is sharded over, or else replicated over."""
+    return groups.shard or groups.replica or default_group()
 
 
 # -- out and in --------------------------------------------------------------------------------------------------------
@@ -360,6 +358,21 @@ def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) 
         target = held.placement(channel.size) or Placement.whole(part.shape, channel.size)
         items.append(Item(part.dtype, part.stride(), source.placement, target, source.parts, part.parts))
     redistribute(items, channel, label)
+
+
+def fill_each(arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str) -> None:
+    """Start moving what each source has to where the unit's ranks hold the tensor. Of what other ranks have than those
+    that it is sharded over, or cut in another way among them, each gets all, a batch at a time."""
+    by_group: dict[Any, list[tuple[Held, Source]]] = {}
+    for held, source in arriving:
+        group = None  # nothing travels
+        if source.placement is not None:
+            group = source.group or group_of(unit.groups)
+        if source.group is not None:
+            held = held._replace(spans=None)
+        by_group.setdefault(group, []).append((held, source))
+    for group, several in by_group.items():
+        fill(several, channels.over(group, unit.device), label)
 
 
 def fill_replicas(replicated: Iterable[Held], channel: Channel, label: str) -> None:
@@ -459,15 +472,35 @@ def _cut_dims(tensor: DTensor) -> list[int]:
     return [dim for dim, its in several if not its.is_replicate() and mesh.size(dim) > 1]
 
 
+def _ranks_of(value: Any, groups: Groups) -> Any:
+    """The group whose ranks have the rows of ``value``, which goes to a unit of ``groups``: the one that has its chunks
+    if they are the same.
+
+    Raises:
+        AssertionError: not rows; or of others than the unit's ranks, which do not take part.
+    """
+    if isinstance(value, DTensor):
+        mesh, cut = value.device_mesh, _cut_dims(value)
+        if [value.placements[dim] for dim in cut] != [ShardOf(0)]:
+            raise AssertionError(
+                f"a DTensor placed as {tuple(value.placements)}; expected rows over one dimension of the mesh"
+            )
+        group = mesh.get_group(cut[0])
+    else:
+        group = value._process_group
+    own, ranks = group_of(groups), group_ranks(group)
+    if ranks == group_ranks(own):
+        return own
+    near = {*group_ranks(own), *(group_ranks(groups.replica) if groups.replica is not None else ())}
+    if near.issuperset(ranks) or (near.issubset(ranks) and len(ranks) == groups.data_parallel_size):
+        return group
+    if isinstance(value, DTensor):
+        raise AssertionError(f"a DTensor over the ranks {ranks}, which are not those of the parameter")
+    return own  # what was loaded from a file is of the default group
+
+
 def _rows_of_dtensor(tensor: DTensor, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
     """Which rows each rank of ``group`` has, and this rank's."""
-    mesh, cut = tensor.device_mesh, _cut_dims(tensor)
-    if [tensor.placements[dim] for dim in cut] != [ShardOf(0)]:
-        raise AssertionError(
-            f"a DTensor placed as {tuple(tensor.placements)}; expected rows over one dimension of the mesh"
-        )
-    if group_ranks(mesh.get_group(cut[0])) != group_ranks(group):
-        raise AssertionError("a DTensor over a device mesh of other ranks than those the parameter is sharded over")
     return chunk_rows(tensor.shape[0], group.size()), tensor.to_local().detach()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Held, Source, fill, fill_replicas, group_of, is_sharded, kind_of, read
+from fsdp.checkpoint.forms import Held, Source, fill, fill_each, fill_replicas, is_sharded, kind_of, read
 from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
@@ -260,7 +260,7 @@ class _Given(NamedTuple):
     def source(self, arrival: _Arrival, unit: Unit) -> Source:
         """
         Raises:
-            AssertionError: a sharded value is not cut into one chunk of rows per rank of the unit's group.
+            AssertionError: a sharded value is not cut into chunks of rows, over ranks that share the unit.
             ValueError: an interval without what this rank needs.
         """
         name, state, part = arrival.name, arrival.state, arrival.held.part
@@ -276,19 +276,22 @@ class _Given(NamedTuple):
                 f"state {state!r} of {name!r}: expected its elements {part.start} to {part.end} on this rank, but "
                 f"got {value}"
             )
-        return read(value, group_of(unit))
+        return read(value, unit.groups)
 
     def deliver(self, unit: Unit, arriving: list[tuple[_Arrival, Source]], channels: Channels, label: str) -> None:
         """Start moving what one unit gets."""
-        group, groups = self.group or group_of(unit), unit.groups
+        group, groups = self.group, unit.groups
         held = [(arrival.held, source) for arrival, source in arriving]
+        if group is None:
+            fill_each(held, unit, channels, label)
+            return
         if self._by_replicas(unit):
             if groups.replica_rank == 0:
                 fill(held, channels.over(groups.shard, unit.device), label)
                 channels.flush()
             fill_replicas((its for its, _ in held), channels.over(groups.replica, unit.device), label)
             return
-        if self.group is not None and (groups.shard_size == 1 or group_ranks(groups.shard) != group_ranks(group)):
+        if groups.shard_size == 1 or group_ranks(groups.shard) != group_ranks(group):
             held = [(its._replace(spans=None), source) for its, source in held]  # several ranks need the same
         fill(held, channels.over(group, unit.device), label)
 
@@ -342,7 +345,7 @@ def optim_state_dict_to_load(
         ValueError: there is no "state", its keys are not names, a state does not fit its parameter, or parameters of
             one group were saved with different settings.
         KeyError: a parameter group names parameters that the optimizer does not hold.
-        AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
+        AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
         RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
     """
     params = ModelParams(model)

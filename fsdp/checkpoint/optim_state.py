@@ -257,7 +257,7 @@ def optim_state_dict(
     for unit, called in params.units.items():
         of_unit = {holder: states for holder, states in agreed.items() if holder.unit is unit}
         if of_unit:
-            channel = channels.over(group_of(unit), unit.device)
+            channel = channels.over(group_of(unit.groups), unit.device)
             leaving.update(_send(unit, of_unit, state_of, form, group, channel, f"optimizer state of {called}"))
     channels.flush()
     if form.rank0_only and group.rank() != 0:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp.api import StateDictType
-from fsdp.checkpoint.forms import Local, check_no_mesh, fill, form_of, is_sharded, kind_of, read
-from fsdp.checkpoint.redistribute import Channel
+from fsdp.checkpoint.forms import Local, check_no_mesh, fill_each, form_of, is_sharded, kind_of, read
+from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.state_dict import Key, UnitTensors
 from fsdp.flat.registration import register_instead, registered_params
 from fsdp.runtime.unit import Unit
@@ -127,7 +127,8 @@ class UnitLoading(UnitTensors):
         """What this rank was given, in words: equal on all ranks, which then exchange alike."""
         for key, source in self.sources.items():
             kind = "rows of " if isinstance(source, (ShardedTensor, DTensor)) else ""
-            yield f"{kind}{self.name(key)!r} of {self.unit.name}"
+            place = f" ({source.placements} on {source.device_mesh})" if isinstance(source, DTensor) else ""
+            yield f"{kind}{self.name(key)!r} of {self.unit.name}{place}"
 
     def problems(self, *, assign: bool) -> Iterator[str]:
         """What cannot be loaded, in words."""
@@ -146,13 +147,12 @@ class UnitLoading(UnitTensors):
 
     def commit(self) -> None:
         """Copy this rank's parts into its shards, by one collective where ranks have been given rows."""
-        unit, groups, held = self.unit, self.unit.groups, self.held
-        channel = Channel(groups.shard, unit.device)
-        arriving = [(held[key], read(source, groups.shard)) for key, source in self.sources.items()]
+        unit, held, channels = self.unit, self.held, Channels()
+        arriving = [(held[key], read(source, unit.groups)) for key, source in self.sources.items()]
         if any(source.placement is not None for _, source in arriving):
             unit.announce()
-        fill(arriving, channel, f"gather {unit.name}")
-        channel.flush()
+        fill_each(arriving, unit, channels, f"gather {unit.name}")
+        channels.flush()
         written = {bucket for bucket, _ in self.sources}
         for bucket, views in enumerate(unit.views):
             views.note_writes(range(len(views.handle.layout.params)) if bucket in written else ())

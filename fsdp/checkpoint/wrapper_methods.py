@@ -92,7 +92,9 @@ class StateDictMethods(nn.Module):
 
         Whole tensors take no communication: each rank copies its own part, so all of them have to have them. Under
         ``FullStateDictConfig(rank0_only=True)`` the other ranks may pass an empty dict; rank 0 then hands out its
-        values unit by unit. Parameters stay the same objects, and keep their dtype and device.
+        values unit by unit. Rows (``DTensor`` or ``ShardedTensor``) may be of any of the ranks that share the unit,
+        however it is sharded over them and replicated. Parameters stay the same objects, and keep their dtype and
+        device.
 
         Nothing is loaded unless everything fits on every rank, and all were given the same parameters of a unit: keys,
         shapes and kinds of tensor. (A module that is not wrapped but contains this one loads its own parameters as it
@@ -250,7 +252,7 @@ class StateDictMethods(nn.Module):
             ValueError: there is no "state", its keys are not names, a state does not fit its parameter, no parameter
                 group has a parameter of the optimizer's, or groups with different settings have those of one group.
             KeyError: a parameter group names parameters that the optimizer does not hold.
-            AssertionError: sharded values that are not in chunks of rows, one per rank of the unit's group.
+            AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
         """
         loadable = StateDictMethods._optim_state_dict_to_load_impl(
             optim_state_dict,
