@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,7 @@ def test_a_hook_with_the_native_arithmetic_changes_no_bit(world_size: int) -> No
 
 
 def native_arithmetic() -> None:
+    os.environ["FSDP_COLLECTIVES"] = "native"
     for strategy, orig in MODES:
         what = f"{strategy.name}, use_orig_params={orig}"
         models = [wrap(CASE, strategy, orig) for _ in range(2)]

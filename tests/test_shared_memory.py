@@ -349,6 +349,30 @@ def test_a_fork_takes_no_part() -> None:
     run_ranks(2, fork_after_the_mapping)
 
 
+def measure_backward() -> None:
+    """With as many buffers as there can be: one is written, one waits for its reduction, one for a slower rank."""
+    share()
+    torch.manual_seed(0)
+    units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(8)]
+    model = wrap(nn.Sequential(*units), wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=new_group())
+    whole = 301 * 300 * 4
+    found: list[int] = []
+    for unit in units:
+        unit[0].register_full_backward_hook(lambda *_: found.append(own_segment().held_nbytes - _held_before))
+    for _ in range(5):
+        model(torch.ones(2, 300, requires_grad=True)).sum().backward()
+        model.zero_grad()
+    assert len(found) > 30
+    shards = 3 * whole // dist.get_world_size()  # of gathers
+    assert 2 * whole < max(found) < 3 * whole + shards + HEADERS, (max(found) / whole, whole)
+    assert held_at_rest() <= HEADERS
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
+    run_ranks(world_size, measure_backward)
+
+
 # -- when it is used -----------------------------------------------------------------------------------------------
 
 

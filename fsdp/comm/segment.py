@@ -29,7 +29,7 @@ SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasat
 HEADER = 1 << 13  # bytes for the posts of a channel
 
 _HEADERS = 1 << 26  # bytes at the start of a segment for headers; but few pages of it are ever used
-_UNREAD = 3  # blocks of a size that may wait for slow readers before a fast rank waits for them
+_UNREAD = 2  # blocks of a size that may wait for slow readers before a fast rank waits for them
 
 
 class Readers(Protocol):
@@ -178,7 +178,7 @@ class Segment:
             block = max(read, key=lambda block: block.reserved)
             self._free.remove(block)
         else:
-            self._shrink_to(4 * nbytes)
+            self._shrink_to(nbytes)
             block = Block(self._end, nbytes)
             self._blocks.append(block)
             self._end += nbytes

@@ -150,6 +150,8 @@ class Channel:
     def _next(self, label: str) -> int:
         """The number of the next post, once its slot may be written."""
         number = self._number + 1
+        if self.broken is None:
+            self._advance()  # what can be read by now is memory that others wait for
         if not self.is_read(number - _SLOTS) and not self.until(lambda: self.is_read(number - _SLOTS), self.timeout):
             raise RuntimeError(f"{label}: other ranks are too far behind")
         return number

@@ -1,7 +1,8 @@
 """A byte meter at the allocator's level: what is really held, whatever the program's own flags say.
 
-On the CPU it asks glibc (`mallinfo2`) for the bytes in use, over all arenas and mapped blocks; on CUDA it asks torch's
-caching allocator. Releasing memory by `resize_`, `_swap_data_ptr_` or deletion shows at once; no sampling is involved.
+On the CPU it asks glibc (`mallinfo2`) for the bytes in use, over all arenas and mapped blocks, and the system for those
+that this process shares with other ranks; on CUDA it asks torch's caching allocator. Releasing memory by `resize_`,
+`_swap_data_ptr_` or deletion shows at once; no sampling is involved.
 
 [Note: Noise] glibc counts everything that C code allocates: tensor headers, autograd nodes, dictionaries, and up to
 seven freed chunks of each size below 1 KiB per thread, which stay "in use" in its thread cache. Python's own small
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +37,13 @@ def _find_mallinfo2() -> Callable[[], _Mallinfo2] | None:
 
 
 _mallinfo2 = _find_mallinfo2()
+
+
+def _shared_nbytes() -> int:
+    """Behind what this process shares with other ranks, if the package is there and shares anything."""
+    package = sys.modules.get("fsdp.comm.shared_memory")
+    segment = None if package is None else package.segment()
+    return 0 if segment is None else segment.held_nbytes
 
 
 def meter_available(device: str = "cpu") -> bool:
@@ -66,7 +75,7 @@ class Meter:
             return torch.cuda.memory_allocated(self.device)
         assert _mallinfo2 is not None
         info = _mallinfo2()
-        return info.uordblks + info.hblkhd
+        return info.uordblks + info.hblkhd + _shared_nbytes()
 
     def at_rest(self, quiet: float = 0.06) -> int:
         """Bytes to measure from: the lowest reading that stood for `quiet` seconds.
