@@ -361,10 +361,17 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/shared_memory.py",
-        '        if _tell(group, "opened", bool(peers)) == [True] * group.size():\n',
-        '        if _tell(group, "opened", bool(peers)) and peers:\n',
+        '    if _tell(group, "opened", bool(peers)) != [True] * group.size():\n',
+        '    if not _tell(group, "opened", bool(peers)) or not peers:\n',
         "a rank alone decides whether the ranks share memory",
         _tests("shared_memory", "memory_is_used_where_all_ranks_can"),
+    ),
+    Mutation(
+        "fsdp/comm/shared_memory.py",
+        "in_thread(lambda: _connect(group))",
+        "in_thread((lambda channel: lambda: channel)(_connect(group)))",
+        "a rank that is interrupted while the ranks decide whether they share memory decides once more, alone",
+        _tests("shared_memory", "a_rank_that_is_interrupted_in_the_decision_has_decided_as_the_others"),
     ),
     Mutation(
         "fsdp/comm/collectives.py",

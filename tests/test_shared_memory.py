@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -371,6 +372,32 @@ def measure_backward() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
     run_ranks(world_size, measure_backward)
+
+
+def interrupt_the_decision() -> None:
+    share()
+    group, rank, tell = new_group(10), dist.get_rank(), shared_memory._tell
+    if rank == 1:
+        usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        def interrupted(group: Any, key: str, value: Any) -> list[Any]:
+            values = tell(group, key, value)
+            if key == "opened":
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return values
+
+        with mock.patch.object(shared_memory, "_tell", interrupted), pytest.raises(KeyboardInterrupt):
+            shared_memory.connect(group)
+            time.sleep(1)  # where the interrupt comes late
+        signal.signal(signal.SIGINT, usual)
+    full = torch.empty(4)
+    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    communicator.gather(full, torch.full((2,), float(rank)), Tag("gather", 1)).wait()
+    assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group)._number == 1
+
+
+def test_a_rank_that_is_interrupted_in_the_decision_has_decided_as_the_others() -> None:
+    run_ranks(2, interrupt_the_decision)
 
 
 # -- when it is used -----------------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ class Mapping:
         return self._pieces[key]
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        with contextlib.suppress(OSError):  # pages that the process has locked stay
+            self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
 
 class Peer:

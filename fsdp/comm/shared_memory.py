@@ -23,6 +23,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import torch
 from fsdp.comm.board import Board, machine
 from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.segment import HEADER, SUPPORTED, Mapping, Peer, Segment
-from fsdp.comm.waiting import HostWork, OutOfStep, watch_of
+from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
 
 _SLOT = 128  # bytes of a post: four words, and a label
 _LABEL, _TEXT = 32, _SLOT - 32
@@ -296,6 +297,7 @@ class Channel:
 
 _segments: list[Segment] = []  # this process's own, once there is one
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
+_connecting: weakref.WeakKeyDictionary[Any, futures.Future[Channel | None]] = weakref.WeakKeyDictionary()
 _channels: weakref.WeakKeyDictionary[Any, Channel | None] = weakref.WeakKeyDictionary()
 _peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
 
@@ -320,21 +322,33 @@ def connect(group: Any) -> Channel | None:
         RuntimeError: the others do not come, or do something else.
     """
     if group not in _channels:
-        row: list[int] = []
-        with contextlib.suppress(OSError):
-            if SUPPORTED and machine():
-                own = _own_segment()
-                row = [os.getpid(), own.file, own.nonce, own.capacity, own.new_header()]
-        rows = [said[1:] for said in _tell(group, "segment", [machine(), *row]) if said[1:] and said[0] == machine()]
-        peers: list[Peer] = []
-        with contextlib.suppress(OSError, ValueError):
-            if len(rows) == group.size():
-                peers = [_peer(*row[:4]) for row in rows]
-        _channels[group] = None
-        if _tell(group, "opened", bool(peers)) == [True] * group.size():
-            channel = _channels[group] = Channel(group, _own_segment(), peers, [row[4] for row in rows])
-            weakref.finalize(group, channel.reads_no_more())
+        if group not in _connecting:
+            _connecting[group] = in_thread(lambda: _connect(group))  # nothing interrupts it there: the others go on
+        try:
+            _channels[group] = _connecting[group].result()
+        except RuntimeError:
+            del _connecting[group]
+            raise
+        del _connecting[group]
     return _channels[group]
+
+
+def _connect(group: Any) -> Channel | None:
+    row: list[int] = []
+    with contextlib.suppress(OSError):
+        if SUPPORTED and machine():
+            own = _own_segment()
+            row = [os.getpid(), own.file, own.nonce, own.capacity, own.new_header()]
+    rows = [said[1:] for said in _tell(group, "segment", [machine(), *row]) if said[1:] and said[0] == machine()]
+    peers: list[Peer] = []
+    with contextlib.suppress(OSError, ValueError):
+        if len(rows) == group.size():
+            peers = [_peer(*row[:4]) for row in rows]
+    if _tell(group, "opened", bool(peers)) != [True] * group.size():
+        return None
+    channel = Channel(group, _own_segment(), peers, [row[4] for row in rows])
+    weakref.finalize(group, channel.reads_no_more())
+    return channel
 
 
 def _tell(group: Any, key: str, value: Any) -> list[Any]:
