@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
 from fsdp.comm import shared_memory
 from fsdp.comm.collectives import Communicator, Tag
 from fsdp.comm.groups import Groups
@@ -414,9 +414,10 @@ def choose() -> None:
         with other[refused] if rank == 1 else nullcontext():
             model = make_model(group)
             step(model)
-        assert shared_memory._channels[group] is None, refused
+        assert not any(unit.shares_memory for unit in shard_info(model)), refused
     group = new_group()
     model = make_model(group)
+    assert not any(unit.shares_memory for unit in shard_info(model)), "known before the first collective"
     for recorded in ([], [0, 1], [1], [], [0], [0, 1], []):
         posts = channel_of(group)._number if group in shared_memory._channels else 0
         with record_collectives() if rank in recorded else nullcontext() as log:
@@ -426,11 +427,12 @@ def choose() -> None:
             assert moved == 0 and log.count("all_gather") > 3 and log.count("reduce_scatter") == 4
         else:
             assert moved > 7, recorded
+    assert all(unit.shares_memory for unit in shard_info(model))
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
-        group = new_group()
-        step(make_model(group))
-        assert group not in shared_memory._channels
+        checked = make_model(new_group())
+        step(checked)
+        assert not any(unit.shares_memory for unit in shard_info(checked))
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
 

@@ -404,7 +404,7 @@ def segment() -> Segment | None:
 
 def segment_of(group: Any) -> Segment | None:
     """This process's segment, if the ranks of ``group`` share memory."""
-    channel = _channels.get(group)
+    channel = None if group is None else _channels.get(group)
     return segment() if channel is not None and channel.usable else None
 
 

@@ -37,11 +37,17 @@ class BucketInfo:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """One unit. ``name`` is the path of its module in the model asked about, without wrapper parts ("" for the
-    model)."""
+    """One unit.
+
+    Attributes:
+        name: the path of its module in the model asked about, without wrapper parts ("" for the model).
+        shares_memory: whether the ranks of its shard group communicate through memory that they share; they decide when
+            they first communicate.
+    """
 
     name: str
     buckets: tuple[BucketInfo, ...]
+    shares_memory: bool = False
 
     def full_name(self, record: ParamRecord) -> str:
         """A parameter's name in the model asked about."""

@@ -19,6 +19,7 @@ from fsdp.api import (
     as_resharding,
 )
 from fsdp.comm.groups import Groups
+from fsdp.comm.shared_memory import segment_of
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE
 from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, owned_params, synchronize
@@ -141,6 +142,7 @@ def shard_info(module: nn.Module) -> list[UnitInfo]:
                 )
                 for handle, views in zip(unit.handles, unit.views)
             ),
+            segment_of(unit.groups.shard) is not None,
         )
         for name, unit, _ in units_in(module)
     ]
