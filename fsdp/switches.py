@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp.api import as_flag
@@ -97,6 +98,48 @@ class Switches(PrivateNames):
         _check_idle(units, "set_requires_gradient_sync()")
         for unit in units:
             unit.synchronize = synchronize
+
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = True) -> None:
+        """What the sum of the gradients over all ranks is divided by: any positive number, a count of tokens for
+        instance, 1 for the sum itself; None: the number of ranks, for the mean.
+
+        Raises:
+            TypeError, ValueError: it is no positive finite number.
+            RuntimeError: a communication hook reduces the gradients, and divides them.
+        """
+        if factor is not None:
+            if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+                raise TypeError(f"the divide factor must be a number or None, got {factor!r}")
+            if not 0 < factor < float("inf"):
+                raise ValueError(f"the divide factor must be positive and finite, got {factor}")
+            if any(unit.comm_hook is not None for unit in self._units(recurse)):
+                raise RuntimeError("set_gradient_divide_factor() with a communication hook, which divides by itself")
+        self._choose(recurse, gradient_divide_factor=None if factor is None else float(factor))
+        for unit in self._units(recurse):
+            unit.follow_divisor()
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backwards reduce gradients over the replicas of hybrid sharding. With False they are reduced inside
+        the shard groups alone, and what comes of it is kept aside, one shard per unit, in the reduce dtype; the first
+        backward after it is set to True again adds it and shows ``.grad``. So an accumulation costs one reduction
+        between machines. Nothing but such a backward clears what is kept; ``zero_grad()`` does not."""
+        self._choose(recurse, requires_all_reduce=as_flag(requires_all_reduce, "requires_all_reduce"))
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], Any] | None, *, recurse: bool = True) -> None:
+        """Call ``hook(shard)`` with each reduced gradient (1-D, this rank's part of a unit's, in the reduce dtype),
+        over all groups, before it is shown: it may change it in place, reduce it over ranks that this package knows
+        nothing of for instance. On an accelerator it is called on the stream of the reductions. None: no more.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"the hook must be callable or None, got {hook!r}")
+        units = self._units(recurse)
+        _check_idle(units, "set_all_reduce_hook()")
+        for unit in units:
+            unit.all_reduce_hook = hook
+            unit.follow_divisor()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether a backward waits, at its end, for the reductions that are under way in this tree. With False they go

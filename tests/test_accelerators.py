@@ -49,8 +49,8 @@ CPU, AWAY = torch.device("cpu"), torch.device("meta")
 def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bool) -> None:
     """FD63: NCCL multiplies by bf16(1/n), which is off by 0.195 % for n = 3, 6, 12, 24, and by -0.195 % for 7."""
     with mock.patch.object(collectives_module, "backend_of", return_value="nccl"):
-        low = collectives_module._averaging(None, size, torch.empty(0, dtype=torch.bfloat16, device=AWAY))
-        high = collectives_module._averaging(None, size, torch.empty(0, device=AWAY))
+        low = collectives_module._averaging(None, size, torch.empty(0, dtype=torch.bfloat16, device=AWAY), None)
+        high = collectives_module._averaging(None, size, torch.empty(0, device=AWAY), None)
     by_hand = (dist.ReduceOp.SUM, 1.0, float(size))
     assert low == ((dist.ReduceOp.AVG, 1.0, 1.0) if exact else by_hand)
     assert high == ((dist.ReduceOp.AVG, 1.0, 1.0) if size > 1 else by_hand)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
@@ -19,7 +21,8 @@ from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters
 
-FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+HYBRID, HYBRID_2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
 class Layer(nn.Module):
@@ -361,6 +364,120 @@ def _budget() -> None:
 def test_a_budget_of_what_stays_gathered() -> None:
     """Gathers and bytes by the formula: between FULL_SHARD and SHARD_GRAD_OP, unit by unit."""
     run_ranks(2, _budget)
+
+
+def per_rank(step: int, rank: int) -> Tensor:
+    return torch.randint(10, (4,), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def summed(steps: range, divisor: float) -> dict[str, Tensor]:
+    """The gradients of a plain model over the batches of all ranks, rank by rank and step by step."""
+    torch.manual_seed(4)
+    plain = Net()
+    total = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
+    for step in steps:
+        for rank in range(dist.get_world_size()):
+            plain(per_rank(step, rank)).square().mean().backward()
+    return {name: (total[name] + param.grad) / divisor for name, param in plain.named_parameters()}
+
+
+def close(found: dict[str, Tensor], wanted: dict[str, Tensor], terms: int) -> None:
+    """To the rounding of sums of so many float32 numbers in another order."""
+    for name, value in wanted.items():
+        bound = terms * torch.finfo(torch.float32).eps * value.abs().max()
+        assert (found[name] - value).abs().max() <= bound, name
+
+
+def _on_four(strategy: ShardingStrategy, shard: int) -> Any:
+    if strategy not in (HYBRID, HYBRID_2):
+        return build(sharding_strategy=strategy)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FullyShardedDataParallel: the group has one rank")
+        return build(sharding_strategy=strategy, device_mesh=init_device_mesh("cpu", (4 // shard, shard)))
+
+
+def _divided() -> None:
+    rank = dist.get_rank()
+    for strategy, shard in [(FULL, 0), (NO_SHARD, 0), (HYBRID, 2), (HYBRID_2, 1), (HYBRID, 4)]:
+        model = _on_four(strategy, shard)
+        for step, factor in enumerate((1.0, 8, None)):
+            model.set_gradient_divide_factor(factor)
+            model(per_rank(step, rank)).square().mean().backward()
+            close(full_gradients(model), summed(range(step, step + 1), factor or 4), 4)
+            model.zero_grad()
+        model.set_gradient_divide_factor(2)
+        copied = copy.deepcopy(model)  # divides as the original does
+        copied(per_rank(0, rank)).square().mean().backward()
+        close(full_gradients(copied), summed(range(1), 2), 4)
+
+
+def test_sums_of_gradients_are_divided_by_any_number() -> None:
+    run_ranks(4, _divided)
+
+
+def _alone() -> None:
+    model = build(sharding_strategy=NO_SHARD)
+    model.set_gradient_divide_factor(4.0)
+    seen: list[int] = []
+    model.set_all_reduce_hook(lambda shard: seen.append(shard.numel()))
+    model(per_rank(0, 0)).square().mean().backward()
+    close(full_gradients(model), summed(range(1), 4), 1)
+    assert len(seen) == 5
+    for wrong, kind in (("2", TypeError), (True, TypeError), (0, ValueError), (float("nan"), ValueError)):
+        with pytest.raises(kind, match="divide factor must be"):
+            model.set_gradient_divide_factor(wrong)
+    with pytest.raises(TypeError, match="callable or None"):
+        model.set_all_reduce_hook(3)
+
+
+def test_one_rank_divides_as_well() -> None:
+    run_ranks(1, _alone)
+
+
+def _reduced_late() -> None:
+    rank = dist.get_rank()
+    for strategy, shard in [(HYBRID, 2), (HYBRID_2, 2), (HYBRID, 1)]:
+        model = _on_four(strategy, shard)
+        for first in (0, 10):
+            model.set_requires_all_reduce(False)
+            with record_collectives() as recorded:
+                for step in (first, first + 1):
+                    model(per_rank(step, rank)).square().mean().backward()
+            over_replicas = reductions(recorded.labels("all_reduce"))
+            assert not over_replicas and all(param.grad is None for param in model.parameters())
+            with pytest.raises(RuntimeError, match="of single replicas, which are not reduced yet"):
+                model.clip_grad_norm_(1.0)
+            with pytest.raises(RuntimeError, match="not reduced over replicas yet"):
+                model.double()
+            model.set_requires_all_reduce(True)
+            with record_collectives() as recorded:
+                model(per_rank(first + 2, rank)).square().mean().backward()
+            over_replicas = reductions(recorded.labels("all_reduce"))
+            assert len(over_replicas) == 5  # one per unit: the first two backwards cost none between replicas
+            close(full_gradients(model), summed(range(first, first + 3), 4), 12)
+            model.zero_grad()
+
+
+def test_gradients_are_reduced_over_replicas_when_they_are_wanted() -> None:
+    run_ranks(4, _reduced_late)
+
+
+def _by_a_hook() -> None:
+    """What it gets is reduced over all groups, and what it makes of that is the gradient."""
+    rank = dist.get_rank()
+    for strategy, shard in [(FULL, 0), (HYBRID, 2), (NO_SHARD, 0)]:
+        model = _on_four(strategy, shard)
+        model.set_all_reduce_hook(lambda part: part.mul_(3))
+        model(per_rank(0, rank)).square().mean().backward()
+        close(full_gradients(model), {k: 3 * v for k, v in summed(range(1), 4).items()}, 6)
+        model.set_all_reduce_hook(None)
+        model.zero_grad()
+        model(per_rank(0, rank)).square().mean().backward()
+        close(full_gradients(model), summed(range(1), 4), 4)
+
+
+def test_a_hook_has_the_reduced_gradients() -> None:
+    run_ranks(4, _by_a_hook)
 
 
 SWITCHES: dict[str, Callable[[Any], None]] = {

@@ -83,6 +83,7 @@ class Communicator:
     def __init__(self, groups: Groups, streams: Streams) -> None:
         self.groups = groups
         self.streams = streams
+        self.divisor: float | None = None  # of the sum over all ranks, instead of their number
         self._direct_min: float | None = None  # messages of so many bytes go direct
         self._channel: Channel | None = None  # to the memory that the ranks share; known with ``_direct_min``
 
@@ -106,7 +107,8 @@ class Communicator:
         return Pending(work, self.streams)
 
     def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Pending:
-        """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``. ``full`` is used up.
+        """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``. ``full`` is used up. With
+        ``divisor`` it is the sum, divided by that, and so on.
 
         Sharded: ``out`` has ``full.numel() / shard_size`` elements, and the mean is that of the shard group; where
         there are replicas, ``average`` comes next. Not sharded: ``out`` is ``full``, which is averaged.
@@ -114,7 +116,7 @@ class Communicator:
         """
         if not self.groups.sharded:
             return self.average(full, tag)
-        op, before, after = _averaging(self.groups.shard, self.groups.shard_size, full)
+        op, before, after = _averaging(self.groups.shard, self.groups.shard_size, full, self.divisor)
         if before != 1:
             full.div_(before)
         if (channel := self._memory(full, tag)) is not None:
@@ -129,10 +131,14 @@ class Communicator:
     def average(self, values: torch.Tensor, tag: Tag) -> Pending:
         """Start replacing ``values`` by the mean of every replica's. Runs on the current stream; they may not be
         touched before ``wait()``."""
-        group = self.groups.replica
+        group, divisor = self.groups.replica, self.divisor
+        if divisor is not None and self.groups.sharded:
+            divisor = 1.0  # ``reduce`` has divided
         if group is None:  # one replica alone: the mean is what it has
+            if divisor is not None and divisor != 1:
+                values.div_(divisor)
             return Pending(None, self.streams)
-        op, before, after = _averaging(group, self.groups.replica_size, values)
+        op, before, after = _averaging(group, self.groups.replica_size, values, divisor)
         if before != 1:
             values.div_(before)
         work = self._issue(tag, "all_reduce", _wire(values), op=op, group=group)
@@ -208,21 +214,23 @@ class Communicator:
         return work, lambda: sum_in_rank_order(out, received)
 
 
-def _averaging(group: Any, size: int, values: torch.Tensor) -> tuple[Any, float, float]:
-    """How ``group``, of ``size`` ranks, averages such ``values``: (operation, divisor of them, divisor of the result).
+def _averaging(group: Any, size: int, values: torch.Tensor, divisor: float | None) -> tuple[Any, float, float]:
+    """How ``group``, of ``size`` ranks, averages such ``values``, or divides their sum by ``divisor``: (operation,
+    divisor of them, divisor of the result).
 
     Averaging belongs into the collective or into the small result. float16 alone is divided before as well, by
     about the root of the total, because the sum of many ranks' gradients overflows it. NCCL multiplies by 1 / size
     in the dtype of the message, which in 16 bits is off by up to 0.2 % where the size is no power of two.
     """
-    dtype = values.dtype
+    dtype, by = values.dtype, float(size) if divisor is None else divisor
     if dtype == torch.float16:
         before = predivisor(size)
-        return dist.ReduceOp.SUM, before, size / before
+        return dist.ReduceOp.SUM, before, by / before
     is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
-    if size > 1 and dtype.is_floating_point and is_exact and backend_of(group, values.device) == "nccl":
+    averages = size > 1 and by == size and dtype.is_floating_point and is_exact
+    if averages and backend_of(group, values.device) == "nccl":
         return dist.ReduceOp.AVG, 1.0, 1.0
-    return dist.ReduceOp.SUM, 1.0, float(size)
+    return dist.ReduceOp.SUM, 1.0, by
 
 
 def predivisor(size: int) -> float:

@@ -111,8 +111,8 @@ def clip_grad_norm_(
     for unit in units:
         if any(gradients.accumulates for gradients in unit.gradients):
             raise RuntimeError(
-                f"clip_grad_norm_(): {unit.name} has unsharded gradients from no_sync(), which are not reduced yet: "
-                "run a backward outside of no_sync() before clipping, or set them to None"
+                f"clip_grad_norm_(): {unit.name} has unsharded gradients from no_sync(), or of single replicas, which "
+                "are not reduced yet: run a backward that reduces them before clipping, or set them to None"
             )
     managed = {visible.param for unit in units for views in unit.views for visible in views.visible}
     others = [param for param in params if param not in managed]

@@ -46,6 +46,8 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     precision = unit.precision.copied(module, memo)
     copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, unit.policy, precision)
     copied.has_parent, copied.mesh, copied.state_settings = unit.has_parent, unit.mesh, copy.copy(unit.state_settings)
+    copied.all_reduce_hook = unit.all_reduce_hook
+    copied.follow_divisor()
     if unit.comm_hook is not None:
         copied.use_hook(unit.comm_hook)
     return copied

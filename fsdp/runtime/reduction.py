@@ -145,6 +145,8 @@ class BucketGradients:
         self._written = [False] * len(self.handle.copy.all_leaves)
         self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
         self._accumulator = Accumulator(views)
+        self._partial: torch.Tensor | None = None  # what earlier backwards have reduced, but not over replicas
+        self.altered = False  # whether what is reduced is divided by another number, or a hook's to change
 
     @property
     def trainable(self) -> bool:
@@ -155,7 +157,8 @@ class BucketGradients:
         """Whether a synchronised backward makes another tensor of what the slots hold: reduced, cast or moved."""
         handle = self.handle
         by_hook = self._hook is not None
-        return by_hook or handle.groups.reduces or handle.reduce_dtype != self.dtype or handle.keeps_gradients_on_host
+        changed = by_hook or self.altered or handle.reduce_dtype != self.dtype or handle.keeps_gradients_on_host
+        return changed or handle.groups.reduces
 
     @property
     def dtype(self) -> torch.dtype:
@@ -169,8 +172,8 @@ class BucketGradients:
 
     @property
     def accumulates(self) -> bool:
-        """Whether unsharded gradients of earlier backwards wait to be reduced."""
-        return self.reduces and self._accumulator.is_visible
+        """Whether gradients of earlier backwards wait to be reduced, or reduced over replicas."""
+        return self._partial is not None or (self.reduces and self._accumulator.is_visible)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduce by ``hook`` from now on."""
@@ -223,8 +226,17 @@ class BucketGradients:
             slot.copy_(grad)
             self._written[index] = True
 
-    def reduce(self, communicator: Communicator, queue: ReductionQueue, tag: Tag) -> None:
-        """Start the reduction of what the slots hold; the result is attached when the queue is drained."""
+    def reduce(
+        self,
+        communicator: Communicator,
+        queue: ReductionQueue,
+        tag: Tag,
+        *,
+        to_replicas: bool = True,
+        hook: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:
+        """Start the reduction of what the slots hold; the result is attached when the queue is drained, after ``hook``
+        has had it. Where it is not to go ``to_replicas``, it is kept until one does, which it is added to."""
         source = self._seal()
         if self._continues:
             self._accumulator.conceal()
@@ -236,10 +248,15 @@ class BucketGradients:
         written = streams.record()
         offloaded: list[tuple[torch.Tensor, Event]] = []
         replicated = self.handle.groups.replica is not None
+        waits = replicated and not to_replicas
+        earlier, self._partial = (self._partial, None) if not waits else (None, self._partial)
         by_hook = self._hook is not None and self.handle.groups.hybrid
 
         def fetch(pending: Pending) -> Pending:
             """On the stream of the last collective."""
+            if hook is not None and not streams.asynchronous_work:
+                hook(shard)
+                pending.extend()
             if self.handle.keeps_gradients_on_host:
                 grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory
                 memory = self._on_host.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))
@@ -250,12 +267,16 @@ class BucketGradients:
         def average() -> Pending:
             with streams.on_replica_stream():
                 pending.wait()
+                if earlier is not None:
+                    shard.add_(earlier)
                 return fetch(communicator.average(shard, tag))
 
-        averages = average if replicated and (sharded or by_hook) else None
+        averages = average if replicated and not waits and (sharded or by_hook or earlier is not None) else None
         with streams.on_reduce_stream():
             streams.wait(written)
-            if self._hook is None:
+            if not sharded and (waits or earlier is not None):
+                pending = Pending(None, streams)
+            elif self._hook is None:
                 pending = communicator.reduce(shard, source.flat, tag)
             else:
                 self._target = source  # until the hook is through: if it raises, this goes where an open one goes
@@ -264,10 +285,15 @@ class BucketGradients:
                 for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
                     shard[start:end].zero_()
                 pending = Pending(None, streams)
-            if averages is None:
+            if averages is None and not waits:
                 fetch(pending)
 
         def finish() -> None:
+            if waits:
+                self._partial = shard if self._partial is None else self._partial.add_(shard)
+                return
+            if hook is not None and streams.asynchronous_work:
+                hook(shard)
             if not offloaded:
                 self._attach(shard, adopted)
                 return

@@ -58,6 +58,8 @@ class Unit(UnitBuffers):
         self.comm_hook: CommHook | None = None
         keep_low = self.precision.asked.keep_low_precision_grads
         self.gradients = [BucketGradients(views, keep_low_precision=keep_low) for views in self.views]
+        self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None  # what else is done to reduced gradients
+        self.follow_divisor()
         self.membership: Callable[[], Any] = lambda: None
         self.parent_is_built = self.has_parent = False
         self.mesh: DeviceMesh | None = None
@@ -104,7 +106,10 @@ class Unit(UnitBuffers):
         trainable = [str(bucket) for bucket, gradients in enumerate(self.gradients) if gradients.trainable]
         if not self.synchronize or not trainable:
             return "reduces nothing (no_sync)" if not self.synchronize else "reduces nothing (frozen)"
-        return f"reduces bucket {' and '.join(trainable)}"
+        policy = self.policy
+        divided = "" if policy.gradient_divide_factor is None else f", divided by {policy.gradient_divide_factor}"
+        partly = "" if policy.requires_all_reduce else ", but not over replicas"
+        return f"reduces bucket {' and '.join(trainable)}{divided}{partly}"
 
     @property
     def phase(self) -> Phase:
@@ -113,6 +118,13 @@ class Unit(UnitBuffers):
         if self._in_backward:
             return Phase.BACKWARD
         return Phase.IDLE if self.summoned is Summoned.NOWHERE else Phase.SUMMONED
+
+    def follow_divisor(self) -> None:
+        """What gradients are divided by has changed, or what is done to them besides."""
+        for gradients in self.gradients:
+            gradients.altered = self.policy.gradient_divide_factor is not None or self.all_reduce_hook is not None
+        if self.communicator is not None:
+            self.communicator.divisor = self.policy.gradient_divide_factor
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduce gradients by ``hook`` from now on."""
@@ -149,8 +161,8 @@ class Unit(UnitBuffers):
             )
         if any(gradients.accumulates for gradients in self.gradients):
             raise RuntimeError(
-                f"{self.name} has unsharded gradients from no_sync(): finish the accumulation, or set them to None, "
-                "before moving or casting the module"
+                f"{self.name} has unsharded gradients from no_sync(), or some that are not reduced over replicas yet: "
+                "finish the accumulation, or set them to None, before moving or casting the module"
             )
 
     def apply_to_shards(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
@@ -406,7 +418,13 @@ class Unit(UnitBuffers):
                 # unused, but not by all: zeros, on every rank alike; or frozen after a backward without synchronisation
                 gradients.open(context.reductions, synchronize=True)
             assert self.communicator is not None
-            gradients.reduce(self.communicator, context.reductions, self.tag(bucket, "reduce"))
+            gradients.reduce(
+                self.communicator,
+                context.reductions,
+                self.tag(bucket, "reduce"),
+                to_replicas=self.policy.requires_all_reduce,
+                hook=self.all_reduce_hook,
+            )
 
     def backward_failed(self, error: BaseException, event: str) -> None:
         """A hook of the unit raises ``error``: the backward ends here."""

@@ -42,6 +42,8 @@ class UnitPolicy:
             held back, and nothing idle resharded, for want of room.
         reduce_unused: whether a rank may skip the unit where others do not. Nothing is prefetched then, as what
             comes next may not be what came last time.
+        gradient_divide_factor: what sums of gradients over all ranks are divided by; None: their number.
+        requires_all_reduce: whether a backward's reductions go on to the replicas.
         is_last_backward: whether the tree's backwards wait for its reductions; the root's counts.
         reduce_buffers: how many full gradients of the tree may wait for their reduction; the root's counts.
         use_orig_params: whether users see their own parameters, or flat ones.
@@ -56,6 +58,8 @@ class UnitPolicy:
     prefetch_after_gradients: bool = False
     limit_gathers: bool = True
     reduce_unused: bool = False
+    gradient_divide_factor: float | None = None
+    requires_all_reduce: bool = True
     is_last_backward: bool = True
     reduce_buffers: int = 2
     use_orig_params: bool = False
@@ -119,6 +123,7 @@ class UnitBuffers(ABC):
             before.release(self)
         self._tree = weakref.ref(tree)
         self.communicator = Communicator(self.groups, streams)
+        self.communicator.divisor = self.policy.gradient_divide_factor
         self.index, self.ancestors = index, ancestors
         self._call(name)
         self.precision.place_buffers(self.device, full_precision=self.precision.wants_full)
