@@ -403,6 +403,29 @@ class Training:
         self.model._apply(torch.clone)
         self.step()
 
+    def switching(self) -> None:
+        """What is kept from pass to pass, goes on after a backward, waits for the replicas, and is handed to a hook."""
+        units = [unit for _, unit, _ in units_in(self.model)]
+        before = [unit.policy for unit in units]
+        self.model.set_reshard_after_backward(False)
+        self.model.set_modules_to_forward_prefetch([self.model.blocks[1], self.model.blocks[0]])
+        self.step(True, True)
+        self.step()
+        self.model.set_modules_to_forward_prefetch([])
+        for unit, policy in zip(units, before):
+            unit.policy = policy
+        self.model.set_is_last_backward(False)
+        self.loss().backward()
+        self.model.set_is_last_backward(True)
+        self.model.set_requires_all_reduce(False)
+        self.loss().backward()
+        self.loss().backward()
+        self.model.set_requires_all_reduce(True)
+        self.step()
+        self.model.set_all_reduce_hook(lambda shard: shard.mul_(0.5))
+        self.step()
+        self.model.set_all_reduce_hook(None)
+
     def returned_parameter(self) -> None:
         self.model.module.returns_weight = True
         output, weight = self.model(torch.randn(4, WIDTH))
@@ -437,6 +460,7 @@ PARTS: tuple[Part, ...] = (
     Training.summoning,
     Training.unsharding,
     Training.moving,
+    Training.switching,
     Training.returned_parameter,
     Training.deletion,
 )

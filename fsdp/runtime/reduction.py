@@ -289,6 +289,8 @@ class BucketGradients:
                 fetch(pending)
 
         def finish() -> None:
+            nonlocal earlier
+            earlier = None  # held until here, where the stream of the replicas has read it
             if waits:
                 self._partial = shard if self._partial is None else self._partial.add_(shard)
                 return
