@@ -160,8 +160,8 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
             next, and those that have no use for it take part, with zeros as their gradient. A unit that no rank runs
             keeps its gradients. The same on every rank have to be the passes (each forward and backward of the
             outermost module, also without gradients), ``no_sync()``, and which parameters require grad; in a tree, this
-            argument and the process group. The price: an all-reduce of 24 bytes, for which the host waits, before each
-            collective and at the end of each pass, and nothing is prefetched.
+            argument and the process group (or pair of groups). The price: an all-reduce of 24 bytes in each group, for
+            which the host waits, before each collective and at the end of each pass, and nothing is prefetched.
         device_mesh: a mesh instead of groups: of one dimension, the ranks to shard over; for hybrid strategies of two,
             (replicate, shard), in the other order than the pair of groups.
         forward_prefetch_distance, backward_prefetch_distance: how many of the next units to gather while this one
@@ -558,7 +558,9 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
 
         * sharded: ``hook(state, grad, shard)`` writes this rank's part of the reduced gradient into ``shard``, from
           ``grad``, the whole padded gradient of one rank (1-D, in the reduce dtype), which it may use up;
-        * ``NO_SHARD``, which one rank always is: ``hook(state, grad)`` reduces ``grad`` in place.
+        * ``NO_SHARD``, which one rank always is: ``hook(state, grad)`` reduces ``grad`` in place;
+        * hybrid: as the one or the other, inside the shard group (``process_group`` of the instance), and what the hook
+          leaves is then averaged over the replicas.
 
         torch's ``allreduce_hook``, ``reduce_scatter_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook`` do, on
         any device. The compressing ones get gradients in the parameters' own dtype.

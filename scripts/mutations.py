@@ -2328,7 +2328,7 @@ MUTATIONS = [
         "            for agreement in self._of_replicas:\n                agreement.check_layout()\n",
         "            pass\n",
         "replicas that do not know each other yet are not told of a failure in the first step",
-        _tests("hybrid", "replicas_are_alike"),
+        _tests("hybrid", "ranks_out_of_step[(1,)]"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
@@ -2385,5 +2385,19 @@ MUTATIONS = [
         'if False else ""\n',
         "ranks that were given rows on different meshes wait for each other, or exchange the wrong ones",
         _tests("device_mesh", "rows_are_cut_along_the_dimension_that_is_sharded_over"),
+    ),
+    Mutation(
+        "fsdp/runtime/negotiation.py",
+        "            chosen = self._replicas._largest(words, chosen)\n",
+        "            self._replicas._largest(words, chosen)\n",
+        "ranks choose what comes first inside their shard group only",
+        _tests("hybrid", "ranks_that_skip_units[ShardingStrategy.HYBRID_SHARD]"),
+    ),
+    Mutation(
+        "fsdp/runtime/negotiation.py",
+        "        if self._replicas is not None and not self._pass.call:\n",
+        "        if self._replicas is not None:\n",
+        "one replica alone cannot show its parameters",
+        _tests("hybrid", "ranks_that_skip_units[ShardingStrategy.HYBRID_SHARD]"),
     ),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -33,8 +34,9 @@ from tests.harness.agreeing import (
     play,
     train,
 )
+from tests.harness.agreeing import WIDTH as INPUTS
 from tests.harness.models import ZOO
-from tests.harness.oracle import Schedule, assert_bit_equal, clean_name, rank_batch
+from tests.harness.oracle import Schedule, assert_bit_equal, assert_equivalent, clean_name, rank_batch
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
@@ -146,10 +148,11 @@ def test_groups_by_machine() -> None:
 def _same_values() -> None:
     """Without gradients: what all start with, what is gathered, what a copy has."""
     rank = dist.get_rank()
-    torch.manual_seed(0)
     expected = net()
-    torch.manual_seed(rank)
     module = net()
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(rank)
     mesh = init_device_mesh("cpu", (2, 2))
     model = FullyShardedDataParallel(
         module,
@@ -375,6 +378,40 @@ def _beside_training() -> None:
 def test_what_else_there_is_in_a_training() -> None:
     """The scaler's ranks are all; replicas evaluate, and look at parameters and gradients, each by itself."""
     run_ranks(4, _beside_training)
+
+
+ORDERS = ([[0, 2], [1], [2, 1], [0]], [[1], [1], [], [0, 1]], [[2], [2, 0], [0], [2]])  # by step and rank
+
+
+def _skip(strategy: ShardingStrategy) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = Chain(UNEQUAL).double()
+    options = {"use_orig_params": strategy is HYBRID, "reduce_unused": True}
+    model = build(copy.deepcopy(plain), new_pair(), strategy, **options)
+    for order in (ORDERS[0], *ORDERS):
+        for accumulates in (True, False):
+            model.module.order = order[(rank + accumulates) % 4]
+            with model.no_sync() if accumulates else contextlib.nullcontext():
+                model(torch.full((2, INPUTS), 1.0 + rank, dtype=torch.float64)).square().sum().backward()
+            for other in range(4):
+                plain.order = order[(other + accumulates) % 4]
+                x = torch.full((2, INPUTS), 1.0 + other, dtype=torch.float64)
+                (plain(x).square().sum() / 4).backward()
+        expected = {name: param.grad for name, param in plain.named_parameters()}
+        assert_equivalent(full_gradients(model), expected)
+        model.zero_grad()
+        plain.zero_grad()
+    if rank < 2:
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+            pass
+
+
+@pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
+def test_ranks_that_skip_units(strategy: ShardingStrategy) -> None:
+    """With reduce_unused the ranks of all replicas may run different units, with and without synchronisation; what no
+    rank runs has no gradient."""
+    run_ranks(4, _skip, strategy)
 
 
 # -- ranks that differ -------------------------------------------------------------------------------------------------

@@ -210,16 +210,16 @@ def join(unit: Unit) -> RootContext:
 
 
 def _check_one_group(groups_of: list[tuple[str, Groups]]) -> None:
-    """Raises where units communicate over several groups: a rank that waits in one cannot take part in another."""
-    names: dict[int, str] = {}
+    """Raises where units communicate over different groups: a rank that waits in one cannot take part in another."""
+    names: dict[tuple[int | None, int | None], str] = {}
     for name, groups in groups_of:
-        for group, size in ((groups.shard, groups.shard_size), (groups.replica, groups.replica_size)):
-            if size > 1:
-                names.setdefault(id(group), f"unit {name!r}" if name else "the root unit")
+        pair = groups.shard if groups.shard_size > 1 else None, groups.replica
+        if pair != (None, None):
+            names.setdefault((id(pair[0]), id(pair[1])), f"unit {name!r}" if name else "the root unit")
     if len(names) > 1:
         raise NotImplementedError(
-            "reduce_unused=True needs a tree whose units communicate over one process group, and these are the first "
-            f"of each group: {', '.join(names.values())}. Pass the same process_group to all of them"
+            "reduce_unused=True needs a tree whose units communicate over one process group, or one pair of them, and "
+            f"these are the first of each: {', '.join(names.values())}. Pass the same process_group to all of them"
         )
 
 

@@ -33,6 +33,9 @@ class Negotiation(Agreement):
     result does not depend on what comes first, as gathers may be repeated and sums taken in parts. What does depend on
     it is how much is done in vain, so things come first in the order in which they did in the last such pass; at first
     that is the order of the tree, backwards in a backward.
+
+    Where the units are replicated as well, the ranks of a shard group and then those of a replica group choose, from
+    what the former have chosen: so what comes first is the same on all ranks, and all gather what one needs.
     """
 
     REMEDY = "Units may differ under reduce_unused=True; forwards and backwards have to be the same on every rank"
@@ -43,6 +46,12 @@ class Negotiation(Agreement):
         self._turns: dict[int, dict[int, int]] = {}  # number of a pass -> event -> when it has its turn, if known
         self._done: list[int] = []  # in the pass under way
         self._understood = ""  # what the ranks have to agree on besides
+        self._replicas: Negotiation | None = None
+        self._follows = False  # it proposes nothing of its own
+
+    def lead(self, replicas: Negotiation) -> None:
+        """From now on choose together with the ranks of ``replicas``, in each pass."""
+        self._replicas, replicas._follows = replicas, True
 
     def begin(self, what: Pass) -> None:
         super().begin(what)
@@ -57,11 +66,12 @@ class Negotiation(Agreement):
         """Each proposal tells which pass it is for."""
 
     def about_to(self, kind: str, member: Member) -> None:
-        self._propose(f"{kind} {words_of(member)}", self._event(kind, member))
+        if not self._follows:
+            self._propose(f"{kind} {words_of(member)}", self._event(kind, member))
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
-        if self._pass.call:  # all ranks do the same in a call
+        if self._pass.call or self._follows:  # all ranks do the same in a call
             self._under_way = None
             return
         self._propose(END_WORDS, self._end)
@@ -100,13 +110,21 @@ class Negotiation(Agreement):
     def _choose(self, words: str, event: int) -> int:
         """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""
         turn = self._end if event == self._end else self._turn(event)
+        chosen = self._largest(words, (self._end - turn) << 24 | event)
+        if self._replicas is not None and not self._pass.call:
+            self._replicas._note(words, 0)
+            chosen = self._replicas._largest(words, chosen)
+            self._replicas._position += 1
+        return chosen & ((1 << 24) - 1)
+
+    def _largest(self, words: str, proposal: int) -> int:
+        """That of all ranks of the group."""
         understood = hash_of(f"{self._passes} {self._kind} {self._understood.partition(chr(10))[2]}")
-        proposal = (self._end - turn) << 24 | event
         chosen = Vote(understood, self._group, self._device, f"agree to {words}", largest=proposal).result()
         if chosen is None:
             found = self._first_misunderstanding(self._all_texts(self._understood))
             raise self._out_of_step(self._in_words(found, {self._rank: self._report()}))
-        return chosen & ((1 << 24) - 1)
+        return chosen
 
     def _first_misunderstanding(self, texts: list[str]) -> str:
         for lines in zip(*(text.split("\n") for text in texts)):

@@ -27,7 +27,7 @@ class Passes:
 
     def __init__(self, members: Iterable[Member], device: torch.device, streams: Streams, *, negotiate: bool) -> None:
         """``members`` are the units, in the order of the tree. With ``negotiate`` ranks may run different ones of them,
-        and there is one group."""
+        and all have the same groups."""
         by_group: dict[int, tuple[Any, list[Member]]] = {}
         of_replicas: dict[int, None] = {}
         for member in members:
@@ -41,6 +41,9 @@ class Passes:
         kind = Negotiation if negotiate else Agreement
         self._negotiate = negotiate
         self._by_group = {key: kind(group, units, device, streams) for key, (group, units) in by_group.items()}
+        several = list(self._by_group.values())
+        if len(several) > 1 and isinstance(several[0], Negotiation) and isinstance(several[1], Negotiation):
+            several[0].lead(several[1])
         self._of_replicas = [self._by_group[key] for key in of_replicas]
         for agreement in self._by_group.values():
             agreement.others = [weakref.ref(other) for other in self._by_group.values() if other is not agreement]
