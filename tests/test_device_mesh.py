@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp import StateDictType as TorchKind
@@ -27,6 +28,7 @@ from fsdp import (
     checkpoint,
 )
 from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
+from fsdp.compat import disable_dcp, enable_dcp
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.test_clients import RECIPES
@@ -324,6 +326,37 @@ def test_trainers_get_back_what_they_saved_of_replicas(tmp_path: Path, uop: bool
     run_ranks(3, clients_load, str(tmp_path), uop, names)
 
 
+def check_torchs_functions(root: str) -> None:
+    enable_dcp()
+    options = next(iter(meshes().values()))
+    for uop in (False, True):
+        model, optimizer = trained(uop=uop, **options)
+        theirs = torchs(uop, module=row_major(), **options)
+        their_optimizer = train(adamw(theirs.parameters()))
+        of = {"ours": (model, optimizer), "torch": (theirs, their_optimizer)}
+        saved = {who: quiet(torch_state_dict.get_state_dict, *each) for who, each in of.items()}
+        assert_same(*(settle_all({"model": of_model, **of_optimizer}) for of_model, of_optimizer in saved.values()), "")
+        for who, (of_model, of_optimizer) in saved.items():
+            path = f"{root}/{who} {uop}"
+            quiet(torch_dcp.save, {"model": of_model, "optimizer": of_optimizer}, checkpoint_id=path)
+        for who, other in (("ours", "torch"), ("torch", "ours")):
+            fresh = trained(1, uop=uop, **options)
+            if who == "torch":
+                noise = torchs(uop, module=row_major(1), **options)
+                fresh = noise, adamw(noise.parameters())
+            state: Any = dict(zip(("model", "optimizer"), quiet(torch_state_dict.get_state_dict, *fresh)))
+            quiet(torch_dcp.load, state, checkpoint_id=f"{root}/{other} {uop}")
+            dicts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            quiet(torch_state_dict.set_state_dict, *fresh, **dicts)
+            same_state(*fresh, *of[who], f"{other} to {who}, use_orig_params={uop}")
+    disable_dcp()
+
+
+def test_torchs_functions_and_storage_take_replicas_to_torch_and_back(tmp_path: Path) -> None:
+    """T28, T29."""
+    run_ranks(4, check_torchs_functions, str(tmp_path))
+
+
 # -- replicas ----------------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +418,22 @@ def check_differing() -> None:
 def test_replicas_whose_optimizers_differ_are_told() -> None:
     """Whatever one of them saved would be wrong for the other."""
     run_ranks(4, check_differing)
+
+
+def check_one_bad() -> None:
+    model, _ = trained(1, **next(iter(meshes().values())))
+    before = {name: value.clone() for name, value in model_state(FSDP, model, "FULL_STATE_DICT").items()}
+    for kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+        state = dict(model_state(FSDP, trained(**next(iter(meshes().values())))[0], kind))
+        state["bias"] = torch.ones(3) if dist.get_rank() == 3 else state["bias"]
+        words = "size mismatch" if dist.get_rank() == 3 else "(?s)on another rank: .*size mismatch"
+        with pytest.raises(RuntimeError, match=words):
+            load_model(FSDP, model, kind, state)
+        assert_same(dict(model_state(FSDP, model, "FULL_STATE_DICT")), before, kind)
+
+
+def test_what_one_rank_of_one_replica_cannot_load_nobody_loads() -> None:
+    run_ranks(4, check_one_bad)
 
 
 def check_traffic() -> None:
