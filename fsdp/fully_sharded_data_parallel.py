@@ -524,7 +524,8 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         The norm is that of all gradients as one vector: those of every unit, wherever their parts are, and those of
         parameters that no unit manages. Of what differs between ranks, ignored parameters for instance, it has the mean
         of the p-th powers. All ranks have to call it, after the gradients are reduced; ranks without gradients take
-        part. One all-reduce per shard group, normally one.
+        part. One all-reduce per shard group, normally one; replicas count once, and where ignored parameters make them
+        differ there is one more over them.
 
         Args:
             max_norm: the gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is less than 1.

@@ -188,6 +188,9 @@ class Mesh:
     def __init__(self, ndim: int) -> None:
         self.ndim = ndim
 
+    def get_group(self, dim: int) -> StandIn:
+        return StandIn()
+
 
 HYBRID = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
 PAIR = (StandIn(), StandIn())
@@ -204,6 +207,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {**HYBRID, "process_group": (*PAIR, StandIn())},
         ValueError,
         "Expected process_group to be passed in",
+    ),
+    "Y4, no groups": (
+        {**HYBRID, "process_group": (StandIn(), 3)},
+        ValueError,
+        "Expected process_group to be passed in .*StandIn.*int",
+    ),
+    "mesh": (
+        {"process_group": None, "device_mesh": (2, 2)},
+        TypeError,
+        "device_mesh must be a DeviceMesh, got .*tuple",
     ),
     "C2": ({"process_group": PAIR}, ValueError, "pair"),
     "Y5": (

@@ -82,8 +82,11 @@ def _forced() -> bool:
 def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
     """
     Raises:
+        TypeError: ``mesh`` is no mesh.
         ValueError: the arguments of a wrapper do not go together.
     """
+    if mesh is not None and not hasattr(mesh, "get_group"):
+        raise TypeError(f"device_mesh must be a DeviceMesh, got {type(mesh)}")
     if mesh is not None and group is not None:
         raise ValueError("Cannot pass both process_group and device_mesh; pass only one of them")
     if strategy not in HYBRID_SHARDING_STRATEGIES:
@@ -103,10 +106,11 @@ def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None
         )
     if mesh is not None and mesh.ndim != 2:
         raise ValueError(f"{strategy} needs a device_mesh with ndim=2 (replicate, shard), got ndim={mesh.ndim}")
-    if group is not None and not (isinstance(group, tuple) and len(group) == 2):
+    is_pair = isinstance(group, tuple) and len(group) == 2 and all(hasattr(each, "size") for each in group)
+    if group is not None and not is_pair:
+        kind = tuple(type(each) for each in group) if isinstance(group, tuple) else type(group)
         raise ValueError(
-            f"{strategy}: Expected process_group to be passed in as a pair (shard group, replica group), "
-            f"got {type(group)}"
+            f"{strategy}: Expected process_group to be passed in as a pair (shard group, replica group), got {kind}"
         )
 
 

@@ -1,16 +1,16 @@
 """From gradient slots to the gradient that the optimizer sees: reduce-scatter, average, ``.grad`` of the shard.
 
-[Note: Replicas]
-Where units are sharded and replicated, what comes out of the reduction inside the shard group is averaged over the
-replicas. An accelerator begins with that behind the reduction, on a stream of its own. On CPU the host has to wait for
-the reduction first; it does so when the next one begins, which hid this one, and at the end. Not where memory runs
-short: ranks get there in different places of what they do, and collectives of a group have one order.
-
 A leaf's gradient is copied into its slot as soon as autograd has it (the cast to the reduce dtype is part of the
 copy) and dropped. When the unit's last leaf has delivered, the slots nobody wrote are zeroed and the whole vector is
 reduced. What comes out is attached as ``.grad`` at the end of the backward.
 
 Without synchronisation (``no_sync``) the slots belong to the ``accumulator`` instead.
+
+[Note: Replicas]
+Where units are sharded and replicated, what comes out of the reduction inside the shard group is averaged over the
+replicas. An accelerator begins with that behind the reduction, on a stream of its own. On CPU the host has to wait for
+the reduction first; it does so when the next one begins, which hid this one, and at the end. Not where memory runs
+short: ranks get there in different places of what they do, and collectives of a group have one order.
 """
 
 from __future__ import annotations
