@@ -40,6 +40,7 @@ from fsdp.fully_sharded_data_parallel import (
     shard_info,
 )
 from fsdp.runtime.backward import mark_side_output
+from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
 
 __all__ = [
     "BackwardPrefetch",
@@ -64,8 +65,13 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "UnitInfo",
+    "full_grad",
     "full_params",
+    "full_tensor",
+    "global_shape",
     "mark_side_output",
+    "num_params",
+    "param_groups",
     "register_forward_method",
     "shard_info",
 ]

@@ -1089,8 +1089,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/full_params.py",
-        "        local = torch.zeros_like(handle.shard, device=handle.device)\n",
-        '        local = torch.full_like(handle.shard, float("nan"))\n',
+        "    local = torch.zeros_like(handle.shard, device=handle.device)\n",
+        '    local = torch.full_like(handle.shard, float("nan"))\n',
         "a rank without a gradient shows what the memory held",
         _tests("full_params", "with_gradients[2]"),
     ),
@@ -2216,6 +2216,20 @@ MUTATIONS = [
         "                pass\n",
         "one rank alone divides by nothing",
         _tests("switches", "one_rank_divides_as_well"),
+    ),
+    Mutation(
+        "fsdp/runtime/tensors.py",
+        ".clone() if there[place.position] else None",
+        ".clone()",
+        "a gradient that no rank has is zero",
+        _tests("tensors", "whole_parameters_and_gradients"),
+    ),
+    Mutation(
+        "fsdp/runtime/tensors.py",
+        "        return self.position < len(visible) and visible[self.position].param is param",
+        "        return self.position < len(visible)",
+        "a parameter is taken for one that had its id before",
+        _tests("tensors", "a_parameter_that_has_the_id_of_another_is_not_taken_for_it"),
     ),
     Mutation(
         "fsdp/runtime/residency.py",

@@ -74,7 +74,7 @@ def is_device(device: torch.device) -> bool:
 def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Iterator[None]:
     unit.follow_parameters()
     with torch.no_grad():
-        full_grads = _gather_grads(unit) if options.with_grads else None
+        full_grads = _full_grads(unit) if options.with_grads else None
         context.residency.summon(unit)
     offloaded = options.offload_to_cpu and is_device(unit.device)
     writes = options.writeback or not unit.groups.sharded  # where nothing is sharded, what is shown is live
@@ -109,30 +109,45 @@ def _end_summon(views: BucketViews, value: torch.Tensor, *, writes: bool) -> Non
         handle.shard.copy_(value[start:end])
 
 
-def _gather_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
+def _full_grads(unit: Unit) -> list[list[torch.Tensor | None]]:
     """Each bucket's gradients in full shape; None where no rank has one, zeros from ranks that have none."""
     result = []
+    for bucket, handle in enumerate(unit.handles):
+        if not handle.groups.sharded:
+            result.append([visible.param.grad for visible in unit.views[bucket].visible])
+            continue
+        full, present = gather_grads(unit, bucket, "summon_full_params(with_grads=True)")
+        result.append([view if there else None for view, there in zip(parameter_views(handle.layout, full), present)])
+    return result
+
+
+def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list[int]]:
+    """The full gradient vector of a bucket, with zeros from ranks that have none; and of each visible parameter whether
+    some rank has one.
+
+    Raises:
+        RuntimeError: they are not reduced yet.
+    """
     if any(gradients.accumulates for gradients in unit.gradients):
         raise RuntimeError(
-            f"summon_full_params(with_grads=True): {unit.name} has unsharded gradients from no_sync(): finish the "
-            "accumulation, or set them to None, before"
+            f"{call}: {unit.name} has unsharded gradients from no_sync(): finish the accumulation, or set them to "
+            "None, before"
         )
-    for bucket, handle in enumerate(unit.handles):
-        originals = [visible.param for visible in unit.views[bucket].visible]
-        if not handle.groups.sharded:
-            result.append([original.grad for original in originals])
-            continue
-        present = torch.tensor([original.grad is not None for original in originals], dtype=torch.int64, device="cpu")
+    handle = unit.handles[bucket]
+    params = [visible.param for visible in unit.views[bucket].visible]
+    present = torch.tensor([param.grad is not None for param in params], dtype=torch.int64, device="cpu")
+    if handle.groups.sharded:
         unit.agree_on_maximum(present, replicas=False)
-        local = torch.zeros_like(handle.shard, device=handle.device)
-        for original, part in zip(originals, handle.sharded_views(local)):
-            if original.grad is not None:
-                part.copy_(original.grad)
-        full = torch.empty(handle.layout.padded_numel, dtype=local.dtype, device=local.device)
-        unit.gather_now(bucket, full, local)
-        views = parameter_views(handle.layout, full)
-        result.append([view if there else None for view, there in zip(views, present.tolist())])
-    return result
+    local = torch.zeros_like(handle.shard, device=handle.device)
+    parts = handle.sharded_views(local) if unit.policy.use_orig_params else [local]
+    for param, part in zip(params, parts):
+        if param.grad is not None:
+            (part if unit.policy.use_orig_params else part[: param.grad.numel()]).copy_(param.grad)
+    if not handle.groups.sharded:
+        return local, present.tolist()
+    full = torch.empty(handle.layout.padded_numel, dtype=local.dtype, device=local.device)
+    unit.gather_now(bucket, full, local)
+    return full, present.tolist()
 
 
 def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

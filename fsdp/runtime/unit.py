@@ -65,6 +65,7 @@ class Unit(UnitBuffers):
         self.mesh: DeviceMesh | None = None
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
         self.ref = weakref.ref(self)
+        _units.add(self)
         self._depth = 0  # forwards of this unit under way
         self.expected = ExpectedLeaves(self.handles, functools.partial(_leaf_arrived, self.ref))
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
@@ -501,6 +502,14 @@ def _leaf_arrived(unit_ref: weakref.ref[Unit], key: LeafKey, leaf: torch.Tensor)
     except BaseException as error:
         unit.backward_failed(error, "gradient of a parameter")
         raise
+
+
+_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def every_unit() -> list[Unit]:
+    """Those of this process, in no order."""
+    return list(_units)
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:

@@ -1,0 +1,162 @@
+"""Whole parameters and gradients, from the parts that users hold: their shapes, values and numbers."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.full_copy import parameter_views
+from fsdp.runtime.build import join
+from fsdp.runtime.full_params import gather_grads
+from fsdp.runtime.unit import Phase, Unit, every_unit, units_of
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter that users hold is in its unit."""
+
+    unit_ref: weakref.ref[Unit]
+    bucket: int
+    position: int
+
+    def holds(self, param: torch.Tensor) -> bool:
+        unit = self.unit_ref()
+        visible = [] if unit is None else unit.views[self.bucket].visible
+        return self.position < len(visible) and visible[self.position].param is param
+
+    @property
+    def unit(self) -> Unit:
+        unit = self.unit_ref()
+        assert unit is not None  # the parameter's owner is there
+        return unit
+
+    @property
+    def handle(self) -> FlatParamHandle:
+        return self.unit.handles[self.bucket]
+
+    def part_of(self, full: torch.Tensor) -> torch.Tensor:
+        """The parameter's part of the bucket's full vector, in its true shape."""
+        if self.unit.policy.use_orig_params:
+            return parameter_views(self.handle.layout, full)[self.position]
+        return full[: self.handle.layout.numel]
+
+    def check(self, call: str) -> None:
+        """Raises RuntimeError where the shards do not have the values."""
+        if self.unit.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"{call} in the middle of the {self.unit.phase.name.lower()} of {self.unit.name}: call it outside; "
+                "inside summon_full_params parameters are whole"
+            )
+
+
+_places: dict[int, _Place] = {}  # by the parameter's id; looked at anew where that is another parameter's by now
+
+
+def _place_of(param: torch.Tensor) -> _Place | None:
+    """None for what is no parameter of a unit."""
+    place = _places.get(id(param))
+    if place is not None and place.holds(param):
+        return place
+    if getattr(param, "_fsdp_flattened", False):
+        _places.clear()
+        for unit in every_unit():
+            for bucket, views in enumerate(unit.views):
+                for position, visible in enumerate(views.visible):
+                    _places[id(visible.param)] = _Place(unit.ref, bucket, position)
+        place = _places.get(id(param))
+    return place if place is not None and place.holds(param) else None
+
+
+def global_shape(param: torch.Tensor) -> torch.Size:
+    """The shape of the whole parameter of which ``param``, from ``parameters()`` of a wrapped module, is this rank's
+    part; of a flat parameter that of its vector, without padding; of any other tensor its own shape."""
+    place = _place_of(param)
+    if place is None:
+        return param.shape
+    layout = place.handle.layout
+    return torch.Size(layout.params[place.position].shape if place.unit.policy.use_orig_params else (layout.numel,))
+
+
+@torch.no_grad()
+def full_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The whole parameter of which ``param`` is this rank's part: a copy, of shape ``global_shape(param)``, in the
+    parameter's dtype, on the device where its unit computes. All ranks have to call it for the same parameters in the
+    same order; it gathers the part of the unit that has the parameter's dtype. Of any other tensor a copy
+    (``DTensor.full_tensor()`` where it is one).
+
+    Raises:
+        RuntimeError: a forward or backward of its unit is under way, or it is inside ``summon_full_params``.
+    """
+    place = _place_of(param)
+    if place is None:
+        return _alone(param)
+    place.check("full_tensor()")
+    unit, handle = place.unit, place.handle
+    with join(unit).calling("full_tensor()", often=True):
+        unit.follow_parameters()
+        full = handle.shard
+        if handle.groups.sharded:
+            full = torch.empty(handle.layout.padded_numel, dtype=full.dtype, device=unit.device)
+            unit.gather_now(place.bucket, full, handle.shard.to(unit.device))
+        return place.part_of(full).to(unit.device, copy=True)
+
+
+@torch.no_grad()
+def full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The whole gradient of the parameter of which ``param`` is this rank's part, as :func:`full_tensor` has its
+    values; zeros from ranks without one, and None if no rank has one.
+
+    Raises:
+        RuntimeError: as :func:`full_tensor`; or there are gradients of ``no_sync`` that are not reduced yet.
+    """
+    place = _place_of(param)
+    if place is None:
+        return None if param.grad is None else _alone(param.grad)
+    place.check("full_grad()")
+    with join(place.unit).calling("full_grad()", often=True):
+        full, there = gather_grads(place.unit, place.bucket, "full_grad()")
+        return place.part_of(full).clone() if there[place.position] else None
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def num_params(module: nn.Module, *, only_trainable: bool = False) -> int:
+    """How many numbers the parameters of ``module`` have, over all ranks, each counted once; with ``only_trainable``
+    those that require grad."""
+    several: list[tuple[int, nn.Parameter]] = []
+    for unit in units_of(module):
+        for handle, views in zip(unit.handles, unit.views):
+            for visible in views.visible:
+                records = [record for index, record in enumerate(handle.layout.params) if index in visible.members]
+                several.append((sum(record.numel for record in records), visible.param))
+    managed = {param for _, param in several}
+    several += [(param.numel(), param) for param in module.parameters() if param not in managed]
+    return sum(numel for numel, param in several if param.requires_grad or not only_trainable)
+
+
+def param_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
+    """Groups for an optimizer as training scripts make them by ``p.dim()``, which sharded parameters have lost: those
+    of two or more dimensions with ``weight_decay``, biases and norms with none; what requires no grad is left out.
+
+    Raises:
+        ValueError: flat parameters, which hold both kinds: pass ``use_orig_params=True`` to the wrapper.
+    """
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
+    for name, param in module.named_parameters():
+        place = _place_of(param)
+        if place is not None and not place.unit.policy.use_orig_params:
+            raise ValueError(
+                f"{name} of {place.unit.name} is a flat parameter, of weights and biases alike: pass "
+                "use_orig_params=True to FullyShardedDataParallel for groups of its parameters"
+            )
+        if param.requires_grad:
+            groups[len(global_shape(param)) < 2]["params"].append(param)
+    return [group for group in groups if group["params"]]

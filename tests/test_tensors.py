@@ -1,0 +1,130 @@
+"""Whole parameters and gradients from the parts that users hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.runtime import tensors
+from tests.harness.oracle import assert_bit_equal, clean_name
+from tests.harness.pool import run_ranks
+from tests.test_switches import FULL, GRAD_OP, NO_SHARD, Net, batch, build
+
+HYBRID = ShardingStrategy.HYBRID_SHARD
+
+
+def plain_net() -> Net:
+    torch.manual_seed(4)
+    return Net()
+
+
+def train(model: nn.Module) -> None:
+    model(batch(0)).square().mean().backward()
+
+
+def _originals() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({"sharding_strategy": FULL}, {"sharding_strategy": NO_SHARD}, {"mixed_precision": precision}):
+        model, plain = build(**options), plain_net()
+        theirs = dict(plain.named_parameters())
+        names = {clean_name(name): param for name, param in model.named_parameters()}
+        assert {name: fsdp.global_shape(param) for name, param in names.items()} == {
+            n: p.shape for n, p in theirs.items()
+        }
+        assert_bit_equal({name: fsdp.full_tensor(param) for name, param in names.items()}, theirs)
+        assert all(fsdp.full_grad(param) is None for param in names.values())
+        train(model)
+        if "mixed_precision" not in options:
+            train(plain)
+            found = {name: fsdp.full_grad(param) for name, param in names.items()}
+            assert_bit_equal(found, {name: param.grad for name, param in theirs.items()})
+        names["head.bias"].grad = None
+        assert fsdp.full_grad(names["head.bias"]) is None
+        assert fsdp.num_params(model) == fsdp.num_params(plain) == sum(p.numel() for p in plain.parameters())
+        model.layers.requires_grad_(False)
+        plain.layers.requires_grad_(False)
+        assert fsdp.num_params(model, only_trainable=True) == fsdp.num_params(plain, only_trainable=True)
+        with model.summon_full_params(model), pytest.raises(RuntimeError, match=r"full_tensor\(\) in the middle of"):
+            fsdp.full_tensor(next(iter(model.parameters())))
+
+
+def _flat() -> None:
+    model, plain = build(use_orig_params=False, sharding_strategy=GRAD_OP), plain_net()
+    train(model)
+    train(plain)
+    wanted = torch.cat([p.flatten() for p in plain.head.parameters()])
+    flat = model._flat_param
+    assert fsdp.global_shape(flat) == (wanted.numel(),)
+    assert torch.equal(fsdp.full_tensor(flat), wanted)
+    found = fsdp.full_grad(flat)
+    assert found is not None
+    assert torch.equal(found, torch.cat([p.grad.flatten() for p in plain.head.parameters()]))  # type: ignore[union-attr]
+    assert fsdp.num_params(model) == fsdp.num_params(plain)
+    with pytest.raises(ValueError, match="is a flat parameter, of weights and biases alike"):
+        fsdp.param_groups(model, weight_decay=0.1)
+
+
+def _groups() -> None:
+    """An optimizer whose groups are made by dimensions decays what it decays for the plain model."""
+    plain: Any = plain_net()
+    several = [[p for p in plain.parameters() if p.dim() >= 2], [p for p in plain.parameters() if p.dim() < 2]]
+    theirs = torch.optim.AdamW(
+        [{"params": several[0], "weight_decay": 0.3}, {"params": several[1], "weight_decay": 0.0}]
+    )
+    model = build()
+    ours = torch.optim.AdamW(fsdp.param_groups(model, weight_decay=0.3))
+    for step in range(3):
+        for module, optimizer in ((model, ours), (plain, theirs)):
+            module(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {clean_name(name): fsdp.full_tensor(param) for name, param in model.named_parameters()}
+    assert_bit_equal(found, dict(plain.named_parameters()))
+    assert [len(group["params"]) for group in fsdp.param_groups(plain, weight_decay=0.3)] == [5, 4]
+
+
+def _others() -> None:
+    """What no unit has is what it is."""
+    ignored = nn.Linear(3, 2)
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 3), ignored), ignored_modules=[ignored])
+    assert fsdp.global_shape(ignored.weight) == (2, 3) and fsdp.full_grad(ignored.weight) is None
+    copied = fsdp.full_tensor(ignored.weight)
+    assert torch.equal(copied, ignored.weight) and copied.data_ptr() != ignored.weight.data_ptr()
+    assert fsdp.num_params(model) == 9 + 8
+    assert dist.get_world_size() == 2
+
+
+def test_whole_parameters_and_gradients() -> None:
+    run_ranks(2, _originals)
+
+
+def test_whole_flat_parameters() -> None:
+    run_ranks(2, _flat)
+
+
+def test_groups_by_dimension() -> None:
+    run_ranks(2, _groups)
+
+
+def test_parameters_of_no_unit() -> None:
+    run_ranks(2, _others)
+
+
+def _same_id() -> None:
+    model = build()
+    first, second = model.module.head.parameters()
+    assert fsdp.global_shape(first) == (2, 6)
+    tensors._places[id(second)] = tensors._places[id(first)]  # as where one is deleted, and another gets its id
+    assert fsdp.global_shape(second) == (2,)
+    tensors._places[id(dist)] = tensors._places[id(first)]
+    assert tensors._place_of(dist) is None  # type: ignore[arg-type]
+
+
+def test_a_parameter_that_has_the_id_of_another_is_not_taken_for_it() -> None:
+    run_ranks(2, _same_id)
