@@ -82,6 +82,8 @@ class RootContext:
                 self.residency.forget_output(unit)
                 self.residency.reshard(unit)
         self.residency.trim()
+        with self.joined():
+            self.reductions.pool.trim()  # also what slower ranks are about to read
 
     @contextlib.contextmanager
     def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
