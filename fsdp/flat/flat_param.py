@@ -371,7 +371,9 @@ class FlatParamHandle:
         """The parameter that was written through ``leaf.data`` since the gather, as ``FullCopy.undo_writes`` puts it:
         this rank's part of the full buffer is not its shard's bits. Waits for the device."""
         start, end = self.layout.shard_range(self.groups.shard_rank)
-        now, gathered = self.full[start:end].view(torch.uint8), self._shard.to(self.device).to(self.full.dtype)
+        kept, dtype = self._cast, self.full.dtype
+        gathered = kept if kept is not None and kept.dtype == dtype else self._shard.to(self.device).to(dtype)
+        now = self.full[start:end].view(torch.uint8)
         if torch.equal(now, gathered.view(torch.uint8)):
             return []
         place = start + int((now != gathered.view(torch.uint8)).nonzero()[0]) // gathered.element_size()
