@@ -1475,8 +1475,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/state_dict.py",
-        "destination[key] = value.detach().clone() if tied else value.detach()",
-        "destination[key] = value.detach()",
+        "destination[key] = value = value.detach().clone() if tied else value.detach()",
+        "destination[key] = value = value.detach()",
         "the names of a tied parameter share one tensor in a full state dict",
         _tests("state_dict", "r41_what_was_saved_stays_and_is_compact"),
     ),
@@ -1486,6 +1486,13 @@ MUTATIONS = [
         "elements = handle.shard[: piece.numel]",
         "what a shard holds of a parameter is taken from its start",
         _tests("state_dict", "r40_every_kind_gives_back_what_was_there"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/state_dict.py",
+        " if id(item[1]) not in settled]:\n",
+        "]:\n",
+        "each unit looks at all that those before it have put into a state dict",
+        _tests("state_dict_costs", "a_unit_does_not_look_at_what_those_before_it_have_given"),
     ),
     Mutation(
         "fsdp/checkpoint/forms.py",

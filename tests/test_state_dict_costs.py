@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel
+from fsdp.checkpoint import state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.pool import run_ranks
@@ -142,3 +144,19 @@ def test_loading_costs_nothing_beside_what_is_received() -> None:
         assert max(run_ranks(2, _peak_of_loading, kind)) <= slack, kind
     _, other = run_ranks(2, _peak_of_loading, "rank 0")
     assert other <= 4 * SQUARE + slack, f"{other:,}, and its part of the model are four squares"
+
+
+def looks(units: int) -> int:
+    """At how many values state_dict() looks more closely."""
+    model = wrap(nn.Sequential(*(nn.Linear(2, 2) for _ in range(units))), wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    with mock.patch.object(state_dict, "_storage", wraps=state_dict._storage) as storage:
+        model.state_dict()
+    return storage.call_count
+
+
+def check_looks() -> None:
+    assert looks(20) == 2 * looks(10)
+
+
+def test_a_unit_does_not_look_at_what_those_before_it_have_given() -> None:
+    run_ranks(1, check_looks)

@@ -97,6 +97,18 @@ def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:
     return held
 
 
+class _Walk:
+    """What the units of a tree share while its state is collected.
+
+    Attributes:
+        channels: what they travel by, so that each has the memory of the one before.
+        settled: what units have put into the result, by id: those after them need not look at it.
+    """
+
+    def __init__(self) -> None:
+        self.channels, self.settled = Channels(), dict[int, Any]()
+
+
 class UnitSaving(UnitTensors):
     """One unit while ``nn.Module`` collects its state.
 
@@ -112,6 +124,7 @@ class UnitSaving(UnitTensors):
         """
         self.opener, self._form = opener, form
         self._context = join(unit)
+        self._walk = _walks.get(self._context) or _Walk()
         self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
         check_at_rest(unit, "state_dict()")
         if form.stays and unit.phase is Phase.SUMMONED:
@@ -141,19 +154,21 @@ class UnitSaving(UnitTensors):
     def collect(self, destination: dict[str, Any], prefix: str) -> None:
         """Put into ``destination`` what belongs there in place of the placeholders, and the unit's buffers as asked."""
         leaving = self._export() if not self._form.is_readable else {}
-        taken: set[Key] = set()
-        for key, value in list(destination.items()):
+        settled, taken = self._walk.settled, set[Key]()
+        for key, value in [item for item in destination.items() if id(item[1]) not in settled]:
             if isinstance(value, RaggedTensor) and isinstance(value.origin, tuple) and value.origin[0] is self:
                 ours = value.origin[1]
                 if leaving:
-                    destination[key] = leaving[ours].value(again=ours in taken)
+                    destination[key] = value = leaving[ours].value(again=ours in taken)
+                    settled[id(value)] = value
                     taken.add(ours)
                 else:
                     del destination[key]
             elif type(value) in (torch.Tensor, nn.Parameter) and _storage(value) in self._ours:
                 # a tied parameter has several names, and each a tensor of its own
                 tied, self._ours[_storage(value)] = self._ours[_storage(value)], True
-                destination[key] = value.detach().clone() if tied else value.detach()
+                destination[key] = value = value.detach().clone() if tied else value.detach()
+                settled[id(value)] = value
         self._collect_buffers(destination, prefix)
 
     def _collect_buffers(self, destination: dict[str, Any], prefix: str) -> None:
@@ -180,8 +195,7 @@ class UnitSaving(UnitTensors):
     def _export(self) -> dict[Key, Leaving]:
         """What this rank's result has: in the shards' dtype, by one collective."""
         unit, groups = self.unit, self.unit.groups
-        channels = _channels.get(self._context) or Channels()
-        channel = channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
+        channel = self._walk.channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
         held = self._shown() if unit.phase is Phase.SUMMONED else self.held
         if unit.phase is not Phase.SUMMONED and groups.sharded and not self._form.stays:
             self._context.passes.about_to(GATHER, unit)
@@ -348,10 +362,10 @@ def collecting(wrapper: Any) -> Iterator[None]:
     settings = unit.state_settings
     alone = ", rank0_only" if getattr(settings.state_dict_config, "rank0_only", False) else ""
     context = join(unit)
-    outermost = context not in _channels
+    outermost = context not in _walks
     try:
         with context.calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
-            _channels.setdefault(context, Channels())
+            _walks.setdefault(context, _Walk())
             yield
     except BaseException:
         for inner in wrappers_in(wrapper):
@@ -359,11 +373,11 @@ def collecting(wrapper: Any) -> Iterator[None]:
         raise
     finally:
         if outermost:
-            _channels.pop(context, None)
+            _walks.pop(context, None)
 
 
-# What the units of a tree travel by while its state is collected, so that each has the memory of the one before.
-_channels: weakref.WeakKeyDictionary[RootContext, Channels] = weakref.WeakKeyDictionary()
+# The trees whose state is collected now.
+_walks: weakref.WeakKeyDictionary[RootContext, _Walk] = weakref.WeakKeyDictionary()
 
 
 def strip_wrapper(destination: dict[str, Any], prefix: str) -> None:
