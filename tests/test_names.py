@@ -37,7 +37,13 @@ ABSENT_METHODS = {
 OWN_ARGUMENTS = {
     "CPUOffload": ["offload_gradients", "pin_memory"],
     "MixedPrecision": ["output_dtype"],
-    "FullyShardedDataParallel": ["reduce_unused", "forward_prefetch_distance", "backward_prefetch_distance"],
+    "FullyShardedDataParallel": [
+        "reduce_unused",
+        "forward_prefetch_distance",
+        "backward_prefetch_distance",
+        "reshard_after_forward",
+        "keep_gathered_nbytes",
+    ],
     "clip_grad_norm_": ["error_if_nonfinite"],
 }
 OTHER_SIGNATURE = {
