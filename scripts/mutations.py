@@ -772,8 +772,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "                item.finish()\n        self.pool.trim()\n",
-        "                item.finish()\n",
+        "        self.outlast_backward = False\n        self.pool.trim()\n",
+        "        self.outlast_backward = False\n",
         "the reduce buffers' memory stays after the backward",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
@@ -1306,7 +1306,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/clip.py",
-        "        if any(gradients.accumulates for gradients in unit.gradients):\n",
+        "        if unit.awaits_gradients:\n",
         "        if False:\n",
         "gradients that are not reduced are clipped",
         CLIP,
@@ -2237,6 +2237,13 @@ MUTATIONS = [
         "        return self.position < len(visible)",
         "a parameter is taken for one that had its id before",
         _tests("tensors", "a_parameter_that_has_the_id_of_another_is_not_taken_for_it"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "                    self.reductions.outlast_backward = True\n",
+        "                    pass\n",
+        "gradients whose reduction goes on after their backward are clipped without them",
+        _tests("switches", "backwards_that_end_together"),
     ),
     Mutation(
         "fsdp/runtime/residency.py",

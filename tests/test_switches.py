@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
@@ -301,10 +302,12 @@ def _several_backwards() -> None:
         beside.model.set_is_last_backward(False)
         beside.backward(first)
         beside.backward(first + 1)
-        assert not beside.model._fsdp_unit.context.reductions.is_empty
+        with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
+            beside.model.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
+            fsdp.full_grad(next(beside.model.parameters()))
         beside.model.set_is_last_backward(True)
         beside.backward(first + 2)
-        assert beside.model._fsdp_unit.context.reductions.is_empty
         beside.step()
     with pytest.raises(RuntimeError, match="on the root"):
         beside.model.layers[0].set_is_last_backward(False)
@@ -428,6 +431,12 @@ def _alone() -> None:
             model.set_gradient_divide_factor(wrong)
     with pytest.raises(TypeError, match="callable or None"):
         model.set_all_reduce_hook(3)
+    with pytest.raises(RuntimeError, match=r"divides gradients by 4\.0, and a hook divides by itself"):
+        model.register_comm_hook(None, lambda state, grad: None)
+    model.set_gradient_divide_factor(None)
+    model.register_comm_hook(None, lambda state, grad: None)
+    with pytest.raises(RuntimeError, match="with a communication hook, which divides by itself"):
+        model.set_gradient_divide_factor(2)
 
 
 def test_one_rank_divides_as_well() -> None:
@@ -445,9 +454,9 @@ def _reduced_late() -> None:
                     model(per_rank(step, rank)).square().mean().backward()
             over_replicas = reductions(recorded.labels("all_reduce"))
             assert not over_replicas and all(param.grad is None for param in model.parameters())
-            with pytest.raises(RuntimeError, match="of single replicas, which are not reduced yet"):
+            with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
                 model.clip_grad_norm_(1.0)
-            with pytest.raises(RuntimeError, match="not reduced over replicas yet"):
+            with pytest.raises(RuntimeError, match="or some whose reduction is not over"):
                 model.double()
             model.set_requires_all_reduce(True)
             with record_collectives() as recorded:

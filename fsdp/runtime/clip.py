@@ -109,10 +109,10 @@ def clip_grad_norm_(
     max_norm = float(max_norm)
     p, order = _order(norm_type)
     for unit in units:
-        if any(gradients.accumulates for gradients in unit.gradients):
+        if unit.awaits_gradients:
             raise RuntimeError(
-                f"clip_grad_norm_(): {unit.name} has unsharded gradients from no_sync(), or of single replicas, which "
-                "are not reduced yet: run a backward that reduces them before clipping, or set them to None"
+                f"clip_grad_norm_(): {unit.name} has unsharded gradients from no_sync(), or some whose reduction is "
+                "not over: run a backward that reduces and shows them before clipping, or set them to None"
             )
     managed = {visible.param for unit in units for views in unit.views for visible in views.visible}
     others = [param for param in params if param not in managed]

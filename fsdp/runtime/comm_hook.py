@@ -93,6 +93,7 @@ class Hookable(Protocol):
     groups: Groups
     handles: list[FlatParamHandle]
     comm_hook: CommHook | None
+    policy: Any
 
     def use_hook(self, hook: CommHook) -> None: ...
 
@@ -103,6 +104,11 @@ def register_comm_hook(units: Iterable[Hookable], state: object, hook: Callable[
     for unit in units:
         if unit.comm_hook is not None:
             raise AssertionError(f"register_comm_hook(): a communication hook is already registered, at {unit.name}")
+        if unit.policy.gradient_divide_factor is not None:
+            raise RuntimeError(
+                f"register_comm_hook(): {unit.name} divides gradients by {unit.policy.gradient_divide_factor}, and a "
+                "hook divides by itself: call set_gradient_divide_factor(None) before"
+            )
     shared = CommHook(state, hook)
     for unit in units:
         if unit.handles:

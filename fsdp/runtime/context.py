@@ -195,6 +195,8 @@ class RootContext:
                 self.passes.end(wait=True)
                 if self.root.policy.is_last_backward:
                     self.reductions.drain(attach=True)
+                else:
+                    self.reductions.outlast_backward = True
         except BaseException as error:
             hooks.report(error, self.root.name, "end of backward")
             self.reset()

@@ -128,10 +128,10 @@ def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list
     Raises:
         RuntimeError: they are not reduced yet.
     """
-    if any(gradients.accumulates for gradients in unit.gradients):
+    if unit.awaits_gradients:
         raise RuntimeError(
-            f"{call}: {unit.name} has unsharded gradients from no_sync(): finish the accumulation, or set them to "
-            "None, before"
+            f"{call}: {unit.name} has unsharded gradients from no_sync(), or some whose reduction is not over: finish "
+            "the accumulation, or set them to None, before"
         )
     handle = unit.handles[bucket]
     params = [visible.param for visible in unit.views[bucket].visible]

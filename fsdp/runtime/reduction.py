@@ -55,11 +55,8 @@ class ReductionQueue:
 
     def __init__(self, pool: MemoryPool, streams: Streams, max_buffers: int) -> None:
         self.pool, self.streams, self.max_buffers = pool, streams, max_buffers
+        self.outlast_backward = False  # whether a backward has ended with reductions under way
         self._in_flight: deque[_InFlight] = deque()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._in_flight
 
     def allocate(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory; called on the compute stream, which owns it."""
@@ -127,6 +124,7 @@ class ReductionQueue:
             item = self._in_flight.popleft()
             if attach:
                 item.finish()
+        self.outlast_backward = False
         self.pool.trim()
 
 

@@ -113,6 +113,13 @@ class Unit(UnitBuffers):
         return f"reduces bucket {' and '.join(trainable)}{divided}{partly}"
 
     @property
+    def awaits_gradients(self) -> bool:
+        """Whether gradients of backwards that are over wait to be reduced, or to be shown."""
+        context = self.context
+        under_way = context is not None and context.reductions.outlast_backward
+        return under_way or any(gradients.accumulates for gradients in self.gradients)
+
+    @property
     def phase(self) -> Phase:
         if self._depth > 0:
             return Phase.FORWARD
@@ -160,10 +167,10 @@ class Unit(UnitBuffers):
             raise RuntimeError(
                 f"{self.name} is in {self.phase.name}: it can be moved or cast only while it does not run"
             )
-        if any(gradients.accumulates for gradients in self.gradients):
+        if self.awaits_gradients:
             raise RuntimeError(
-                f"{self.name} has unsharded gradients from no_sync(), or some that are not reduced over replicas yet: "
-                "finish the accumulation, or set them to None, before moving or casting the module"
+                f"{self.name} has unsharded gradients from no_sync(), or some whose reduction is not over: finish the "
+                "accumulation, or set them to None, before moving or casting the module"
             )
 
     def apply_to_shards(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
