@@ -528,7 +528,8 @@ def trace_parts(setting: Setting) -> tuple[list[str], list[str]]:
         training.step()
         tracer.host_synchronisations.clear()
         for part in PARTS:
-            part(training)
+            if part is not Training.switching or setting.ranks > 1 or setting.strategy is SHARD_GRAD_OP:  # of each two
+                part(training)
     return tracer.races, tracer.host_synchronisations
 
 
