@@ -2247,6 +2247,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
+        "                excess -= other.full_nbytes\n",
+        "                excess -= 2 * other.full_nbytes\n",
+        "a unit larger than others has too few of them make room for it",
+        _tests("switches", "a_budget_of_what_stays_gathered"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
         " or (self.passes.in_backward and not candidate.policy.unshard_in_backward):",
         ":",
         "a unit that its backward does not need is prefetched for it",

@@ -353,6 +353,8 @@ def _budget() -> None:
                 with gathers() as several:
                     beside.backward(step)
                 found.append(several)
+                there = sum(unit.full_nbytes for unit in units[1:] if unit.is_gathered)
+                assert there == (0, nbytes, 240, nbytes + 240)[kept], f"{there} of {kept * nbytes + 4} bytes"
         beside.backward(6)
         beside.step()
         if kept == 3:  # the embedding, and one layer: 240 and 168 of 508 bytes; then three layers
