@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -101,19 +102,19 @@ def in_thread(action: Callable[[], _T]) -> futures.Future[_T]:
     return result
 
 
-class HostWork:
+class HostWork(ABC):
     """What the host waits for, as long as it likes. A wait that is given up may begin again."""
 
+    @abstractmethod
     def wait(self, patience: timedelta | None = None) -> None:
         """
         Raises:
             RuntimeError: it failed, or takes longer than ``patience``; None: than the group allows.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def is_completed(self) -> bool:
         """Whether it is over, or has failed."""
-        raise NotImplementedError
 
 
 class BlockingWork(HostWork):
