@@ -568,6 +568,7 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
 
         Raises:
             AssertionError: not called on the root; or a hook is there already.
+            RuntimeError: ``set_gradient_divide_factor`` or ``set_requires_all_reduce(False)`` is in force.
             ValueError: ``hook`` is not callable.
             TypeError: it does not take the arguments that the units will pass.
         """

@@ -1,7 +1,7 @@
 """Switches of single units and of whole trees, by the names that they have in the successor, ``fully_shard``.
 
-Each is read when it is needed, and stays until it is set again; a copy of a model has those of the original. All ranks
-set them alike: they decide what is gathered when.
+Each is read when it is needed, and stays until it is set again; a copy of a model has those of the original, but that
+it synchronises its gradients. All ranks set them alike: they decide what is gathered when.
 """
 
 from __future__ import annotations
@@ -122,8 +122,15 @@ class Switches(PrivateNames):
         """Whether backwards reduce gradients over the replicas of hybrid sharding. With False they are reduced inside
         the shard groups alone, and what comes of it is kept aside, one shard per unit, in the reduce dtype; the first
         backward after it is set to True again adds it and shows ``.grad``. So an accumulation costs one reduction
-        between machines. Nothing but such a backward clears what is kept; ``zero_grad()`` does not."""
-        self._choose(recurse, requires_all_reduce=as_flag(requires_all_reduce, "requires_all_reduce"))
+        between machines. Nothing but such a backward clears what is kept; ``zero_grad()`` does not.
+
+        Raises:
+            RuntimeError: False, and a communication hook reduces the gradients: what it does would be left out.
+        """
+        wanted = as_flag(requires_all_reduce, "requires_all_reduce")
+        if not wanted and any(unit.comm_hook is not None for unit in self._units(recurse)):
+            raise RuntimeError("set_requires_all_reduce(False) with a communication hook, which reduces by itself")
+        self._choose(recurse, requires_all_reduce=wanted)
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], Any] | None, *, recurse: bool = True) -> None:
         """Call ``hook(shard)`` with each reduced gradient (1-D, this rank's part of a unit's, in the reduce dtype),

@@ -436,7 +436,13 @@ def _alone() -> None:
     with pytest.raises(RuntimeError, match=r"divides gradients by 4\.0, and a hook divides by itself"):
         model.register_comm_hook(None, lambda state, grad: None)
     model.set_gradient_divide_factor(None)
+    model.set_requires_all_reduce(False)
+    with pytest.raises(RuntimeError, match="delays its reduction over replicas, and a hook reduces by itself"):
+        model.register_comm_hook(None, lambda state, grad: None)
+    model.set_requires_all_reduce(True)
     model.register_comm_hook(None, lambda state, grad: None)
+    with pytest.raises(RuntimeError, match=r"set_requires_all_reduce\(False\) with a communication hook"):
+        model.set_requires_all_reduce(False)
     with pytest.raises(RuntimeError, match="with a communication hook, which divides by itself"):
         model.set_gradient_divide_factor(2)
 

@@ -109,6 +109,11 @@ def register_comm_hook(units: Iterable[Hookable], state: object, hook: Callable[
                 f"register_comm_hook(): {unit.name} divides gradients by {unit.policy.gradient_divide_factor}, and a "
                 "hook divides by itself: call set_gradient_divide_factor(None) before"
             )
+        if not unit.policy.requires_all_reduce:
+            raise RuntimeError(
+                f"register_comm_hook(): {unit.name} delays its reduction over replicas, and a hook reduces by itself: "
+                "call set_requires_all_reduce(True) before"
+            )
     shared = CommHook(state, hook)
     for unit in units:
         if unit.handles:
