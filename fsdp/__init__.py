@@ -11,6 +11,8 @@ reduce-scattered as soon as the unit's last one is there. :mod:`fsdp.runtime.uni
 :mod:`fsdp.flat.layout` the arithmetic.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -42,10 +44,14 @@ from fsdp.fully_sharded_data_parallel import (
 from fsdp.runtime.backward import mark_side_output
 from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
 
+if TYPE_CHECKING:
+    from fsdp.tools.describe import Description, UnitDescription, describe
+
 __all__ = [
     "BackwardPrefetch",
     "BucketInfo",
     "CPUOffload",
+    "Description",
     "FlatLayout",
     "FlatParameter",
     "FullOptimStateDictConfig",
@@ -64,7 +70,9 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "UnitDescription",
     "UnitInfo",
+    "describe",
     "full_grad",
     "full_params",
     "full_tensor",
@@ -75,3 +83,13 @@ __all__ = [
     "register_forward_method",
     "shard_info",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The tools, which training does not need: when they are first asked for."""
+    if name not in ("Description", "UnitDescription", "describe"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fsdp.tools.describe import Description, UnitDescription, describe
+
+    globals().update(Description=Description, UnitDescription=UnitDescription, describe=describe)
+    return globals()[name]

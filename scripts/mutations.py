@@ -22,6 +22,9 @@ class Mutation:
 LAYOUT = ("tests/test_layout.py",)
 AGREEMENT = ("tests/test_agreement.py", "tests/test_out_of_step.py")
 CLIP = ("tests/test_clip.py",)
+DESCRIBE = ("tests/test_describe.py::test_it_says_what_the_ranks_hold",) + (
+    "tests/test_describe.py::test_it_remarks_on_what_is_probably_not_meant",
+)
 COMPILE = ("tests/test_compile.py::test_fd23_compiled_models_train_as_eager_ones",)
 COMM_HOOKS = ("tests/test_comm_hooks.py",)
 NAMES = ("tests/test_names.py",)
@@ -50,6 +53,27 @@ MUTATIONS = [
         "if False:",
         "any reason for being gathered may follow any other",
         ("tests/test_residency.py",),
+    ),
+    Mutation(
+        "fsdp/tools/describe.py",
+        "if index in members)",
+        "if index not in members)",
+        "what is said to be frozen is what is trained",
+        DESCRIBE,
+    ),
+    Mutation(
+        "fsdp/tools/describe.py",
+        "            held[kind] += numel_below[path]",
+        "            held[kind] += 1",
+        "the class to wrap is not that with most parameters",
+        DESCRIBE,
+    ),
+    Mutation(
+        "fsdp/tools/describe.py",
+        "replace(units[end], name=first.name) == first:",
+        "units[end].kind == first.kind:",
+        "units of one class have one row, however they differ",
+        DESCRIBE,
     ),
     Mutation(
         "fsdp/runtime/hooks.py",

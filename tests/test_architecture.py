@@ -26,11 +26,11 @@ FLOORS = [
     ["fsdp/comm/"],
     ["fsdp/flat/", "fsdp/sharded_grad_scaler.py"],
     ["fsdp/runtime/", "fsdp/wrap.py"],
-    ["fsdp/tools/"],
     ["fsdp/checkpoint/"],
     ["fsdp/private_names.py"],
     ["fsdp/switches.py"],
     ["fsdp/fully_sharded_data_parallel.py"],
+    ["fsdp/tools/"],
     ["fsdp/__init__.py"],
     ["fsdp/compat.py"],
 ]

@@ -1,0 +1,228 @@
+"""``fsdp.describe(model)``: its units as a tree, with what each costs, and remarks on what is probably not meant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from fsdp.flat.names import joined, plain_modules, unit_of, wrappers_in
+from fsdp.runtime.tensors import num_params
+from fsdp.runtime.unit import Unit, units_in
+from fsdp.tools.text import in_bytes, in_dtype, table
+
+TINY_NBYTES = 100_000  # of full parameters: moving less takes no longer
+_MOST = 0.5  # of all parameters, in one unit
+
+
+@dataclass(frozen=True)
+class UnitDescription:
+    """One unit. Everything in bytes is this rank's.
+
+    Attributes:
+        name: the path of its module in the model ("" for the model), without wrapper parts.
+        kind: the class of its module.
+        depth: the number of units around it.
+        strategy: its sharding strategy, and what departs from it.
+        shards: the number of ranks that it is sharded over.
+        numel: numbers in its parameters, over all ranks, without padding; ``frozen_numel`` of them require no grad.
+        padding: numbers that its flat vectors have besides, over all ranks.
+        dtypes: of parameters, of the compute and of the reduction, per bucket.
+        param_nbytes, grad_nbytes: of its shards, and of their gradients.
+        full_nbytes: of its full buffers while it is gathered, as far as these have memory of their own.
+        tied: parameters with several names, each with all of them.
+    """
+
+    name: str
+    kind: str
+    depth: int
+    strategy: str
+    shards: int
+    numel: int
+    frozen_numel: int
+    padding: int
+    dtypes: tuple[tuple[torch.dtype, torch.dtype, torch.dtype], ...]
+    param_nbytes: int
+    grad_nbytes: int
+    full_nbytes: int
+    tied: tuple[tuple[str, ...], ...]
+
+    @property
+    def dtypes_in_words(self) -> str:
+        """``float32``, or ``float32 -> bfloat16 -> float32`` where computed and reduced in other ones."""
+        several = [[in_dtype(d) for d in dtypes] for dtypes in dict.fromkeys(self.dtypes)]
+        return ", ".join(names[0] if len(set(names)) == 1 else " -> ".join(names) for names in several) or "-"
+
+
+@dataclass(frozen=True)
+class Description:
+    """What :func:`describe` returns; ``str()`` is for people.
+
+    Attributes:
+        units: depth first.
+        unmanaged_numel: numbers in parameters that no unit owns, of which every rank has all.
+        remarks: what is probably not meant, in sentences; empty where nothing stands out.
+    """
+
+    units: tuple[UnitDescription, ...]
+    unmanaged_numel: int
+    remarks: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """Numbers in the parameters of all units."""
+        return sum(unit.numel for unit in self.units)
+
+    def __str__(self) -> str:
+        head = ["unit", "parameters", "share", "padding", "frozen", "strategy", "ranks"]
+        head += ["dtypes", "shard", "gradients", "gathered"]
+        rows = [self._row(label, unit) for label, unit in _merged(self.units)]
+        total = [f"{len(self.units)} unit{'s' * (len(self.units) != 1)}", f"{self.numel:,}", "", "", "", "", "", ""]
+        total += [in_bytes(sum(unit.param_nbytes for unit in self.units))]
+        total += [in_bytes(sum(unit.grad_nbytes for unit in self.units)), ""]
+        return "\n".join([table(head, [*rows, total]), *(f"* {remark}" for remark in self.remarks)])
+
+    def _row(self, label: str, unit: UnitDescription) -> list[str]:
+        held = [in_bytes(nbytes) for nbytes in (unit.param_nbytes, unit.grad_nbytes, unit.full_nbytes)]
+        return [
+            "  " * unit.depth + label,
+            f"{unit.numel:,}",
+            f"{unit.numel / max(self.numel, 1):.1%}",
+            f"{unit.padding:,}",
+            f"{unit.frozen_numel / max(unit.numel, 1):.0%}",
+            unit.strategy,
+            str(unit.shards),
+            unit.dtypes_in_words,
+            *held,
+        ]
+
+
+def _merged(units: tuple[UnitDescription, ...]) -> Iterator[tuple[str, UnitDescription]]:
+    """A row's label and its unit; neighbours that differ in nothing but the name have one row."""
+    start = 0
+    for end in range(1, len(units) + 1):
+        first = units[start]
+        if end < len(units) and replace(units[end], name=first.name) == first:
+            continue
+        alike = end - start
+        label = f"{first.name or '(root)'} {first.kind}"
+        yield label if alike == 1 else f"{first.name} to {units[end - 1].name}: {alike} x {first.kind}", first
+        start = end
+
+
+def describe(model: nn.Module) -> Description:
+    """The units of ``model`` as a tree, with what each costs on this rank, and remarks on what is probably not meant: a
+    policy that matched nothing, one unit that holds most of the model, tiny units, tied weights, parameters that are
+    trained in low precision. Communicates nothing; any rank may call it, at any time.
+
+    Raises:
+        ValueError: nothing in ``model`` is wrapped.
+    """
+    found = list(units_in(model))
+    if not found:
+        raise ValueError(
+            f"describe() is for wrapped models, and nothing in this {type(model).__name__} is: wrap it with "
+            "FullyShardedDataParallel, or ask fsdp.plan(model, world_size=...) what that would give"
+        )
+    strategies = [wrapper.sharding_strategy.name for wrapper in wrappers_in(model)]
+    units = tuple(
+        _described(name, unit, len(around), strategy) for (name, unit, around), strategy in zip(found, strategies)
+    )
+    unmanaged = num_params(model) - sum(unit.numel for unit in units)
+    return Description(units, unmanaged, tuple(_remarks(model, found, units, unmanaged)))
+
+
+def _described(name: str, unit: Unit, depth: int, strategy: str) -> UnitDescription:
+    layouts = [handle.layout for handle in unit.handles]
+    trainable = [any(visible.param.requires_grad for visible in views.visible) for views in unit.views]
+    shards = [handle.shard.nbytes for handle in unit.handles]
+    frozen = 0
+    for layout, views in zip(layouts, unit.views):
+        members = {i for visible in views.visible if not visible.param.requires_grad for i in visible.members}
+        frozen += sum(record.numel for index, record in enumerate(layout.params) if index in members)
+    numel = sum(record.numel for layout in layouts for record in layout.params)
+    kept = unit.policy.reshard_after_forward
+    if strategy in ("FULL_SHARD", "HYBRID_SHARD") and kept is False:
+        strategy += ", kept after forward"
+    return UnitDescription(
+        name=name,
+        kind=type(unit.module).__name__,
+        depth=depth,
+        strategy=strategy,
+        shards=unit.groups.shard_size,
+        numel=numel,
+        frozen_numel=frozen,
+        padding=sum(layout.padded_numel for layout in layouts) - numel,
+        dtypes=tuple((layout.dtype, layout.compute_dtype, layout.reduce_dtype) for layout in layouts),
+        param_nbytes=sum(shards),
+        grad_nbytes=sum(nbytes for nbytes, trains in zip(shards, trainable) if trains),
+        full_nbytes=unit.full_nbytes,
+        tied=tuple(
+            tuple(joined(name, each) for each in (record.name, *record.aliases))
+            for layout in layouts
+            for record in layout.params
+            if record.aliases
+        ),
+    )
+
+
+def _remarks(
+    model: nn.Module, found: list[tuple[str, Unit, frozenset[int]]], units: tuple[UnitDescription, ...], unmanaged: int
+) -> Iterator[str]:
+    numel = sum(unit.numel for unit in units)
+    largest = max(units, key=lambda unit: unit.numel)
+    if any(unit.full_nbytes for unit in units):  # else nothing is ever gathered
+        if len(units) == 1:
+            yield f"the whole model is one unit, gathered at once: no policy, or none that matched{_hint(model, found)}"
+        elif largest.numel > _MOST * numel:
+            where = f"{largest.name!r} holds" if largest.name else "the root holds, outside of the units in it,"
+            yield (
+                f"{where} {largest.numel / numel:.0%} of the parameters, and most of the model is gathered at once: "
+                f"wrap more of what is in it{_hint(model, found) if not largest.name else ''}"
+            )
+    tiny = [unit.name for unit in units if 0 < unit.full_nbytes < TINY_NBYTES and unit.name]
+    if len(tiny) > 1:
+        yield (
+            f"{len(tiny)} units are below {in_bytes(TINY_NBYTES)} ({', '.join(tiny[:3])}{', ...' * (len(tiny) > 3)}): "
+            "gathering so little takes as long as gathering more; wrap the modules around them instead"
+        )
+    for names in (names for unit in units for names in unit.tied):
+        yield f"{' and '.join(names)} are one parameter, counted once"
+    trained = [handle.layout for _, unit, _ in found for handle in unit.handles if handle.flat_param.requires_grad]
+    low = sorted({in_dtype(layout.dtype) for layout in trained if layout.dtype.itemsize < 4})
+    if low:
+        yield (
+            f"parameters are in {' and '.join(low)}, and so is what the optimizer adds up: to compute in it and train "
+            "in float32, keep the model in float32 and pass MixedPrecision(param_dtype=...)"
+        )
+    if unmanaged:
+        yield (
+            f"{unmanaged:,} numbers are in parameters that no unit owns: every rank holds all of them, and nothing "
+            "averages their gradients"
+        )
+
+
+def _hint(model: nn.Module, found: list[tuple[str, Unit, frozenset[int]]]) -> str:
+    """Which class to wrap: of those that the model has several modules of, none in another such, that with most
+    parameters."""
+    numel_below: Counter[str] = Counter()
+    for name, unit, _ in found:
+        for record in (record for handle in unit.handles for record in handle.layout.params):
+            parts = joined(name, record.name).split(".")
+            numel_below.update({".".join(parts[:end]): record.numel for end in range(1, len(parts))})
+    modules = {path: module for path, module in plain_modules(model) if path and unit_of(module) is None}
+    kinds = {path: type(m) for path, m in modules.items() if not type(m).__module__.endswith("modules.container")}
+    count = Counter(kinds.values())
+    repeated = {path: kind for path, kind in kinds.items() if count[kind] > 1}
+    held: Counter[type[nn.Module]] = Counter()
+    for path, kind in repeated.items():
+        parts = path.split(".")
+        if not any(".".join(parts[:end]) in repeated for end in range(1, len(parts))):
+            held[kind] += numel_below[path]
+    if not held.total():
+        return ""
+    (best, _), *_ = held.most_common(1)
+    return f"; ModuleWrapPolicy({{{best.__name__}}}) would make a unit of each of {count[best]} modules"

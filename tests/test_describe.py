@@ -1,0 +1,160 @@
+"""`fsdp.describe`: what it says of a model is what the ranks hold, and it remarks on what is probably not meant."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.tools.text import in_bytes, table
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.pool import run_ranks
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+WIDTH = 7
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+class Net(nn.Module):
+    """A frozen embedding, tied to the output; blocks that are alike and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.head.weight.requires_grad_(False)
+        self.blocks[2].linear.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for block in self.blocks:
+            y = block(y)
+        return self.head(self.norm(y))
+
+
+def _wrapped(module: nn.Module, *kinds: type[nn.Module], **options: Any) -> FullyShardedDataParallel:
+    policy = ModuleWrapPolicy(kinds) if kinds else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return FullyShardedDataParallel(module, auto_wrap_policy=policy, **options)
+
+
+def _held() -> None:
+    """The bytes and numbers are those of the parameters and gradients that are there."""
+    for options in ({}, {"use_orig_params": True}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
+        model = _wrapped(Net(), Block, **options)
+        found = fsdp.describe(model)
+        model(torch.ones(2, 3, dtype=torch.long)).sum().backward()
+        params = list(model.parameters())
+        buckets = [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
+        assert sum(unit.param_nbytes for unit in found.units) == sum(bucket.flat_param.nbytes for bucket in buckets)
+        if not options.get("use_orig_params"):
+            grads = [p.grad.nbytes for p in params if p.grad is not None]
+            assert sum(unit.grad_nbytes for unit in found.units) == sum(grads)
+        assert found.numel == fsdp.num_params(model) == fsdp.num_params(Net())
+        frozen = found.numel - fsdp.num_params(model, only_trainable=True)
+        assert sum(unit.frozen_numel for unit in found.units) == frozen
+        assert [unit.name for unit in found.units] == ["", "blocks.0", "blocks.1", "blocks.2"]
+        assert [unit.depth for unit in found.units] == [0, 1, 1, 1]
+        padded = sum(bucket.layout.padded_numel for bucket in buckets)
+        assert found.numel + sum(unit.padding for unit in found.units) == padded
+        if "sharding_strategy" in options:
+            assert {(unit.shards, unit.full_nbytes) for unit in found.units} == {(1, 0)}
+            assert not any("gathered" in remark for remark in found.remarks)
+    kept = _wrapped(Net(), Block, reshard_after_forward=False)
+    assert {unit.strategy for unit in fsdp.describe(kept).units} == {"FULL_SHARD, kept after forward"}
+
+
+def _remarks() -> list[str]:
+    """What is remarked on, model by model; and the first as text."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    usual = fsdp.describe(_wrapped(Net(), Block, mixed_precision=precision))
+    pair = nn.ModuleList([_wrapped(Block()), nn.Linear(2, 3)])
+    scaled = Net()
+    scaled.scales = nn.ModuleList(nn.PReLU() for _ in range(5))  # more modules, of fewer parameters
+    several = {
+        "whole": _wrapped(scaled),
+        "nothing": _wrapped(Net(), nn.LSTM),
+        "most": _wrapped(Net(), nn.LayerNorm),
+        "low": _wrapped(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)).bfloat16(), nn.Linear),
+        "unmanaged": pair,
+        "fine": _wrapped(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)), nn.Linear),
+    }
+    return [str(usual), *("\n".join(fsdp.describe(model).remarks) for model in several.values())]
+
+
+def _refused() -> None:
+    with pytest.raises(ValueError, match=r"describe\(\) is for wrapped models, and nothing in this Net is: wrap it"):
+        fsdp.describe(Net())
+
+
+def test_it_says_what_the_ranks_hold() -> None:
+    run_ranks(2, _held)
+    _refused()
+
+
+def test_it_remarks_on_what_is_probably_not_meant() -> None:
+    text, whole, nothing, most, low, unmanaged, fine = run_ranks(2, _remarks)[1]
+    rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
+    precision = "float32 -> bfloat16 -> float32"
+    assert rows[1] == ["(root) Net", "49", "18.9%", "1", "71%", "FULL_SHARD", "2", precision, "100 B", "28 B", "100 B"]
+    assert rows[2][:6] == ["blocks.0 to blocks.1: 2 x Block", "70", "27.0%", "0", "0%", "FULL_SHARD"]
+    assert rows[3][:6] == ["blocks.2 Block", "70", "27.0%", "0", "80%", "FULL_SHARD"]
+    assert rows[4][:2] == ["4 units", "259"]
+    assert "* 3 units are below 100 kB (blocks.0, blocks.1, blocks.2): gathering so little" in text
+    assert "* embed.weight and head.weight are one parameter, counted once" in text
+    hint = "; ModuleWrapPolicy({Block}) would make a unit of each of 3 modules"
+    for one_unit in (whole, nothing):
+        assert f"the whole model is one unit, gathered at once: no policy, or none that matched{hint}" in one_unit
+    assert f"and most of the model is gathered at once: wrap more of what is in it{hint}" in most
+    assert low.startswith("parameters are in bfloat16, and so is what the optimizer adds up")
+    assert "9 numbers are in parameters that no unit owns: every rank holds all of them" in unmanaged
+    assert fine == ""
+
+
+def test_the_readme_shows_what_it_prints() -> None:
+    (code,) = [c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fsdp.describe(" in c]
+    code = code.replace("torch.distributed.init_process_group()\n", "")
+    assert run_ranks(2, _readme, code)[0] in README
+
+
+def _readme(code: str) -> str:
+    names: dict[str, Any] = {}
+    exec(code.replace("print(description)\n", ""), names)
+    return str(names["description"])
+
+
+def test_numbers_and_tables_for_people() -> None:
+    sizes = [0, 999, 1000, 999_400, 999_600, 12_345_678, 7_100_000_000, 2_500_000_000_000]
+    assert [in_bytes(size) for size in sizes] == [
+        *("0 B", "999 B", "1.00 kB", "999 kB", "1.00 MB", "12.3 MB", "7.10 GB", "2.50 TB")
+    ]
+    assert table(["a", "bc"], [["def", "1"], ["g", "234"]]) == "a     bc\ndef    1\ng    234"
+
+
+def test_the_tools_are_loaded_when_they_are_asked_for() -> None:
+    program = "import sys, fsdp; print([m for m in sys.modules if m.startswith('fsdp.tools')]); print(fsdp.describe)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout.startswith("[]\n<function describe"), done.stdout + done.stderr
+    with pytest.raises(AttributeError, match="module 'fsdp' has no attribute 'nothing'"):
+        fsdp.nothing  # type: ignore[attr-defined]  # noqa: B018
