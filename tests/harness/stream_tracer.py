@@ -42,6 +42,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -279,9 +280,13 @@ class TracingStreams:
 
 
 def _site(frame: FrameType) -> Site:
-    path = Path(frame.f_code.co_filename)
-    name = path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else str(path)
-    return Site(name, frame.f_lineno, frame.f_code.co_name)
+    return Site(_short_name(frame.f_code.co_filename), frame.f_lineno, frame.f_code.co_name)
+
+
+@cache
+def _short_name(file: str) -> str:
+    path = Path(file)
+    return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else file
 
 
 @dataclass
@@ -314,6 +319,7 @@ class StreamTracer(TorchDispatchMode):
         self.marks: dict[str, dict[SimulatedStream, int]] = {}  # name -> the compute stream's clock
         self._reported: set[tuple[str, str, str, str]] = set()
         self._models: list[weakref.ref[nn.Module]] = []
+        self._offloading: list[weakref.ref[nn.Module]] = []  # those of them with shards in the host's memory
         self._blocks: dict[int, _Block] = {}
         self._shared: list[_Block] = []  # those that another stream than their owner has used
         self._schemas: dict[Any, _Schema] = {}
@@ -323,6 +329,8 @@ class StreamTracer(TorchDispatchMode):
     def watch(self, model: nn.Module) -> None:
         """Name the buffers of the units in `model` in what is reported."""
         self._models.append(weakref.ref(model))
+        if any(handle.offload.offload_params for _, unit, _ in units_in(model) for handle in unit.handles):
+            self._offloading.append(weakref.ref(model))
 
     def is_host_memory(self, tensor: Tensor) -> None:
         """No stream's allocator has `tensor`: who reuses it once it is freed is not looked at."""
@@ -333,7 +341,7 @@ class StreamTracer(TorchDispatchMode):
         address = tensor.untyped_storage()._cdata
         return any(
             handle.offload.offload_params and handle.shard.untyped_storage()._cdata == address
-            for model in filter(None, (reference() for reference in self._models))
+            for model in filter(None, (reference() for reference in self._offloading))
             for _, unit, _ in units_in(model)
             for handle in unit.handles
         )
