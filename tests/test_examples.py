@@ -15,6 +15,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -408,6 +409,20 @@ RunScript = Callable[..., tuple[int, str]]
 def test_gpu_check_says_that_there_is_no_accelerator(run_script: RunScript) -> None:
     printed = "gpu_check.py: there is no accelerator here, nothing is checked\n"
     assert run_script("gpu_check") == (0, printed)
+
+
+def test_bench_scale_measures_many_ranks_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And no wait for a group that answers at once takes a thread."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    bench_scale = importlib.import_module("bench_scale")
+    threads = set(threading.enumerate())
+    found = bench_scale.measure(512, ["fsdp"], 2, 1)
+    assert not [thread for thread in set(threading.enumerate()) - threads if thread.name == "fsdp wait"]
+    assert found["fsdp"]["bytes"] == 2 * 2 * 4  # of 2 units an element each of 432, as a parameter and as a gradient
+    bench_scale.show(512, found)
+    assert re.search(r"^512 ranks +wrap ms.*\nfsdp +[\d.]+ ", capsys.readouterr().out, re.MULTILINE)
 
 
 def test_gpu_check_compares_with_a_plain_model(run_script: RunScript) -> None:

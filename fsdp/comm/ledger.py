@@ -97,7 +97,8 @@ def issue(
     serving = serving_group(group, first.device) if control else group
     with labelled(label):
         work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
-    ends_alone = name != REDUCE_SCATTER and backend_of(serving, first.device) == "gloo"
+    backend = backend_of(serving, first.device)
+    ends_alone = backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
     return Work([work] if work is not None else [], group, label, first.device, ends_alone=ends_alone)
 
 

@@ -1,0 +1,175 @@
+"""Measures what a rank's own work costs at many ranks: no network, one process, torch's fake process group.
+
+    python scripts/bench_scale.py --ranks 8 64 512 4096 --contenders fsdp fsdp1 fsdp2
+
+A fresh process for each number of ranks is rank 0 of them. It wraps a chain of ``--units`` units of 12 small parameters
+(and the root, which has none) with this package, with torch's FSDP1 and with torch's FSDP2, and lets them and the plain
+model take turns, ``--rounds`` times. Two things are not the engine's, and are left out: what the plain model takes in
+the same round, and the fake group's own work, which is timed at each collective (it answers at once, but it writes its
+whole output, and so takes longer with more ranks).
+
+Prints for each the milliseconds of wrapping; those of processor time that sharding adds to a step, by unit (median,
+with the fastest and slowest round), and the group's beside it; the bytes of parameters and gradients that a rank keeps;
+the collectives of a step; and wrapping and processor time in units of FSDP1's. ``--json`` writes what was measured.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+CONTENDERS = ("fsdp", "fsdp1", "fsdp2")
+WIDTH = 8  # of the linear layers: small, so that the host's work is what is seen
+
+
+def unit_of(layers: int) -> Any:
+    from torch import nn
+
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))  # two parameters each
+
+
+def wrapped(units: int, contender: str) -> tuple[Any, float]:
+    """The model, and the seconds that wrapping took."""
+    import torch.distributed as dist
+    import torch.distributed.fsdp
+    from torch import device, nn
+
+    import fsdp
+
+    model: nn.Module = nn.Sequential(*(unit_of(6) for _ in range(units)))
+    started = time.process_time()
+    if contender == "plain":
+        pass
+    elif contender == "fsdp2":
+        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        for unit in model:
+            dist.fsdp.fully_shard(unit, mesh=mesh)
+        model = dist.fsdp.fully_shard(model, mesh=mesh)
+    else:
+        engine: Any = torch.distributed.fsdp if contender == "fsdp1" else fsdp
+        for i, unit in enumerate(model):
+            model[i] = engine.FullyShardedDataParallel(unit, use_orig_params=True, device_id=device("cpu"))
+        model = engine.FullyShardedDataParallel(model, use_orig_params=True, device_id=device("cpu"))
+    return model, time.process_time() - started
+
+
+class GroupTime:
+    """While entered: the seconds and the number of the collectives, counted below everybody's Python."""
+
+    def __init__(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        outer = self
+        self.seconds, self.calls = 0.0, 0
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func.namespace != "c10d":
+                    return func(*args, **(kwargs or {}))
+                started = time.process_time()
+                try:
+                    return func(*args, **(kwargs or {}))
+                finally:
+                    outer.seconds += time.process_time() - started
+                    outer.calls += 1
+
+        self.mode = Mode
+
+
+def measure(ranks: int, contenders: list[str], units: int, rounds: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    batch = torch.randn(2, WIDTH)
+    found: dict[str, Any] = {}
+    steps = {}
+    for contender in ("plain", *contenders):
+        torch.manual_seed(0)
+        model, seconds = wrapped(units, contender)
+        local = [getattr(p, "_local_tensor", p) for p in model.parameters()]
+        found[contender] = {"wrap": seconds, "bytes": 2 * sum(p.nbytes for p in local), "host": [], "group": []}
+
+        def step(model: Any = model) -> None:
+            model(batch).sum().backward()
+            model.zero_grad()
+
+        for _ in range(3):
+            step()
+        steps[contender] = step
+    gc.collect()
+    gc.disable()
+    for _ in range(rounds):
+        for contender, step in steps.items():
+            started = time.process_time()
+            step()
+            whole = time.process_time() - started
+            counted = GroupTime()
+            with counted.mode():
+                step()
+            found[contender]["host"].append((whole - counted.seconds) / units)
+            found[contender]["group"].append(counted.seconds / units)
+            found[contender]["collectives"] = counted.calls
+    dist.destroy_process_group()
+    plain = found.pop("plain")["host"]
+    for got in found.values():
+        got["host"] = [host - bare for host, bare in zip(got["host"], plain)]
+    return found
+
+
+def show(ranks: int, found: dict[str, Any]) -> None:
+    head = f"{ranks} ranks"
+    print(
+        f"\n{head:12}{'wrap ms':>9}{'unit ms':>9}{'fastest':>9}{'slowest':>9}{'group ms':>9}{'kB kept':>9}{'calls':>7}",
+        end="",
+    )
+    print(f"{'wrap':>7}{'unit':>7}" if "fsdp1" in found else "")
+    for contender, got in found.items():
+        host = [1e3 * seconds for seconds in got["host"]]
+        print(
+            f"{contender:12}{got['wrap'] * 1e3:9.1f}{statistics.median(host):9.3f}{min(host):9.3f}{max(host):9.3f}"
+            f"{statistics.median(got['group']) * 1e3:9.3f}{got['bytes'] / 1e3:9.1f}{got['collectives']:7}",
+            end="",
+        )
+        if "fsdp1" in found:
+            base = found["fsdp1"]
+            ratio = statistics.median(one / other for one, other in zip(got["host"], base["host"]))
+            print(f"{got['wrap'] / base['wrap']:7.2f}{ratio:7.2f}", end="")
+        print(flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--units", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)  # the process of one number of ranks
+    options = parser.parse_args()
+    if options.one is not None:
+        print(json.dumps(measure(options.one, options.contenders, options.units, options.rounds)))
+        return
+    results = {}
+    for ranks in options.ranks:
+        given = ["--units", str(options.units), "--rounds", str(options.rounds), "--contenders", *options.contenders]
+        done = subprocess.run(
+            [sys.executable, __file__, "--one", str(ranks), *given], stdout=subprocess.PIPE, text=True, check=True
+        )
+        results[ranks] = json.loads(done.stdout.splitlines()[-1])
+        show(ranks, results[ranks])
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
