@@ -356,6 +356,20 @@ MUTATIONS = [
         _tests("shared_memory", "memory_is_not_used_again_before_all_have_read_it"),
     ),
     Mutation(
+        "fsdp/flat/memory.py",
+        "        return lent is None or lent.is_read\n",
+        "        return True\n",
+        "a unit is gathered again over what a slower rank still reads",
+        _tests("shared_memory", "what_is_written_reaches_no_rank_that_reads_late"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        "            self.gather(unit, private=True)\n",
+        "            self.gather(unit)\n",
+        "a slower rank gathers what another one writes into summoned parameters",
+        _tests("shared_memory", "what_is_written_reaches_no_rank_that_reads_late"),
+    ),
+    Mutation(
         "fsdp/comm/shared_memory.py",
         "            elif (number, words[at + _EVENT], words[at + _NBYTES]) != what[:3]:\n",
         "            elif (number,) != what[:1]:\n",
@@ -506,8 +520,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "            self.gathers_follow_compute()\n            self.gather(unit)\n            unit.wait()",
-        "            self.gather(unit)\n            unit.wait()",
+        "            self.gathers_follow_compute()\n            self.gather(unit, private=True)\n",
+        "            self.gather(unit, private=True)\n",
         "the gather of summoned parameters does not wait for what was written to them",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),

@@ -7,6 +7,7 @@ memory adds: ranks that die, that part, that have no room, that fork, and what i
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 import threading
@@ -28,6 +29,7 @@ from fsdp.comm.segment import Segment
 from fsdp.comm.shared_memory import Channel
 from fsdp.comm.streams import streams_for
 from fsdp.comm.waiting import OutOfStep
+from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
 from tests.harness.models import ZOO
@@ -164,6 +166,60 @@ def test_memory_is_not_used_again_before_all_have_read_it() -> None:
     run_ranks(2, fast_and_slow_ranks)
 
 
+def write_before_all_have_read() -> None:
+    """Rank 1 reads late what rank 0 has gathered: rank 0 gathers a unit again after its shard has changed, and writes
+    into summoned parameters."""
+    share()
+    model, rank = make_model(new_group()), dist.get_rank()
+    step(model)
+    before = full_parameters(model)
+    several: list[Any] = [unit for _, unit, _ in units_in(model)]
+    own, unit = several[:2]
+    handle, pool, gather = unit.handles[0], unit.tree.residency.pool, unit.communicator
+    for _ in range(2):  # the first memory was allocated before the ranks knew that they share some
+        handle.gather(pool, gather, Tag("gather", 1))
+        handle.wait()
+        values = handle.full.clone()
+        handle.release(pool, None)
+    handle.gather(pool, gather, Tag("gather", 2))
+    if rank == 0:
+        handle.wait()
+        handle.shard.add_(1)
+        handle.gather(pool, gather, Tag("gather", 3))
+        dist.barrier()
+    else:
+        dist.barrier()
+        handle.wait()
+        assert torch.equal(handle.full, values)
+        handle.gather(pool, gather, Tag("gather", 3))
+    handle.wait()
+    half = handle.layout.shard_numel
+    assert torch.equal(handle.full[:half], values[:half] + 1) and torch.equal(handle.full[half:], values[half:])
+    handle.release(pool, None)
+    if rank == 0:
+        handle.shard.copy_(values[:half])
+
+    def late(gather: Any, *args: Any, **options: Any) -> None:
+        gather(*args, **options)
+        if rank == 1:
+            dist.barrier()
+
+    root: Any = model
+    delayed = mock.patch.object(own.tree.residency, "gather", functools.partial(late, own.tree.residency.gather))
+    with delayed, root.summon_full_params(root, recurse=False):
+        for parameter in own.handles[0].leaves:
+            parameter.data.mul_(2)
+        if rank == 0:
+            dist.barrier()
+    for name, after in full_parameters(model).items():
+        factor = 2 if name in ("3.weight", "3.bias") else 1
+        assert torch.equal(after, before[name] * factor), name
+
+
+def test_what_is_written_reaches_no_rank_that_reads_late() -> None:
+    run_ranks(2, write_before_all_have_read)
+
+
 # -- ranks that part, fail and die ---------------------------------------------------------------------------------
 
 
@@ -286,9 +342,12 @@ def run_out_of_memory() -> None:
     def full_system(file: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    no_room = pytest.raises(OSError, match="bytes that the ranks of this host share")
-    with mock.patch.object(os, "posix_fallocate", full_system), no_room as error:
-        step(model)
+    with mock.patch.object(os, "posix_fallocate", full_system):
+        with pytest.raises(OSError, match="bytes that the ranks of this host share") as error:
+            step(model)
+        model.zero_grad()
+        with pytest.raises(OSError, match="bytes that the ranks of this host share"), model.summon_full_params(model):
+            pass
     assert error.value.errno == errno.ENOSPC
     model.zero_grad()
     step(model)
@@ -351,7 +410,8 @@ def test_a_fork_takes_no_part() -> None:
 
 
 def measure_backward() -> None:
-    """With as many buffers as there can be: one is written, one waits for its reduction, one for a slower rank."""
+    """With as many buffers as there can be: two units are gathered, one gradient is written, one waits for its
+    reduction, one for a slower rank. Gathers need nothing beside."""
     share()
     torch.manual_seed(0)
     units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(8)]
@@ -364,8 +424,7 @@ def measure_backward() -> None:
         model(torch.ones(2, 300, requires_grad=True)).sum().backward()
         model.zero_grad()
     assert len(found) > 30
-    shards = 3 * whole // dist.get_world_size()  # of gathers
-    assert 2 * whole < max(found) < 3 * whole + shards + HEADERS, (max(found) / whole, whole)
+    assert 3 * whole < max(found) < 5 * whole + HEADERS, (max(found) / whole, whole)
     assert held_at_rest() <= HEADERS
 
 

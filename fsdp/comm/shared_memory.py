@@ -1,10 +1,11 @@
 """Gathers and reductions through memory that the ranks of one host share.
 
-Each process has one :class:`Segment`, a sparse file without a name that its peers map: reduce buffers are allocated
-from it (``flat/memory.py``), and shards are copied into it for a gather. A :class:`Channel` is what the ranks of one
-group do with their segments. To communicate a rank *posts*: it writes down, in its own segment, where its part of the
-collective lies. Once all have posted each reads the others' parts: a gather copies them, a reduction adds up this
-rank's slice of every buffer in rank order 0..N-1, so its result has the bits of the direct exchange.
+Each process has one :class:`Segment`, a sparse file without a name that its peers map: full and reduce buffers are
+allocated from it (``flat/memory.py``). A :class:`Channel` is what the ranks of one group do with their segments. To
+communicate a rank *posts*: it writes down, in its own segment, where its part of the collective lies. Once all have
+posted each reads the others' parts: a gather copies the slice that each has of its own shard in its own full buffer, a
+reduction adds up this rank's slice of every buffer in rank order 0..N-1, so its result has the bits of the direct
+exchange. What lies outside of the segment, because users may write it or debugging does, is copied into it first.
 
 [Note: Posts]
 Every rank of a group posts the same collectives in the same order, and numbers them. A post has the number, what it is
@@ -31,7 +32,7 @@ import torch
 
 from fsdp.comm.board import Board, machine
 from fsdp.comm.groups import group_ranks, group_timeout
-from fsdp.comm.segment import HEADER, SUPPORTED, Mapping, Peer, Segment
+from fsdp.comm.segment import HEADER, SUPPORTED, Block, Mapping, Peer, Segment
 from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
 
 _SLOT = 128  # bytes of a post: four words, and a label
@@ -105,16 +106,22 @@ class Channel:
     # -- the two collectives -------------------------------------------------------------------------------------------
 
     def gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, event: int) -> HostWork:
-        """Fill ``full`` with every rank's ``shard``. ``event``: what it is for, the same on all ranks."""
-        number, target, source = self._next(label), full.view(torch.uint8), shard.view(torch.uint8)
-        nbytes = source.numel()
+        """Fill ``full`` with every rank's ``shard``. Where ``full`` lies in the segment, the others copy this rank's
+        part out of it. ``event``: what it is for, the same on all ranks."""
+        number, target, nbytes = self._next(label), full.view(torch.uint8), shard.nbytes
+        start = self._rank * nbytes
+        target[start : start + nbytes].copy_(shard.view(torch.uint8))
+        lent = self._segment.lent_at(full.data_ptr())
+        if lent is not None:
+            lent.posted(self, number)
 
         def finish() -> None:
-            for rank, mapping in enumerate(self._mappings):
-                part = source if rank == self._rank else mapping.piece(self._where(rank, number), nbytes, torch.uint8)
+            for rank in self._others:
+                part = self._mappings[rank].piece(self._where(rank, number), nbytes, torch.uint8)
                 target[rank * nbytes : (rank + 1) * nbytes].copy_(part)
 
-        return self._post(number, event, nbytes, label, self._copy_out(source, number), finish)
+        where = lent.offset + start if lent is not None else self._copy_out(shard, number)
+        return self._post(number, event, nbytes, label, where, finish)
 
     def reduce(
         self,
@@ -400,6 +407,11 @@ def _peer(process: int, file: int, nonce: int, nbytes: int) -> Peer:
 def segment() -> Segment | None:
     """This process's, if it has a channel."""
     return _segments[0] if _segments else None
+
+
+def lent_at(address: int) -> Block | None:
+    """The block of this process's segment that was allocated there."""
+    return _segments[0].lent_at(address) if _segments else None
 
 
 def segment_of(group: Any) -> Segment | None:

@@ -313,6 +313,8 @@ class FlatParamHandle:
         if copy.state is BufferState.GATHERING:
             self.wait()
         assert copy.pooled is not None
+        if copy.state is BufferState.UNSHARDED and not pool.may_refill(copy.pooled):
+            self.release(pool, None)
         if copy.state is BufferState.SHARDED:
             pool.allocate(copy.pooled)
         copy.state = BufferState.GATHERING

@@ -58,10 +58,12 @@ class MemoryPool:
         kept_block_nbytes: the largest block to keep; larger ones serve hardly any buffer.
     """
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
+    def __init__(self, device: torch.device, streams: Streams, group: Any = None) -> None:
+        """``group``: whose ranks may read the memory."""
         self.kept_nbytes = self.kept_block_nbytes = 0
         self._device = device
         self._streams = streams
+        self._group = group
         self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
 
     def allocate(self, buffer: PooledTensor) -> None:
@@ -85,6 +87,15 @@ class MemoryPool:
             block = self._new_block(buffer.nbytes)
         buffer.attach(block)
 
+    @property
+    def private(self) -> MemoryPool:
+        """The pool of memory that no other rank reads."""
+        return self
+
+    def may_refill(self, buffer: PooledTensor) -> bool:
+        """Whether what is in ``buffer``'s memory may be overwritten; else it gets other memory first."""
+        return shared_memory.lent_at(buffer.tensor.data_ptr()) is None
+
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
         """Take ``buffer``'s memory; other streams have used it until ``last_use``."""
         if buffer.nbytes == 0:
@@ -97,10 +108,11 @@ class MemoryPool:
         self._shrink_to(self.kept_nbytes)
 
     def trim(self) -> None:
-        """Give the kept blocks back to the allocator."""
+        """Give the kept blocks back to the allocator, and to the system what other ranks have read. Those of its
+        ``group`` are about to: they trim theirs at the same place."""
         self._shrink_to(0)
         if self._device.type == "cpu" and (segment := shared_memory.segment()) is not None:
-            segment.trim()  # of what gathers have left
+            segment.trim(patient=shared_memory.segment_of(self._group) is not None)
 
     def _new_block(self, nbytes: int) -> torch.UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
@@ -120,20 +132,22 @@ class SharedPool(MemoryPool):
     so the segment keeps them."""
 
     def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
-        super().__init__(device, streams)
-        self._group = group
+        super().__init__(device, streams, group)
+        self._private = MemoryPool(device, streams)
+
+    @property
+    def private(self) -> MemoryPool:
+        return self._private
+
+    def may_refill(self, buffer: PooledTensor) -> bool:
+        lent = shared_memory.lent_at(buffer.tensor.data_ptr())
+        return lent is None or lent.is_read
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
         if buffer.nbytes and shared_memory.segment_of(self._group) is not None:
             buffer.detach()
         else:
             super().free(buffer, last_use)
-
-    def trim(self) -> None:
-        """All ranks do, at the same place."""
-        self._shrink_to(0)
-        if (segment := shared_memory.segment_of(self._group)) is not None:
-            segment.trim(patient=True)
 
     def _new_block(self, nbytes: int) -> torch.UntypedStorage:
         segment = shared_memory.segment_of(self._group)
@@ -157,11 +171,11 @@ class PoisoningPool(MemoryPool):
             tensor.fill_(-1 if tensor.dtype.is_signed else 1)
 
 
-def pool_for(device: torch.device, streams: Streams, *, reduced_over: Any = None) -> MemoryPool:
-    """A pool for ``device``, where its buffers are ``reduced_over`` a group of memory that its ranks may share; a
-    poisoning one under ``FSDP_DEBUG=1``."""
+def pool_for(device: torch.device, streams: Streams, group: Any) -> MemoryPool:
+    """A pool for ``device``, of memory that the ranks of ``group`` (None: of no group) may share; a poisoning one under
+    ``FSDP_DEBUG=1``."""
     if os.environ.get("FSDP_DEBUG", "0") == "1":
         return PoisoningPool(device, streams)
-    if reduced_over is not None and device.type == "cpu" and STORAGES_SWAP:
-        return SharedPool(device, streams, reduced_over)
+    if group is not None and device.type == "cpu" and STORAGES_SWAP:
+        return SharedPool(device, streams, group)
     return MemoryPool(device, streams)

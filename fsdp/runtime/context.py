@@ -48,7 +48,7 @@ class RootContext:
         self.streams: Streams = streams_for(root.device)
         self.compute: Stream = None  # that of the latest outermost forward: all that is done to gradients is done on it
         self.root = root
-        pool = pool_for(root.device, self.streams, reduced_over=root.groups.shard)
+        pool = pool_for(root.device, self.streams, root.groups.shard)
         self.reductions = ReductionQueue(pool, self.streams, root.policy.reduce_buffers)
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._thread = 0  # that of the outermost forward

@@ -89,7 +89,7 @@ class Residency(Residences[UnitBuffers]):
     def __init__(self, root: UnitBuffers, units: list[UnitBuffers], streams: Streams, passes: Passes) -> None:
         """``units``, the root among them, may lose some later on."""
         super().__init__()
-        self.pool = pool_for(root.device, streams)
+        self.pool = pool_for(root.device, streams, root.groups.shard)
         self.passes = passes
         self.order: ExecutionOrder[UnitBuffers] = ExecutionOrder()
         self.generation = 0
@@ -111,8 +111,10 @@ class Residency(Residences[UnitBuffers]):
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 
-    def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE) -> None:
-        """Start filling the full buffers of ``unit``."""
+    def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE, *, private: bool = False) -> None:
+        """Start filling the full buffers of ``unit``. Where they are to be written, they have to be ``private``: other
+        ranks may read this one's part until they have passed the gather."""
+        pool = self.pool.private if private else self.pool
         if unit.groups.sharded:
             self.passes.about_to(GATHER, unit)
         backward_follows = self.expects_backward and self.passes.forward is not None and not self.passes.in_backward
@@ -120,7 +122,7 @@ class Residency(Residences[UnitBuffers]):
         with self._streams.on_gather_stream():
             for bucket, handle in enumerate(unit.handles):
                 assert unit.communicator is not None
-                handle.gather(self.pool, unit.communicator, unit.tag(bucket, "gather"), keep_cast=again)
+                handle.gather(pool, unit.communicator, unit.tag(bucket, "gather"), keep_cast=again)
         unit.generation, unit.kept_versions = self.generation, None
         self.gathers(unit, why)
 
@@ -287,7 +289,7 @@ class Residency(Residences[UnitBuffers]):
         self.cast_parameters(unit, True)
         if unit.gathers:
             self.gathers_follow_compute()
-            self.gather(unit)
+            self.gather(unit, private=True)
             unit.wait()
         unit.summoned = Summoned.HERE
 
