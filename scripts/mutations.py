@@ -1667,7 +1667,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/consensus.py",
-        "failures = {rank: failure for _, theirs in said for rank, failure in theirs.failures.items()}",
+        "failures = {rank: failure for theirs in shares for rank, failure in theirs.failures.items()}",
         "failures = dict(share.failures)",
         "a checkpoint is published although a rank could not write its part",
         _tests("store", "faults_on_one_rank_are_raised_on_all"),
@@ -1713,6 +1713,27 @@ MUTATIONS = [
         "True",
         "other people's hidden directories are removed as unfinished checkpoints",
         _tests("store_promises", "fd40_what_is_not_ours_stays"),
+    ),
+    Mutation(
+        "fsdp/comm/consensus.py",
+        "            if (said := self.why()) is not None and said[0] == call:\n",
+        "            if (said := self.why()) is not None and False:\n",
+        "who comes late to a call that others have left takes part in the next one",
+        _tests("consensus", "fd53_ranks_talk_over_a_tree"),
+    ),
+    Mutation(
+        "fsdp/comm/consensus.py",
+        "width = -(-len(rest) // FAN_OUT) or 1",
+        "width = 1",
+        "rank 0 hears every other rank itself",
+        _tests("consensus", "fd53_ranks_talk_over_a_tree", "fd53_a_tree_has_all_ranks_once_and_few_floors[4096]"),
+    ),
+    Mutation(
+        "fsdp/comm/consensus.py",
+        "theirs = answer.values[child[0] - self.rank : child[-1] + 1 - self.rank]",
+        "theirs = answer.values[: len(child)]",
+        "ranks are given what is for others",
+        _tests("consensus", "fd53_ranks_talk_over_a_tree"),
     ),
     Mutation(
         "fsdp/comm/consensus.py",
@@ -1765,8 +1786,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/consensus.py",
-        "message(tag).wait(SLOWEST)",
-        "message(tag).wait()",
+        "place, tag).wait(SLOWEST)",
+        "place, tag).wait()",
         "a save has no more time than a collective",
         _tests("store_promises", "fd43_a_save_has_all_the_time_it_needs"),
     ),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp.comm import ledger
+from fsdp.comm import consensus, ledger
 from fsdp.comm.consensus import CPU, failures_in, joint_error
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
@@ -75,3 +75,65 @@ def test_one_rank_alone() -> None:
     assert unanimous([None], lambda: 7, "try") == 7
     with pytest.raises(ZeroDivisionError):
         unanimous([], lambda: 1 // 0, "try")
+
+
+# -- beside the training -----------------------------------------------------------------------------------------------
+
+
+def rounds_over_a_tree() -> None:
+    rank, size, heard = dist.get_rank(), dist.get_world_size(), list[int]()
+    connect, receive = dist.ProcessGroupGloo, consensus._SideGroup.receive
+    with pytest.MonkeyPatch.context() as patch:
+        connected: list[int] = []
+        patch.setattr(dist, "ProcessGroupGloo", lambda *place: (connected.append(place[2]), connect(*place))[1])
+        patch.setattr(consensus, "FAN_OUT", 1, raising=False)  # a chain
+        patch.setattr(consensus._SideGroup, "receive", lambda side, rank: (heard.append(rank), receive(side, rank))[1])
+        ranks = consensus.Ranks(dist.new_group())
+        with ranks.call("try"):
+            assert ranks.round("list", lambda: 10 * rank, lambda all: [2 * its for its in all]) == 20 * rank
+            assert heard == [its for its in (rank + 1, rank - 1) if 0 <= its < size]  # up, and down again
+            assert connected == [2] * ((rank > 0) + (rank < size - 1))
+            assert ranks.round("join", lambda: [rank], lambda all: [all] * size, sum_of_lists) == [*range(size)]
+            for failing in ({3}, {1, 2}, {0}):
+                with pytest.raises(ValueError, match=f"not on {min(failing)}"):
+                    ranks.together("fail", failing_on(failing, ValueError))
+            with pytest.raises(ValueError, match="not on 0"):
+                ranks.first("fail", failing_on({0}, ValueError))
+            with pytest.raises(RuntimeError, match=r"rank 2: it is at 'b' of its call 1, and rank 0 at 'a' of 1"):
+                ranks.together("a" if rank < 2 else "b", lambda: None)
+            with pytest.raises(TypeError, match=r"^rank 0: .*join"):  # where ranks 1 to 3 meet rank 0
+                ranks.round("join", lambda: None, lambda all: [all] * size, not_on_0)
+        expected = pytest.raises(KeyboardInterrupt if rank == 3 else RuntimeError, match=r"rank 3 left 'b'|not on 3")
+        with expected, ranks.call("leave"):  # far from rank 0, which is told by those between
+            ranks.together("b", failing_on({3}, KeyboardInterrupt))
+        with ranks.call("go on"):
+            assert ranks.first("b", lambda: 5) == 5
+
+
+def sum_of_lists(several: list[list[int]]) -> list[int]:
+    return [value for values in several for value in values]
+
+
+def not_on_0(several: list[Any]) -> Any:
+    if dist.get_rank() == 0:
+        raise TypeError("cannot join")
+
+
+def test_fd53_ranks_talk_over_a_tree() -> None:
+    """FD53: each connects to its parent and its children, and hears them alone."""
+    run_ranks(4, rounds_over_a_tree)
+
+
+@pytest.mark.parametrize("size", [1, 2, 9, 10, 75, 4096])
+def test_fd53_a_tree_has_all_ranks_once_and_few_floors(size: int) -> None:
+    found = [consensus.tree(rank, size) for rank in range(size)]
+    assert [rank for rank, (parent, _) in enumerate(found) if parent is None] == [0]
+    for rank, (parent, children) in enumerate(found):
+        assert len(children) <= consensus.FAN_OUT
+        behind = [other for child in children for other in child]
+        assert behind == [*range(rank + 1, rank + 1 + len(behind))]
+        assert all(found[child[0]][0] == rank for child in children)
+        floors = 0
+        while parent is not None:
+            parent, floors = found[parent][0], floors + 1
+        assert consensus.FAN_OUT ** (floors - 1) <= size

@@ -14,10 +14,17 @@ What goes on beside the training must not get between the training's collectives
 it talks over a gloo group of its own, from any one thread at a time, through the group object itself:
 ``torch.distributed`` may be told to destroy its groups meanwhile, and whoever is in a round can still end it.
 
+[Note: A tree of ranks]
+In a round what ranks say goes up a tree to rank 0, joined on the way, and the answers go down. Behind each child of a
+rank is a range of the ranks that follow it, so that what is joined is in rank order. A rank connects to its parent, its
+siblings and its children alone, each parent and its children being a gloo group: at any number of ranks it has few
+connections, and hears few others.
+
 [Note: Spoiled groups]
 A rank that leaves a call in any other way than by an error that all ranks have agreed on (it is interrupted, or fails
 between two rounds) writes into the store why, and closes its side group. Whoever waits for it sees the connection end,
-reads why, raises, and closes its own. The next call begins with a new side group, for which all ranks have to come.
+reads why, raises, and closes its own, until all have heard of it. The next call begins with a new side group, for which
+all ranks have to come.
 """
 
 from __future__ import annotations
@@ -44,6 +51,7 @@ from fsdp.comm.waiting import in_thread
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; one that is dead is noticed at once
+FAN_OUT = 8  # ranks that a rank hears in a round
 
 CPU = torch.device("cpu")
 
@@ -180,20 +188,6 @@ def _padded(data: bytes, group: Any, label: str, device: torch.device) -> torch.
 # -- beside the training -----------------------------------------------------------------------------------------------
 
 
-class _Share(NamedTuple):
-    """The message of one rank in a round, or the answer to it: a value, or why there is none."""
-
-    value: Any
-    failures: dict[int, Failure]  # by rank
-
-    @staticmethod
-    def of(rank: int, action: Callable[[], Any]) -> tuple[_Share, Exception | None]:
-        try:
-            return _Share(action(), {}), None
-        except Exception as error:
-            return _Share(None, {rank: Failure.of(error)}), error
-
-
 class _Place(NamedTuple):
     """Where a rank is: the number of its call, and of the round in it."""
 
@@ -204,6 +198,34 @@ class _Place(NamedTuple):
 
 class _Gone(Exception):
     """A rank that was waited for."""
+
+
+class _Share(NamedTuple):
+    """What a rank says in a round for itself and those behind it."""
+
+    value: Any  # joined
+    failures: dict[int, Failure]  # by rank; then there is no value
+    places: dict[_Place, int]  # where these ranks are, each with the first that is there
+
+
+class _Answer(NamedTuple):
+    """What a rank, and those behind it, are told at the end of a round."""
+
+    call: int
+    values: Sequence[Any]  # one for each of these ranks
+    failures: dict[int, Failure]  # of all ranks; then there are no values
+
+
+def tree(rank: int, size: int) -> tuple[int | None, list[range]]:
+    """The parent of a rank, and for each of its children the ranks behind it, itself the first."""
+    parent, its = None, range(size)
+    while True:
+        rest = its[1:]
+        width = -(-len(rest) // FAN_OUT) or 1
+        children = [rest[at : at + width] for at in range(0, len(rest), width)]
+        if rank == its[0]:
+            return parent, children
+        parent, its = its[0], children[(rank - rest[0]) // width]
 
 
 class Ranks:
@@ -249,7 +271,7 @@ class Ranks:
             if not resumed:
                 self._place = _Place(self._place.call + 1, 0, label)
                 if self._side is not None:
-                    self._side.join()
+                    self._side.join(self._place.call)
             yield
         except BaseException as error:
             if self._side is not None and not any(error is agreed for agreed in self._agreed):
@@ -259,10 +281,20 @@ class Ranks:
         finally:
             self._agreed.clear()
 
-    def round(self, label: str, mine: Callable[[], _T], then: Callable[[list[_T]], Sequence[_U]]) -> _U:
-        """Every rank does ``mine``; then rank 0 makes of all results, by rank, one for each rank.
+    def round(
+        self,
+        label: str,
+        mine: Callable[[], _T],
+        then: Callable[[Any], Sequence[_U]],
+        join: Callable[[list[_T]], _T] | None = None,
+    ) -> _U:
+        """Every rank does ``mine``; then rank 0 makes of all results one for each rank; see [Note: A tree of ranks].
 
         A rank that does not live to hear its own is none of the others' concern before the next round.
+
+        Args:
+            then: takes the results in a list, by rank, or what ``join`` has made of them.
+            join: makes one result of those of some ranks, in rank order; called wherever results of several ranks meet.
 
         Returns:
             this rank's.
@@ -273,53 +305,64 @@ class Ranks:
             RuntimeError: a rank is gone, or has left the call, or is in another one.
         """
         self._place = _Place(self._place.call, self._place.round + 1, label)
-        share, error = _Share.of(self.rank, mine)
+        joined: Callable[[list[Any]], Any] = join or (lambda several: [value for values in several for value in values])
+        value, failures, error = self._try(lambda: mine() if join else [mine()])
         if self._side is None:
             if error is not None:
                 raise error
-            return then([share.value])[0]
+            return then(value)[0]
+        share = _Share(value, failures, {self._place: self.rank})
         while True:
             try:
-                answer, failed = self._exchange(self._side, share, then)
+                answer, failed = self._exchange(self._side, share, joined, then)
                 break
             except _Gone as gone:
                 said = self._side.why()
                 self._side.spoil(self._place.call, f"rank {self.rank} left {label!r}: {gone}")
                 if self._place.round > 1 or said is None or said[0] >= self._place.call:
                     raise RuntimeError(f"{label}: {gone if said is None else said[1]}") from gone
-                self._side.join()  # somebody left the call before, when this rank was through with it
+                self._side.join(self._place.call)  # somebody left the call before, when this rank was through with it
         if answer.failures:
             self._agreed.append(joint_error(answer.failures))
             raise self._agreed[-1] from (error or failed)
-        result: _U = answer.value
+        result: _U = answer.values[0]
         return result
 
+    def _try(self, action: Callable[[], _T]) -> tuple[_T | None, dict[int, Failure], Exception | None]:
+        """Its result, or why there is none."""
+        try:
+            return action(), {}, None
+        except Exception as error:
+            return None, {self.rank: Failure.of(error)}, error
+
     def _exchange(
-        self, side: _SideGroup, share: _Share, then: Callable[[list[Any]], Sequence[Any]]
-    ) -> tuple[_Share, Exception | None]:
-        """This rank's answer, and on rank 0 the error of ``then``."""
-        error: Exception | None = None
-        if self.rank != 0:
-            side.send(0, (self._place, share))
-            call, answer = side.receive(0)
+        self, side: _SideGroup, share: _Share, join: Callable[[list[Any]], Any], then: Callable[[Any], Sequence[Any]]
+    ) -> tuple[_Answer, Exception | None]:
+        """What this rank and those behind it are told, and the error of ``join`` or ``then`` here."""
+        parent, children = tree(self.rank, self.size)
+        shares = [share, *(side.receive(child[0]) for child in children)]
+        failures = {rank: failure for theirs in shares for rank, failure in theirs.failures.items()}
+        places = {place: rank for theirs in reversed(shares) for place, rank in theirs.places.items()}
+        value, error = None, None
+        if not failures and len(places) == 1:
+            value, failures, error = self._try(lambda: join([theirs.value for theirs in shares]))
+        if parent is not None:
+            side.send(parent, _Share(value, failures, places))
+            answer: _Answer = side.receive(parent)
         else:
-            said = [(self._place, share), *(side.receive(rank) for rank in range(1, self.size))]
-            call = max(place.call for place, _ in said)
-            failures = {rank: failure for _, theirs in said for rank, failure in theirs.failures.items()}
-            for rank, (place, _) in enumerate(said):
+            for place, rank in places.items():
                 if place != self._place and not failures:
                     text = f"it is at {place.label!r} of its call {place.call}, and rank 0 at {self._place.label!r} of"
                     failures[rank] = Failure("RuntimeError", None, f"{text} {self._place.call}")
-            answers = [_Share(None, failures)] * self.size
+            values: Sequence[Any] | None = None
             if not failures:
-                result, error = _Share.of(0, lambda: then([theirs.value for _, theirs in said]))
-                values = [None] * self.size if result.failures else result.value
-                answers = [_Share(value, result.failures) for value in values]
-            for rank in range(1, self.size):
-                with contextlib.suppress(_Gone):  # the next round will tell
-                    side.send(rank, (call, answers[rank]))
-            answer = answers[0]
-        self._place = self._place._replace(call=call)  # the same for all, whatever they have left out
+                values, failures, error = self._try(lambda: then(value))
+            answer = _Answer(max(place.call for place in places), values or [None] * self.size, failures)
+        self._place = self._place._replace(call=answer.call)  # the same for all, whatever they have left out
+        for child in children:
+            theirs = answer.values[child[0] - self.rank : child[-1] + 1 - self.rank]
+            with contextlib.suppress(_Gone):  # the next round will tell
+                side.send(child[0], answer._replace(values=theirs))
         return answer, error
 
     def together(self, label: str, action: Callable[[], Any]) -> None:
@@ -347,33 +390,44 @@ class _SideGroup:
             raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
         self._store, self._board = dist.PrefixStore("fsdp beside/", store), Board(group, "beside")
         self._global_ranks, self._processes = group_ranks(group), processes()
-        self._group: Any = None
+        self._groups: dict[int, tuple[Any, int]] = {}  # by rank that is connected: a group, its place there
         self._number = 0  # of the group: the first that is not spoiled
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: a late one is not taken for another
 
-    def join(self) -> None:
-        """Have a group. All ranks have to come if it has to be made.
+    def join(self, call: int) -> None:
+        """Be connected for the call of that number. All ranks have to come if none is.
 
         Raises:
-            RuntimeError: not all ranks came, or the process of one has ended.
+            RuntimeError: not all ranks came, or the process of one has ended, or one has left this call already.
         """
-        if self._group is not None and self.why() is None:
+        if self._groups and self.why() is None:
             return
-        self._group = None
+        self._groups = {}
         until = time.monotonic() + self._timeout.total_seconds()
         while not self._meet(until):
+            if (said := self.why()) is not None and said[0] == call:
+                raise RuntimeError(said[1])
             self._number += 1
+        parent, children = tree(self._rank, self._size)
+        for head in (parent, self._rank if children else None):  # the parent's first: so none waits for one that waits
+            if head is not None:
+                members = [head, *(child[0] for child in tree(head, self._size)[1])]
+                group = self._connect(head, members)
+                self._groups |= {rank: (group, at) for at, rank in enumerate(members) if head in (self._rank, rank)}
+        self._tags = {}
+
+    def _connect(self, head: int, members: list[int]) -> Any:
+        """A group of these ranks, the first of which is ``head``."""
         # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
-        prefixed = dist.PrefixStore(f"{self._number}/", self._store)
-        place = prefixed, self._rank, self._size, self._timeout
+        prefixed = dist.PrefixStore(f"{self._number}/{head}/", self._store)
+        place = prefixed, members.index(self._rank), len(members), self._timeout
         connected = in_thread(lambda: dist.ProcessGroupGloo(*place))  # nothing interrupts it there
         while not futures.wait([connected], waiting.PATIENCE.total_seconds()).done:
             self._raise_if_dead()  # while they connect
         try:
-            self._group = connected.result()
+            return connected.result()
         except RuntimeError as error:
             raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: {error}") from error
-        self._tags = {}
 
     def _meet(self, until: float) -> bool:
         """Wait for all ranks to come for the group of this number; False if it is spoiled."""
@@ -406,7 +460,7 @@ class _SideGroup:
         if self.why() is None:
             self._board.write(f"{self._number}/spoiled", [call, words])
             self._board.write(f"{self._number}/met", True)  # who waits for all to come need not
-        self._group = None
+        self._groups = {}
 
     def send(self, rank: int, value: Any) -> None:
         """
@@ -414,8 +468,9 @@ class _SideGroup:
             _Gone: that rank is gone.
         """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self._finish(lambda tag: self._group.send([torch.tensor([data.numel()], device="cpu")], rank, tag), rank)
-        self._finish(lambda tag: self._group.send([data], rank, tag), rank)
+        size = torch.tensor([data.numel()], device="cpu")
+        self._finish("send", size, rank)
+        self._finish("send", data, rank)
 
     def receive(self, rank: int) -> Any:
         """
@@ -423,15 +478,16 @@ class _SideGroup:
             _Gone: that rank is gone, or does not come.
         """
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
-        self._finish(lambda tag: self._group.recv([size], rank, tag), rank)
+        self._finish("recv", size, rank)
         data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        self._finish(lambda tag: self._group.recv([data], rank, tag), rank)
+        self._finish("recv", data, rank)
         return pickle.loads(data.numpy().tobytes())
 
-    def _finish(self, message: Callable[[int], Any], rank: int) -> None:
+    def _finish(self, how: str, message: torch.Tensor, rank: int) -> None:
+        place = self._groups[rank][1]  # no variable has the group: an error would keep it, and its connections open
         self._tags[rank] = tag = self._tags.get(rank, 0) + 1
         try:
-            message(tag).wait(SLOWEST)
+            getattr(self._groups[rank][0], how)([message], place, tag).wait(SLOWEST)
         except RuntimeError as error:
             raise _Gone(f"waiting for rank {rank}, which is gone or does not come: {error}") from error
 
