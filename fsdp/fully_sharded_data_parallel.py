@@ -259,7 +259,7 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         if param_init_fn is None:  # of the whole tree, before any of it is wrapped
             check_initialisers(module, ignored, unit_name)
-            owned_params(module, ignored, unit_name)
+            owned_params(module, ignored, unit_name, groups)
         if auto_wrap_policy is not None:
             auto_wrap(
                 module,

@@ -1330,10 +1330,31 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "        return [grad[start:end] for grad in super().grad_parts() for start, end in self._runs]\n",
-        "        return super().grad_parts()\n",
+        "        return [] if grad is None else [grad[start:end] for start, end in runs]\n",
+        "        return [] if grad is None or cut else [grad]\n",
         "padding is part of the norm and of what is clipped",
         CLIP,
+    ),
+    Mutation(
+        "fsdp/runtime/clip.py",
+        "order.join(order.share(of_all, tp_group.size()), own)",
+        "order.join(of_all, own)",
+        "what the ranks of tensor parallelism have alike counts as often as there are ranks",
+        _tests("tensor_parallel", "summoning_clipping_copies_precision_and_ignored_parameters"),
+    ),
+    Mutation(
+        "fsdp/flat/tensor_parallel.py",
+        "            grad = grad.redistribute(placements=self.spec.placements)\n",
+        "            pass\n",
+        "partial gradients of tensor parallelism are taken for sums",
+        _tests("tensor_parallel", "it_trains_as_the_tensor_parallel_model_does_bit_for_bit"),
+    ),
+    Mutation(
+        "fsdp/flat/tensor_parallel.py",
+        "            if len(shared) > 1:\n",
+        "            if False:\n",
+        "a DTensor is sharded over the ranks that it is placed on",
+        _tests("tensor_parallel", "summoning_clipping_copies_precision_and_ignored_parameters"),
     ),
     Mutation(
         "fsdp/runtime/clip.py",

@@ -222,6 +222,10 @@ def held_param(handle: FlatParamHandle, index: int, elements: torch.Tensor | Non
     """What the ranks hold of one parameter, in the shards' own memory; or of what has one element per element of it, of
     which this rank's are ``elements`` (1-D)."""
     layout, groups = handle.layout, handle.groups
+    if handle.tp[index] is not None:
+        raise NotImplementedError(
+            f"state dicts of parameters of tensor parallelism, as is {handle.name_of(index)!r} of {handle.unit_name}"
+        )
     record, piece = layout.params[index], layout.piece(index, groups.shard_rank)
     if elements is None:
         elements = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel]
@@ -232,6 +236,10 @@ def held_param(handle: FlatParamHandle, index: int, elements: torch.Tensor | Non
 def held_flat(handle: FlatParamHandle) -> Held:
     """What the ranks' shards hold of the flat vector, without the padding behind the last parameter."""
     layout = handle.layout
+    if any(handle.tp):
+        raise NotImplementedError(
+            f"LOCAL_STATE_DICT of {handle.unit_name}, which has parameters of tensor parallelism: use another kind"
+        )
     ranges = (layout.shard_range(rank) for rank in range(layout.world_size))
     spans = [(rank, min(start, layout.numel), min(end, layout.numel)) for rank, (start, end) in enumerate(ranges)]
     _, start, end = spans[handle.groups.shard_rank]

@@ -31,6 +31,7 @@ that memory again: see [Note: Memory across streams] in ``fsdp/comm/streams.py``
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -48,6 +49,7 @@ from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
 from fsdp.flat.released import CheckedLeaf, new_leaf
+from fsdp.flat.tensor_parallel import TensorParallel, local_of
 
 LOST_WRITE = (
     "where it is a gathered copy: that would be lost. If forward is to change it, make it a buffer (register_buffer). "
@@ -104,6 +106,8 @@ class FlatParamHandle:
         groups: the ranks it is sharded and replicated over.
         device: where it computes.
         offload: where shards and gradients live while nothing computes.
+        tp: of each parameter of the layout how tensor parallelism has placed it, if it has. The layout's shapes are
+            those of this rank's parts then, and leaves are ``DTensor`` s.
         full_precision: whether it computes, and reduces gradients, in ``layout.dtype``.
         unit_name: what errors call the unit.
     """
@@ -116,6 +120,7 @@ class FlatParamHandle:
         groups: Groups,
         device: torch.device,
         offload: CPUOffload,
+        tp: Sequence[TensorParallel | None],
         *,
         with_whole: bool,
         donated: torch.Tensor | None = None,
@@ -127,6 +132,7 @@ class FlatParamHandle:
         self.groups = groups
         self.device = device
         self.offload = offload
+        self.tp = tuple(tp)
         self.full_precision = False
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self.unit_name = "its unit"
@@ -150,6 +156,7 @@ class FlatParamHandle:
         groups: Groups,
         device: torch.device,
         offload: CPUOffload,
+        tp: Sequence[TensorParallel | None],
         *,
         with_whole: bool,
     ) -> FlatParamHandle:
@@ -159,17 +166,19 @@ class FlatParamHandle:
             for view, param in zip(parameter_views(layout, values), params):
                 view.copy_(param)
         if not groups.sharded:
-            return FlatParamHandle(layout, values, params, groups, device, offload, with_whole=with_whole)
+            return FlatParamHandle(layout, values, params, groups, device, offload, tp, with_whole=with_whole)
         start, end = layout.shard_range(groups.shard_rank)
         shard = values[start:end].clone()
-        return FlatParamHandle(layout, shard, params, groups, device, offload, with_whole=with_whole, donated=values)
+        return FlatParamHandle(
+            layout, shard, params, groups, device, offload, tp, with_whole=with_whole, donated=values
+        )
 
     def clone(self) -> FlatParamHandle:
         """One with the same values, in memory of its own."""
         shard = self._shard.clone()
         with_whole = self.copy.whole is not None
         return FlatParamHandle(
-            self.layout, shard, self.leaves, self.groups, self.device, self.offload, with_whole=with_whole
+            self.layout, shard, self.leaves, self.groups, self.device, self.offload, self.tp, with_whole=with_whole
         )
 
     def _put_at_rest(self, shard: torch.Tensor) -> torch.Tensor:
@@ -180,9 +189,11 @@ class FlatParamHandle:
         return place(memory, shard).copy_(shard)
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        leaves = [new_leaf(dtype, self.device, param.requires_grad) for param in params]
-        for leaf, param in zip(leaves, params):
-            leaf.__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
+        leaves = []
+        for tp, param in itertools.zip_longest(self.tp, params):
+            leaf = new_leaf(dtype, self.device, param.requires_grad and tp is None)
+            leaves.append(leaf if tp is None else tp.around(leaf.detach(), requires_grad=param.requires_grad))
+            leaves[-1].__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
         return leaves
 
     def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter], donated: torch.Tensor | None) -> FullCopy:
@@ -193,9 +204,9 @@ class FlatParamHandle:
         elif donated is None or donated.dtype != dtype:
             donated = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         self._copies[dtype] = copy = FullCopy(self.layout, donated, leaves, resident=resident)
-        for index, leaf in enumerate(copy.all_leaves):
-            if isinstance(leaf, CheckedLeaf):
-                leaf.explain = _why_not(weakref.ref(self), dtype, index)
+        for index, memory in enumerate(copy.memories):
+            if isinstance(memory, CheckedLeaf):
+                memory.explain = _why_not(weakref.ref(self), dtype, index)
         return copy
 
     def compute_in_full_precision(self, full_precision: bool) -> None:
@@ -277,7 +288,7 @@ class FlatParamHandle:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in the full buffer, and so loses its values when that is released."""
-        kinds = (torch.Tensor, nn.Parameter, CheckedLeaf)
+        tensor, kinds = local_of(tensor), (torch.Tensor, nn.Parameter, CheckedLeaf)
         if self.copy.pooled is None or type(tensor) not in kinds or tensor.layout != torch.strided:
             return False
         return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
@@ -391,6 +402,16 @@ class FlatParamHandle:
         """What modules show for the flat parameter while the unit runs, in every dtype that was computed in."""
         return [copy.whole for copy in self._copies.values() if copy.whole is not None]
 
+    def is_cut(self, index: int) -> bool:
+        """Whether tensor parallelism has cut parameter ``index``: of others every rank of it has all."""
+        tp = self.tp[index]
+        return tp is not None and tp.dim is not None
+
+    @property
+    def tp_group(self) -> Any | None:
+        """The ranks that its parameters of tensor parallelism are placed on; None where there are none."""
+        return next((tp.group for tp in self.tp if tp is not None), None)
+
     def is_leaf(self, tensor: Any, index: int) -> bool:
         """Whether ``tensor`` is a leaf of parameter ``index``."""
         return any(copy.leaves[index] is tensor for copy in self._copies.values())
@@ -398,10 +419,11 @@ class FlatParamHandle:
     def replace_shard(self, new: torch.Tensor, compute_device: torch.device, precision: MixedPrecision) -> None:
         """Let ``new``, of another dtype or device or just other memory, be the shard; the layout keeps its offsets.
 
-        The flat parameter and the leaves stay the same objects. The full buffer must have been released.
+        The flat parameter and the leaves stay the same objects, but for ``DTensor`` s, which keep their dtype. The full
+        buffer must have been released.
         """
         self.compute_in_full_precision(False)
-        leaves = self.copy.all_leaves
+        before = self.copy.all_leaves
         self.layout = dataclasses.replace(
             self.layout,
             dtype=new.dtype,
@@ -411,6 +433,10 @@ class FlatParamHandle:
         self.device = compute_device
         self._shard = self.flat_param.data = self._put_at_rest(new)
         self._copies.clear()
+        leaves = before
+        if any(self.tp):
+            renewed = self._new_leaves(self.layout.compute_dtype, before)
+            leaves = [old if tp is None else new for tp, old, new in itertools.zip_longest(self.tp, before, renewed)]
         self.copy = self._make_copy(self.layout.compute_dtype, leaves, None)
 
     # -- the shard's views ---------------------------------------------------------------------------------------------
@@ -426,10 +452,13 @@ class FlatParamHandle:
         return [flat_shard[piece.shard_offset : piece.shard_offset + piece.numel] for piece in pieces]
 
     def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """What :meth:`sharded_views` has of parameter ``index``, of a tensor in its true shape."""
+        """What :meth:`sharded_views` has of parameter ``index``, of a tensor in its true shape, or with tensor
+        parallelism in that of this rank's part of it."""
+        record, piece, tp = self.layout.params[index], self.layout.piece(index, self.groups.shard_rank), self.tp[index]
+        if tp is not None and whole.shape != record.shape:
+            whole = tp.part_of(whole)
         if not self.groups.sharded:
             return whole
-        record, piece = self.layout.params[index], self.layout.piece(index, self.groups.shard_rank)
         in_memory_order = torch.empty_strided(record.shape, record.stride, dtype=whole.dtype, device=whole.device)
         return in_memory_order.copy_(whole).as_strided((record.numel,), (1,))[piece.start : piece.end]
 

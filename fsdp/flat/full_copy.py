@@ -23,6 +23,8 @@ from torch import nn
 from fsdp.comm.collectives import Pending
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
+from fsdp.flat.released import CheckedLeaf
+from fsdp.flat.tensor_parallel import local_of
 
 
 def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -58,8 +60,10 @@ class FullCopy:
 
     Attributes:
         tensor: ``layout.padded_numel`` elements; the shard itself if that is all of it, in this dtype, on this device.
-        leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over ``tensor``.
+        leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over ``tensor``; a ``DTensor``
+            where tensor parallelism has placed it.
         whole: one for all of the vector, without padding, where the modules have a flat parameter.
+        memories: of each leaf the plain tensor over ``tensor``, which is itself or what a ``DTensor`` is made around.
         pooled: the buffer's memory; None where the shard has it.
         keeps_writes: whether what is written to the leaves reaches the shard.
         compared: the moments at which it was compared with the shard, to find unseen writes.
@@ -74,6 +78,7 @@ class FullCopy:
         "compared",
         "keeps_writes",
         "leaves",
+        "memories",
         "pending",
         "pooled",
         "tensor",
@@ -95,7 +100,8 @@ class FullCopy:
         self.leaves, self.whole = leaves[:count], leaves[count] if len(leaves) > count else None
         self.pending: Pending | None = None
         self._views = [*parameter_views(layout, tensor), tensor[: layout.numel]]  # made while there is memory
-        point_at(self.all_leaves, self._views)
+        self.memories = [local_of(leaf) for leaf in leaves]
+        point_at(self.memories, self._views)
         self._marks = self._look()
         self.keeps_writes = resident
         self.compared: set[str] = set()
@@ -106,7 +112,10 @@ class FullCopy:
     def _look(self) -> list[tuple[int, int, bool]]:
         """Of each leaf what a write to it changes; our own writes go to ``tensor``, and change none of it."""
         start = self.tensor.data_ptr()
-        return [(leaf._version, (leaf.data_ptr() or start) - start, leaf.requires_grad) for leaf in self.all_leaves]
+        return [
+            (leaf._version, (memory.data_ptr() or start) - start, leaf.requires_grad)
+            for leaf, memory in zip(self.all_leaves, self.memories)
+        ]
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze one leaf."""
@@ -127,7 +136,7 @@ class FullCopy:
         found = []
         for index, (leaf, view, now, before) in enumerate(zip(self.all_leaves, self._views, seen, marks)):
             if now[1] != before[1]:
-                leaf.data = view
+                self.memories[index].data = view
                 found.append((index, "given other data"))
             elif now[0] != before[0] and not self.keeps_writes:
                 found.append((index, "changed in place"))
@@ -146,7 +155,7 @@ class FullCopy:
         if state not in _TRANSITIONS[self._state]:
             raise AssertionError(f"a full buffer went from {self._state.name} to {state.name}")
         if state is BufferState.SHARDED:
-            leaves = [leaf for leaf in self.all_leaves if type(leaf) is nn.Parameter]
+            leaves = [leaf for leaf, its in zip(self.all_leaves, self.memories) if not isinstance(its, CheckedLeaf)]
             self._versions = [(leaf, leaf._version) for leaf in leaves]
             _set_versions([(leaf, _RELEASED) for leaf in leaves])
         elif self._state is BufferState.SHARDED:

@@ -23,6 +23,7 @@ from fsdp.comm.streams import default_device, resolve_device
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.layout import FlatLayout, ParamSpec
 from fsdp.flat.names import WRAPPED_MODULE, joined, own_modules
+from fsdp.flat.tensor_parallel import TensorParallel, local_of
 
 _TORCH = "torch.distributed.fsdp"  # never imported
 ALIGNMENT = 16  # bytes; collectives and kernels fall back to slow paths on what is not aligned so
@@ -39,26 +40,41 @@ class Place:
 
 @dataclass
 class OwnedParam:
-    """A parameter of the unit and every place where it is registered; the first place names it."""
+    """A parameter of the unit and every place where it is registered; the first place names it.
+
+    Attributes:
+        tp: how tensor parallelism has placed it, if it has; ``param`` is this rank's part then.
+        dtensor: what was registered, in the place of which ``param`` comes.
+    """
 
     param: nn.Parameter
     places: list[Place]
+    tp: TensorParallel | None = None
+    dtensor: nn.Parameter | None = None
 
     @property
     def name(self) -> str:
         return self.places[0].name
 
 
-def owned_params(module: nn.Module, ignored: Ignored, unit_name: str) -> list[OwnedParam]:
-    """The parameters that ``module``'s unit owns, in registration order, depth first; shared ones once.
+def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Groups | None = None) -> list[OwnedParam]:
+    """The parameters that ``module``'s unit owns, in registration order, depth first; shared ones once. ``groups`` are
+    those that it is to be sharded over.
 
     Raises:
         ValueError: a parameter already belongs to another unit, or its kind cannot be flattened.
+        NotImplementedError: so it is with a ``DTensor``; see ``TensorParallel``.
     """
     owned = []
     for param, places in _places(module, ignored).items():
         _check(param, places[0].name, unit_name)
-        owned.append(OwnedParam(param, places))
+        if isinstance(param, DTensor):
+            tp = TensorParallel.of(param, f"{places[0].name!r} of {unit_name}", groups)
+            local = nn.Parameter(local_of(param).detach(), param.requires_grad)
+            local.__dict__.update(param.__dict__)
+            owned.append(OwnedParam(local, places, tp, param))
+        else:
+            owned.append(OwnedParam(param, places))
     return owned
 
 
@@ -110,10 +126,6 @@ def _check(param: nn.Parameter, name: str, unit_name: str) -> None:
             f"parameter {name!r} of {unit_name} is shared with {other}, which already owns it. A parameter can be "
             "sharded by one unit only: wrap the lowest module that contains both of its places as one unit, and none "
             "of the two apart"
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"parameter {name!r} of {unit_name} is a DTensor; tensor parallelism is not supported yet"
         )
     if isinstance(param, nn.UninitializedParameter):
         raise ValueError(
@@ -172,8 +184,8 @@ def build_handles(
             param_alignment=ALIGNMENT if use_orig_params or shard_alignment > 1 else 1,
             shard_alignment=shard_alignment,
         )
-        params = [item.param for item in members]
-        handle = FlatParamHandle.flatten(layout, params, groups, device, offload, with_whole=not use_orig_params)
+        params, tp = [item.param for item in members], [item.tp for item in members]
+        handle = FlatParamHandle.flatten(layout, params, groups, device, offload, tp, with_whole=not use_orig_params)
         handles.append((handle, members))
     return handles
 
@@ -379,7 +391,7 @@ def synchronize(module: nn.Module, owned: list[OwnedParam], groups: Groups) -> N
         for buffer in owner._buffers.values():
             if buffer is not None and buffer not in seen:
                 seen.add(buffer)
-                tensors.append(buffer.detach())
+                tensors.append(local_of(buffer).detach())
     if groups.replica is not None and groups.shard_rank == 0:  # the others get it inside of their shard group
         broadcast(tensors, groups.replica)
     if groups.shard is not None:

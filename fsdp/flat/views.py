@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp.flat.flat_param import LOST_WRITE, FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, FullCopy, SlotBuffer, parameter_views, point_at
 from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
+from fsdp.flat.tensor_parallel import local_of
 
 # of a bucket: its full copy; and of each visible parameter which one it is, and how often it was changed in place
 Marks = tuple[FullCopy, list[tuple[int, int]]]
@@ -40,6 +42,7 @@ class Visible:
 
 def _memory_of(tensor: torch.Tensor) -> int:
     """Another one after ``tensor.data = other``. A tensor without elements points nowhere, but has a storage, too."""
+    tensor = local_of(tensor)
     return tensor.data_ptr() or tensor.untyped_storage()._cdata
 
 
@@ -112,17 +115,20 @@ class _BucketViews:
             assign_grad(param, grad)
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it."""
-        return grad
+        """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it. With tensor
+        parallelism this rank's part of it, for which ranks may have to communicate."""
+        tp = self.handle.tp[index] if index < len(self.handle.tp) else None
+        return grad if tp is None else tp.local_gradient(grad)
 
-    def grad_parts(self) -> list[torch.Tensor]:
-        """The gradients that this rank has, without padding and without empty tensors; what changes them in place
-        changes ``.grad``."""
-        grads = [visible.param.grad for visible in self.visible]
+    def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
+        """The gradients that this rank has, without padding and without empty tensors, of parameters that tensor
+        parallelism has ``cut``, or of the others; what changes them in place changes ``.grad``."""
+        grads = [visible.param.grad for visible in self.visible if self.handle.is_cut(visible.members[0]) is cut]
         return [grad for grad in grads if grad is not None and grad.numel()]
 
     def _take_grad(self, index: int, whole: torch.Tensor) -> None:
         """Make ``whole`` the gradient of parameter ``index``."""
+        whole = local_of(whole)
         visible = next(visible for visible in self.visible if index in visible.members)
         if visible.absent:
             return
@@ -211,7 +217,8 @@ class _BucketViews:
             for index, (tensor, pointer) in enumerate(zip(ours, pointers)):
                 if _memory_of(tensor) != pointer and values is not None:
                     self._check_fits(index, tensor, values[index], cast=summoned is not None)
-                    point_at([tensor], [values[index].copy_(tensor)])
+                    local = local_of(tensor)
+                    point_at([local], [values[index].copy_(local)])
 
     def _check_fits(self, index: int, new: torch.Tensor, like: torch.Tensor, *, cast: bool = False) -> None:
         """Raises where ``new`` cannot stand for parameter ``index``, whose values lie in ``like``; with ``cast`` it may
@@ -220,6 +227,12 @@ class _BucketViews:
         name = f"{record.name!r} of {self.handle.unit_name}"
         if not isinstance(new, nn.Parameter):
             raise TypeError(f"Cannot writeback {name}: assign a torch.nn.Parameter, not a {type(new).__name__}")
+        if isinstance(new, DTensor) and self.registration.summoned is None:
+            raise NotImplementedError(
+                f"Cannot writeback {name}: it became a DTensor while it is sharded. Assign one inside "
+                "summon_full_params(), or a plain torch.nn.Parameter of this rank's part"
+            )
+        new = local_of(new)
         if new.shape != like.shape:
             what = "the parameter" if like.shape == record.shape else "this rank's part of it"
             raise RuntimeError(
@@ -234,7 +247,7 @@ class _BucketViews:
     def _write(self, index: int, new: torch.Tensor) -> torch.Tensor:
         """Make the values of ``new``, a whole parameter or this rank's part of it, those of parameter ``index``: where
         it is summoned, if it is, else in the shard. Returns that memory."""
-        target = self._target(index)
+        target, new = self._target(index), local_of(new)
         return target.copy_(new if new.shape == target.shape else self.handle.part_of(index, new))
 
     def _target(self, index: int) -> torch.Tensor:
@@ -249,7 +262,8 @@ class _BucketViews:
         target = self._target(index)
         if new is None:
             return False
-        new = new.detach() if new.shape == target.shape else self.handle.part_of(index, new.detach())
+        new = local_of(new).detach()
+        new = new if new.shape == target.shape else self.handle.part_of(index, new)
         both = (target, new.to(target.device, target.dtype))
         return not torch.equal(*(values.reshape(-1).view(torch.uint8) for values in both))
 
@@ -391,14 +405,15 @@ class OriginalViews(_BucketViews):
             Visible(item.name, item.param, (index,), piece.numel == 0 and handle.groups.sharded)
             for index, (item, piece) in enumerate(zip(owned, pieces))
         ]
-        owners = {p.module: index for index, item in enumerate(owned) for p in item.places if handle.groups.sharded}
+        rests = [handle.groups.sharded or tp is not None for tp in handle.tp]  # in another shape than it computes in
+        owners = {p.module: index for index, item in enumerate(owned) for p in item.places if rests[index]}
         guards = [guard(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
         super().__init__(handle, Registration(handle, owned, None, guards))
         handle.flat_param._params = self._originals
         self._hidden_grads: list[torch.Tensor | None] | None = None  # of the shards, while summoned
         self.shows_grads = False  # whether full gradients are summoned
         self.follow_shard()
-        if handle.groups.sharded:
+        if any(rests):
             self.registration.forbid_copies()
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
@@ -420,6 +435,7 @@ class OriginalViews(_BucketViews):
         return OriginalViews(handle, owned, self._guard)
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        grad = super().hooked(index, grad)
         for hook in tuple((self._originals[index]._backward_hooks or {}).values()):
             changed = hook(grad)
             if changed is not None:
@@ -450,15 +466,29 @@ class OriginalViews(_BucketViews):
         for original, grad in zip(self._originals, grads or ()):
             original.grad = None  # of another shape
             original.grad = grad
-        self._cover_by(Layer(self._originals, values))
+        shown = self._originals
+        if any(self.handle.tp):  # DTensors are shown, in the memory of the user's own
+            shown = [self._shown(index, original) for index, original in enumerate(self._originals)]
+        self._cover_by(Layer(shown, values))
+
+    def _shown(self, index: int, original: Any) -> Any:
+        """What is summoned of one of the user's parameters."""
+        tp = self.handle.tp[index]
+        if tp is None:
+            return original
+        shown = tp.around(original.detach(), requires_grad=original.requires_grad)
+        if self.shows_grads and original.grad is not None:
+            shown.grad = tp.around(original.grad, requires_grad=False).detach()
+        return shown
 
     def end_summon(self, *, write_grads: bool) -> None:
         hidden, with_grads = self._hidden_grads or [], self.shows_grads
         self._hidden_grads, self.shows_grads = None, False
-        shown = [original.grad for original in self._originals]
-        for original in self._originals:
+        layer = self._uncover_summoned()
+        shown = [local_of(tensor.grad) for tensor in (layer.tensors if with_grads else self._originals)]
+        for original, tensor in zip(self._originals, layer.tensors):
             original.grad = None
-        self._uncover_summoned()
+            original.requires_grad_(tensor.requires_grad)
         point_at(self._originals, self._values or ())
         for index, (before, now) in enumerate(zip(hidden, shown)):
             sharded = [tensor.shape for tensor in (self._originals[index], before) if tensor is not None]
@@ -473,7 +503,11 @@ class OriginalViews(_BucketViews):
 
     def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """``new`` is the user's parameter from here on; the one before is a tensor of its own."""
-        old = self._originals[index]
+        old, summoned = self._originals[index], self.registration.summoned
+        if summoned is not None:
+            summoned.tensors[index] = new
+        if isinstance(new, DTensor):  # what stands for it while it is sharded is the parameter
+            return
         new._fsdp_owner, new._fsdp_flattened, new._fsdp_replaced = old._fsdp_owner, True, False
         old._fsdp_flattened, old._fsdp_replaced = False, True
         point_at([old, new], [old.data.clone(), memory])
@@ -503,7 +537,14 @@ class FlatViews(_BucketViews):
             return [ShardedPlaceholder(handle, index) for index in range(len(handle.leaves))]
         if handle.state is BufferState.RESIDENT:
             return list(handle.leaves)
-        return [nn.Parameter(value, leaf.requires_grad) for value, leaf in zip(values, handle.leaves)]
+        return self._parameters_of(values, [leaf.requires_grad for leaf in handle.leaves])
+
+    def _parameters_of(self, values: list[torch.Tensor], flags: Sequence[bool]) -> list[Any]:
+        """New parameters that hold ``values``, one per parameter of the layout."""
+        return [
+            nn.Parameter(value, flag) if tp is None else tp.around(value, requires_grad=flag)
+            for tp, value, flag in zip(self.handle.tp, values, flags)
+        ]
 
     def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
         owned, home = self.registration.copied(memo)
@@ -517,13 +558,21 @@ class FlatViews(_BucketViews):
     def sharded_grads(self, flat_shard: torch.Tensor) -> list[torch.Tensor]:
         return [flat_shard]
 
-    def grad_parts(self) -> list[torch.Tensor]:
-        return [grad[start:end] for grad in super().grad_parts() for start, end in self._runs]
+    def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
+        handle, grad = self.handle, self.handle.flat_param.grad
+        runs = self._runs
+        if any(handle.tp):
+            pieces = enumerate(handle.layout.pieces(handle.groups.shard_rank))
+            chosen = [piece for index, piece in pieces if handle.is_cut(index) is cut and piece.numel]
+            runs = tuple((piece.shard_offset, piece.shard_offset + piece.numel) for piece in chosen)
+        elif cut:
+            runs = ()
+        return [] if grad is None else [grad[start:end] for start, end in runs]
 
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """New parameters are registered, under the original names."""
         requires_grad = self.handle.flat_param.requires_grad
-        params = [nn.Parameter(value, requires_grad=requires_grad) for value in values]
+        params = self._parameters_of(values, [requires_grad] * len(values))
         self._cover_by(Layer(params, values, before=(_looks(params), _flags(params))))
 
     def end_summon(self, *, write_grads: bool) -> None:

@@ -68,7 +68,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     finally:
         for unit in inner:
             unit.parent_is_built = False
-    owned = owned_params(module, ignored, name)
+    owned = owned_params(module, ignored, name, options.groups)
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
     if options.synchronized:
         synchronize(module, owned, options.groups)
@@ -82,10 +82,14 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
         else:
             buckets.append(FlatViews(handle, members, home))
     for item in owned:
-        item.param._fsdp_flattened = True  # type: ignore[attr-defined]
-        item.param._fsdp_owner = f"{item.name!r} of {name}"  # type: ignore[attr-defined]
+        replaced: list[Any] = [item.dtensor if item.dtensor is not None else item.param]
+        for param in {item.param, *replaced}:
+            param._fsdp_flattened = True
+            param._fsdp_owner = f"{item.name!r} of {name}"
+        if not use_orig_params or item.dtensor is not None:
+            replaced[0]._fsdp_replaced = True
+            item.dtensor = None
         if not use_orig_params:
-            item.param._fsdp_replaced = True  # type: ignore[attr-defined]
             item.param = None  # type: ignore[assignment]
     precision = UnitPrecision(module, options.mixed_precision, ignored.modules)
     for submodule in module.modules():  # torch.compile and tools look for these two

@@ -8,7 +8,8 @@ infinity norm, all of it): gradients of ``NO_SHARD``, which are equal on all ran
 no unit manages, which are whatever the ranks made of them; and what other groups than the root's have found. The norm
 is therefore the same on all ranks of the root's group, and NaN or infinite where any gradient is. Replicas of a root
 that is sharded as well have the same gradients, bit for bit, and so the same norm: it is brought to an all-reduce over
-them only where what need not be the same is in it.
+them only where what need not be the same is in it. The ranks of tensor parallelism have different parts of what that
+has cut, and the same of the rest, so before all of this each brings its parts, and its share of the rest.
 
 [Note: Precision of the norm]
 A norm in float32 is good to six digits only where sums are short. On accelerators they are, since thousands of threads
@@ -18,16 +19,21 @@ pieces that fit into the cache are summed in float64.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp.comm.collectives import combine
+from fsdp.comm.groups import group_ranks
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.unit import Unit
 
@@ -121,17 +127,17 @@ def clip_grad_norm_(
     dtypes |= {gradients.dtype for unit in units for gradients in unit.gradients}
     wide = torch.float64 if any(dtype.to_real() == torch.float64 for dtype in dtypes) else torch.float32
 
-    sharded: dict[Any, list[torch.Tensor]] = {}  # by shard group, in the tree's order on every rank
-    whole = [param.grad for param in others if param.grad is not None and param.grad.numel()]
+    sharded: dict[Any, _Grads] = {}  # by shard group, in the tree's order on every rank
+    whole, tp_group = _Grads(), _tp_group(handles, others)
+    for param in others:
+        whole.add_unmanaged(param)
     for unit in units:
         for views in unit.views:
-            home = sharded.setdefault(unit.groups.shard, []) if unit.groups.sharded else whole
-            home.extend(views.grad_parts())
+            home = sharded.setdefault(unit.groups.shard, _Grads()) if unit.groups.sharded else whole
+            home.alike.extend(views.grad_parts())
+            home.cut.extend(views.grad_parts(cut=True))
 
     device = next((unit.device for unit in units if unit.handles), root.device)
-
-    def part(grads: list[torch.Tensor]) -> torch.Tensor:
-        return order.part(_norms(grads, p, wide, device))
 
     context = root.context
     assert context is not None
@@ -141,12 +147,19 @@ def clip_grad_norm_(
         combine(value, group, context.streams, "sum up the gradient norm", largest=order.largest)
         return value
 
-    parts = {group: part(grads) for group, grads in sharded.items()}
+    def part(grads: _Grads) -> torch.Tensor:
+        of_all = order.part(_norms(grads.alike, p, wide, device))
+        if tp_group is None:
+            return of_all
+        own = order.part(_norms(grads.cut, p, wide, device))
+        return combined(order.join(order.share(of_all, tp_group.size()), own), tp_group)
+
     over = root.groups_for(REDUCE)
     everyone = over[0] if over else None
-    own = parts.pop(everyone, None)
-    total = part(whole)
     with context.calling(f"clip_grad_norm_(norm_type={p})", often=True):
+        parts = {group: part(grads) for group, grads in sharded.items()}
+        own = parts.pop(everyone, None)
+        total = part(whole)
         for group, value in parts.items():
             total = order.join(total, combined(value, group))
         if everyone is not None and (own is not None or parts or others):  # see [Note: Whose gradients count]
@@ -162,9 +175,47 @@ def clip_grad_norm_(
             "clipped. To scale them by it anyway, pass error_if_nonfinite=False"
         )
     coefficient = (max_norm / (norm + _STABILIZER)).clamp(max=1.0)  # no branch on it: the host would have to wait
-    for (place, dtype), grads in _by_kind([*whole, *(grad for several in sharded.values() for grad in several)]):
+    for (place, dtype), grads in _by_kind(grad for several in (whole, *sharded.values()) for grad in several):
         torch._foreach_mul_(grads, coefficient.to(device=place, dtype=dtype))
     return norm.cpu() if any(handle.keeps_gradients_on_host for handle in handles) else norm
+
+
+class _Grads:
+    """Gradients of one group's units: of parameters that tensor parallelism has ``cut``, and ``alike`` on its ranks."""
+
+    def __init__(self) -> None:
+        self.alike: list[torch.Tensor] = []
+        self.cut: list[torch.Tensor] = []
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return itertools.chain(self.alike, self.cut)
+
+    def add_unmanaged(self, param: nn.Parameter) -> None:
+        """The gradient of a parameter that no unit manages, if it has one."""
+        if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+            if param.grad.placements != param.placements:  # partial sums, whose norms tell nothing of the sum's
+                param.grad = param.grad.redistribute(placements=param.placements)
+            home = self.alike if all(placement.is_replicate() for placement in param.placements) else self.cut
+        else:
+            home = self.alike
+        if param.grad is not None and (grad := local_of(param.grad)).numel():
+            home.append(grad)
+
+
+def _tp_group(handles: Iterable[FlatParamHandle], others: Iterable[nn.Parameter]) -> Any | None:
+    """The ranks of the tree's tensor parallelism; None where there is none.
+
+    Raises:
+        NotImplementedError: it is over several groups of ranks.
+    """
+    groups = [handle.tp_group for handle in handles]
+    groups += [param.device_mesh.get_group() for param in others if isinstance(param, DTensor)]
+    found = {tuple(group_ranks(group)): group for group in groups if group is not None}
+    if len(found) > 1:
+        raise NotImplementedError(
+            f"clip_grad_norm_() of a model with tensor parallelism over several groups of ranks: {list(found)}"
+        )
+    return next(iter(found.values()), None)
 
 
 def _norms(grads: Iterable[torch.Tensor], p: float, wide: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -212,7 +263,7 @@ def warn_of_local_norm(units: Iterable[Unit]) -> None:
             return
         frame = frame.f_back
         if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-            if any(unit.groups.sharded for unit in units):
+            if any(unit.groups.sharded or any(handle.tp_group for handle in unit.handles) for unit in units):
                 warnings.warn(
                     "torch.nn.utils.clip_grad_norm_() was called on sharded parameters: it sees this rank's shards "
                     "only, and every rank clips by another norm. Call clip_grad_norm_() of the outermost wrapped "

@@ -46,6 +46,7 @@ class ExpectedLeaves:
         self._accumulators = {
             id(leaf): (key, hooks.accumulator_of(leaf)) for key, leaf in self._leaves() if id(leaf) in hooked
         }
+        self.watch()  # a DTensor of another dtype is another leaf
 
     def _leaves(self) -> list[tuple[LeafKey, torch.Tensor]]:
         return [((bucket, i), leaf) for bucket, handle in enumerate(self._handles) for i, leaf in handle.all_leaves]

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import parameter_views
+from fsdp.flat.tensor_parallel import TensorParallel
 from fsdp.runtime.build import join
 from fsdp.runtime.full_params import gather_grads
 from fsdp.runtime.unit import Phase, Unit, every_unit, units_of
@@ -41,10 +42,17 @@ class _Place:
         return self.unit.handles[self.bucket]
 
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
-        """The parameter's part of the bucket's full vector, in its true shape."""
-        if self.unit.policy.use_orig_params:
-            return parameter_views(self.handle.layout, full)[self.position]
-        return full[: self.handle.layout.numel]
+        """The parameter's part of the bucket's full vector, in its true shape; with tensor parallelism, for which its
+        ranks communicate, a copy."""
+        if not self.unit.policy.use_orig_params:
+            return full[: self.handle.layout.numel]
+        local, tp = parameter_views(self.handle.layout, full)[self.position], self.tp
+        return local if tp is None else tp.around(local, requires_grad=False).full_tensor()
+
+    @property
+    def tp(self) -> TensorParallel | None:
+        """How tensor parallelism has placed the parameter, if it has; a flat one has local tensors of many."""
+        return self.handle.tp[self.position] if self.unit.policy.use_orig_params else None
 
     def check(self, call: str) -> None:
         """Raises RuntimeError where the shards do not have the values."""
@@ -75,11 +83,14 @@ def _place_of(param: torch.Tensor) -> _Place | None:
 
 def global_shape(param: torch.Tensor) -> torch.Size:
     """The shape of the whole parameter of which ``param``, from ``parameters()`` of a wrapped module, is this rank's
-    part; of a flat parameter that of its vector, without padding; of any other tensor its own shape."""
+    part; of a flat parameter that of its vector, without padding (with tensor parallelism of the vector that the ranks
+    of one shard group share); of any other tensor its own shape."""
     place = _place_of(param)
     if place is None:
         return param.shape
     layout = place.handle.layout
+    if place.tp is not None:
+        return torch.Size(place.tp.shape)
     return torch.Size(layout.params[place.position].shape if place.unit.policy.use_orig_params else (layout.numel,))
 
 
@@ -135,8 +146,9 @@ def num_params(module: nn.Module, *, only_trainable: bool = False) -> int:
     for unit in units_of(module):
         for handle, views in zip(unit.handles, unit.views):
             for visible in views.visible:
-                records = [record for index, record in enumerate(handle.layout.params) if index in visible.members]
-                several.append((sum(record.numel for record in records), visible.param))
+                both = enumerate(zip(handle.tp, handle.layout.params))
+                numels = [(tp or record).numel for index, (tp, record) in both if index in visible.members]
+                several.append((sum(numels), visible.param))
     managed = {param for _, param in several}
     several += [(param.numel(), param) for param in module.parameters() if param not in managed]
     return sum(numel for numel, param in several if param.requires_grad or not only_trainable)

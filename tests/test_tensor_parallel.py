@@ -1,0 +1,370 @@
+"""Tensor parallelism on one dimension of a mesh, sharding on the other: 2 x 2 ranks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import MixedPrecision, ShardingStrategy, full_grad, full_tensor, global_shape, num_params
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import clean_name, sgd_of_halves
+from tests.harness.pool import run_ranks
+
+WIDTH, HIDDEN, LENGTH = 6, 10, 4
+_made = itertools.count()
+
+
+class Block(nn.Module):
+    """Of a transformer: heads stand for attention. What tensor parallelism leaves alone is beside what it cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.sequence: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = x
+        for cut in self.sequence:
+            inner = cut(inner)
+        return x + self.gate(self.down(torch.tanh(self.up(self.norm(inner)))))
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.frozen = nn.Parameter(torch.rand(WIDTH), requires_grad=False)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.frozen
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _Cut:
+    """Along the sequence, for what is parallel in that."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(x, self.mesh, [Replicate()])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Cut:
+        return self
+
+
+def grid() -> DeviceMesh:
+    number = next(_made)  # torch keeps meshes from earlier jobs
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp{number}", f"tp{number}"))
+
+
+def dp_tp(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[0]], mesh[mesh.mesh_dim_names[1]]
+
+
+def parallel(net: Net, tp: DeviceMesh) -> Net:
+    plan = {
+        "norm": SequenceParallel(sequence_dim=1),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(),
+    }
+    for block in net.blocks:
+        parallelize_module(block, tp, plan)
+        block.sequence.append(_Cut(tp))
+    return net
+
+
+def wrapped(net: Net, mesh: DeviceMesh, **options: Any) -> FSDP:
+    options = {"device_mesh": mesh, **options}
+    return FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def batch(step: int, replica: int) -> torch.Tensor:
+    return torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(100 * step + replica))
+
+
+def loss_of(model: nn.Module, step: int, replica: int) -> torch.Tensor:
+    x = batch(step, replica).to(next(model.parameters()).dtype)
+    return model(x).float().square().mean()
+
+
+def by_hand(net: Net, dp: DeviceMesh, steps: int, micro: int = 1) -> list[torch.Tensor]:
+    """Trains the tensor-parallel model with gradients averaged over `dp` by hand; the losses."""
+    params = [param for param in net.parameters() if param.requires_grad]
+    optimizer, losses = sgd_of_halves(params), []
+    for step in range(steps):
+        sums: list[Any] = [None] * len(params)
+        for part in range(micro):
+            losses.append(loss_of(net, micro * step + part, dp.get_local_rank()))
+            grads: Any = torch.autograd.grad(losses[-1], params)
+            for index, (param, grad) in enumerate(zip(params, grads)):
+                if isinstance(param, DTensor):
+                    grad = grad.redistribute(placements=param.placements)
+                sums[index] = grad if part == 0 else sums[index] + grad
+        for param, total in zip(params, sums):
+            local = total.to_local() if isinstance(total, DTensor) else total
+            dist.all_reduce(local, group=dp.get_group())
+            local.div_(2)
+            param.grad = total
+        optimizer.step()
+        if step < steps - 1:
+            optimizer.zero_grad()
+    return losses
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def trained(model: FSDP, replica: int, steps: int, micro: int = 1) -> list[torch.Tensor]:
+    """The losses; the last gradients stay."""
+    optimizer, losses = sgd_of_halves([p for p in model.parameters() if p.requires_grad]), []
+    for step in range(steps):
+        for part in range(micro):
+            if part < micro - 1:
+                with model.no_sync():
+                    losses.append(loss_of(model, micro * step + part, replica))
+                    losses[-1].backward()
+            else:
+                losses.append(loss_of(model, micro * step + part, replica))
+                losses[-1].backward()
+        optimizer.step()
+        if step < steps - 1:
+            optimizer.zero_grad()
+    return losses
+
+
+def summoned(model: FSDP) -> dict[str, torch.Tensor]:
+    with FSDP.summon_full_params(model):
+        return {clean_name(name): whole(param).clone() for name, param in model.named_parameters()}
+
+
+def same(found: Any, expected: Any, what: str) -> None:
+    assert len(found) == len(expected), what
+    pairs = (
+        [(name, found[name], expected[name]) for name in expected]
+        if isinstance(expected, dict)
+        else [(str(index), *pair) for index, pair in enumerate(zip(found, expected))]
+    )
+    for name, one, other in pairs:
+        assert torch.equal(one, other), f"{what}: {name}: {one} instead of {other}"
+
+
+def check_parity() -> None:
+    mesh = grid()
+    dp, tp = dp_tp(mesh)
+    replica = dp.get_local_rank()
+    strategies: list[dict[str, Any]] = [
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"device_mesh": None, "process_group": dp.get_group()},
+    ]
+    for steps, micro, ways in ((10, 1, [{}]), (3, 2, [{}]), (2, 1, strategies)):
+        net = parallel(Net(), tp)
+        losses = by_hand(net, dp, steps, micro)
+        expected = {name: whole(param) for name, param in net.named_parameters()}
+        for uop, options in itertools.product((False, True), ways):
+            what = f"use_orig_params={uop}, {options}, {micro} backwards a step"
+            model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, **options)
+            same(trained(model, replica, steps, micro), losses, what)
+            same(summoned(model), expected, what)
+
+
+def test_it_trains_as_the_tensor_parallel_model_does_bit_for_bit() -> None:
+    run_ranks(4, check_parity)
+
+
+# -- what else is done with parameters ---------------------------------------------------------------------------------
+
+
+def leaves_are_dtensors(model: FSDP, dtype: torch.dtype) -> list[Any]:
+    """Notes at each forward how the parameters of a block look to it."""
+    seen: list[Any] = []
+
+    def look(module: Any, args: Any) -> None:
+        weight = module.up.weight
+        seen.append((type(weight), isinstance(weight, nn.Parameter), weight.placements, weight.dtype, weight.shape))
+        seen.append((type(module.gate.weight), module.gate.weight.dtype))
+
+    model.blocks[0].module.register_forward_pre_hook(look)
+    return [(DTensor, True, (Shard(0),), dtype, (HIDDEN, WIDTH)), (nn.Parameter, dtype)], seen
+
+
+def check_uses() -> None:
+    mesh = grid()
+    dp, tp = dp_tp(mesh)
+    replica, everyone = dp.get_local_rank(), dist.group.WORLD
+    net = parallel(Net(), tp)
+    by_hand(net, dp, 1)
+    grads = {name: whole(param.grad) for name, param in net.named_parameters() if param.grad is not None}
+    values = {name: whole(param) for name, param in net.named_parameters()}
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads.values()))
+    largest = max(float(grad.abs().max()) for grad in grads.values())
+    for uop in (False, True):
+        # sync_module_states gives all replicas what the first has
+        model = wrapped(parallel(Net(seed=replica), tp), dp, use_orig_params=uop, sync_module_states=True)
+        expected, seen = leaves_are_dtensors(model, torch.float32)
+        twin = copy.deepcopy(model)
+        trained(model, replica, 1)
+        assert seen == expected
+        same(summoned(model), values, "synchronised")
+        # the norm counts each part once, and is the same on all ranks
+        for order, is_norm in ((2, norm), (math.inf, largest)):
+            found = model.clip_grad_norm_(1e-3, order)
+            assert float(found) == pytest.approx(is_norm, rel=1e-6)
+            several = [torch.zeros(()) for _ in range(4)]
+            dist.all_gather(several, found, group=everyone)
+            assert all(torch.equal(one, found) for one in several)
+            trained(model := copy.deepcopy(twin), replica, 1)
+            same(summoned(model), values, "a copy")
+        # whole values and gradients of the parts that users hold
+        assert num_params(model) == sum(param.numel() for param in Net().parameters())
+        if uop:
+            for name, param in model.named_parameters():
+                assert type(param) is nn.Parameter and param.dim() == 1
+                assert global_shape(param) == values[clean_name(name)].shape
+                assert torch.equal(full_tensor(param), values[clean_name(name)])
+                if param.requires_grad:
+                    assert torch.equal(full_grad(param), grads[clean_name(name)])
+            with FSDP.summon_full_params(model, with_grads=True):
+                for name, param in model.named_parameters():
+                    assert param.grad is None or torch.equal(whole(param.grad), grads[clean_name(name)])
+                up = model.blocks[0].up
+                up.weight.grad.mul_(2)
+                up.bias.grad = distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)])
+            doubled = {clean_name(name): full_grad(param) for name, param in model.named_parameters()}
+            assert torch.equal(doubled["blocks.0.up.weight"], 2 * grads["blocks.0.up.weight"])
+            assert torch.equal(doubled["blocks.0.up.bias"], torch.ones(HIDDEN))
+        # what is written to summoned parameters, or put in their place, stays
+        with FSDP.summon_full_params(model), torch.no_grad():
+            model.blocks[1].down.weight.mul_(2)
+            model.blocks[1].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
+        now = summoned(model)
+        assert torch.equal(now["blocks.1.down.weight"], 2 * values["blocks.1.down.weight"])
+        assert torch.equal(now["blocks.1.up.bias"], torch.ones(HIDDEN))
+        if uop:
+            with pytest.raises(NotImplementedError, match=r"'up.bias' of .*a DTensor while it is sharded"):
+                twin.blocks[0].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
+                twin(batch(0, 0))
+    check_precision(dp, tp)
+    check_ignored(dp, tp, norm)
+    check_odd(dp, tp)
+    check_refused(mesh, dp, tp)
+
+
+def check_precision(dp: DeviceMesh, tp: DeviceMesh) -> None:
+    low, high, replica = torch.bfloat16, torch.float64, dp.get_local_rank()
+    expected = loss_of(parallel(Net(dtype=low), tp), 0, replica)
+    net = parallel(Net(dtype=high), tp)
+    losses = by_hand(net, dp, 2)
+    for uop in (False, True):
+        model = wrapped(
+            parallel(Net(), tp), dp, use_orig_params=uop, mixed_precision=MixedPrecision(low, torch.float32)
+        )
+        looks, seen = leaves_are_dtensors(model, low)
+        loss = loss_of(model, 0, replica)
+        assert seen == looks and torch.equal(loss, expected)
+        loss.backward()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad and p.numel())
+        # moved and cast after it was wrapped and used
+        model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop)
+        looks, seen = leaves_are_dtensors(model, high)
+        loss_of(model, 0, replica).backward()
+        model.zero_grad()
+        model.double()
+        seen.clear()
+        same(trained(model, replica, 2), losses, "in double precision")
+        assert seen == looks * 2
+        same(summoned(model), {name: whole(param) for name, param in net.named_parameters()}, "in double precision")
+
+
+def check_ignored(dp: DeviceMesh, tp: DeviceMesh, norm: float) -> None:
+    """Gradients of ignored parameters are the user's to average, and count in the norm."""
+    replica = dp.get_local_rank()
+    for uop in (False, True):
+        net = parallel(Net(), tp)
+        ignored = [net.blocks[0].norm.weight, net.blocks[1].up.weight, net.blocks[0].gate.weight]
+        model = wrapped(net, dp, use_orig_params=uop, ignored_states=ignored)
+        loss_of(model, 0, replica).backward()
+        for param in ignored:
+            local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+            dist.all_reduce(local, group=dp.get_group())
+            local.div_(2)
+        assert model.blocks[0].norm.weight is ignored[0]
+        assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(norm, rel=1e-6)
+        assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(1e-3, rel=1e-3)
+
+
+class Odd(nn.Module):
+    """Parts of different sizes, of which one is empty."""
+
+    def __init__(self, tp: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tp = [tp]
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(5, 3), tp, [Shard(0)]))
+        self.single = nn.Parameter(distribute_tensor(torch.randn(1, 5), tp, [Shard(0)]))
+        self.plain = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = DTensor.from_local(x * self.plain, self.tp[0], [Replicate()])
+        inner = torch.tanh(torch.nn.functional.linear(inner, self.weight)).redistribute(placements=[Replicate()])
+        return torch.nn.functional.linear(inner, self.single).full_tensor()
+
+
+def check_odd(dp: DeviceMesh, tp: DeviceMesh) -> None:
+    plain = Odd(tp)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(dp.get_local_rank()))
+    plain(x).sum().backward()
+    for uop in (False, True):
+        model = FSDP(Odd(tp), device_mesh=dp, use_orig_params=uop)
+        model(x).sum().backward()
+        total = 0.0
+        for param in plain.parameters():
+            grad = whole(param.grad).clone()
+            dist.all_reduce(grad, group=dp.get_group())
+            total += float((grad / 2).double().square().sum())
+        assert float(model.clip_grad_norm_(1.0)) == pytest.approx(math.sqrt(total), rel=1e-6)
+        same(summoned(model), {name: whole(param) for name, param in plain.named_parameters()}, "odd sizes")
+
+
+def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
+    for where, placements, error, words in (
+        (dp, [Shard(0)], ValueError, r"'weight' of the Linear unit is a DTensor on the ranks \[\d, \d\], and its unit"),
+        (mesh, [Replicate(), Shard(0)], NotImplementedError, "'weight' of the Linear unit .* one dimension of a mesh"),
+    ):
+        linear = nn.Linear(4, 4)
+        linear.weight = weight = nn.Parameter(distribute_tensor(linear.weight.detach(), where, placements))
+        with pytest.raises(error, match=words):
+            FSDP(linear, device_mesh=dp)
+        assert linear.weight is weight and not getattr(weight, "_fsdp_flattened", False)
+    linear = nn.Linear(3, 5)
+    local = DTensor.from_local(torch.ones(2 + tp.get_local_rank(), 3), tp, [Shard(0)], shape=(5, 3), stride=(3, 1))
+    linear.weight = nn.Parameter(local)
+    with pytest.raises(ValueError, match=r"expected the chunks of torch\.chunk"):
+        FSDP(linear, device_mesh=dp)
+
+
+def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
+    run_ranks(4, check_uses)
