@@ -291,26 +291,26 @@ def as_flag(value: Any, argument: str) -> bool:
     return bool(value)
 
 
-def as_resharding(value: Any, strategy: ShardingStrategy) -> bool | None:
-    """Whether units are resharded after forward: what ``value`` says, or ``strategy`` where that is None; None: all but
-    the root.
+def as_resharding(value: Any, strategy: ShardingStrategy) -> tuple[bool | None, int]:
+    """(whether units are resharded after forward, over how many ranks): what ``value`` says, or ``strategy`` where that
+    is None. None: all but the root are; 0: over all ranks.
 
     Raises:
-        TypeError: it is neither a bool nor None.
-        ValueError: it is not what ``strategy`` says.
-        NotImplementedError: it is a number of ranks.
+        TypeError: it is no bool, no number and not None.
+        ValueError: it is not what ``strategy`` says, or less than one rank.
     """
     keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
     if value is None:
-        return False if keeps else None
+        return (False if keeps else None), 0
+    ranks = 0
     if isinstance(value, int) and not isinstance(value, bool):
-        raise NotImplementedError(
-            f"reshard_after_forward={value}: parameters that stay sharded over fewer ranks after forward are not "
-            "supported yet; pass True or False"
-        )
-    if as_flag(value, "reshard_after_forward") and keeps:
-        raise ValueError(f"reshard_after_forward=True contradicts {strategy}, which keeps parameters from forward on")
-    return bool(value)
+        if value < 1:
+            raise ValueError(f"reshard_after_forward must be a bool or a number of ranks, 1 or more, but got {value}")
+        ranks = value
+    reshards = ranks > 1 if ranks else as_flag(value, "reshard_after_forward")
+    if reshards and keeps:
+        raise ValueError(f"reshard_after_forward={value} contradicts {strategy}, which keeps units after forward")
+    return reshards, ranks if reshards else 0
 
 
 def as_count(value: Any, argument: str, of: str) -> int:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -70,6 +68,7 @@ from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
 from fsdp.switches import Switches
+from fsdp.switches import register_forward_method as register_forward_method
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
 __all__ = [
@@ -170,7 +169,11 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
             behind one unit's compute; each further one costs the memory of a unit, and hides a slower network, or
             units too small to hide the next.
         reshard_after_forward: True: units are resharded after forward and gathered for backward, the root as well;
-            False: they are not, as under ``SHARD_GRAD_OP``; None: as the strategy says, which exempts the root.
+            False: they are not, as under ``SHARD_GRAD_OP``; None: as the strategy says, which exempts the root. A
+            number of ranks, which divides that of the shard group (those of a machine, for instance): units stay
+            sharded over so many consecutive ones, and the first backward after a forward gathers among these, as does
+            a unit that is called again in the same forward. Each rank keeps 1/number of the full parameters until the
+            unit's backward is over, in the dtype that is computed in. 1 is False, all ranks are True.
         keep_gathered_nbytes: so many bytes of full parameters (in the dtype that is computed in, without the root's)
             stay gathered from forward to backward, those of the units that ran last, whose backward comes first; and
             inside ``no_sync`` from backward to forward. Each saves a gather. 0 is ``FULL_SHARD``, all there are is
@@ -204,7 +207,7 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         reduce_unused: bool = False,
         forward_prefetch_distance: int = 1,
         backward_prefetch_distance: int = 1,
-        reshard_after_forward: bool | None = None,
+        reshard_after_forward: bool | int | None = None,
         keep_gathered_nbytes: int = 0,
     ) -> None:
         super().__init__()
@@ -252,6 +255,7 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         else:
             self.process_group = chosen
             groups = Groups.of(chosen, replicate=strategy is ShardingStrategy.NO_SHARD)
+        policy = policy.within(groups)
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         processes()  # from now on the others can tell whether this one has ended
@@ -607,39 +611,6 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
 
 
 skip_code(FullyShardedDataParallel.forward.__code__)  # which is no more than where the graph breaks
-
-
-def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.<method_name>()`` run like its forward: with the parameters of its unit gathered.
-
-    Nothing happens if ``module`` is not wrapped, so that code need not know.
-
-    Raises:
-        ValueError: the wrapped module has no such method.
-    """
-    if not isinstance(module, FullyShardedDataParallel):
-        return
-    method = getattr(module.module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"{type(module.module).__name__} has no method {method_name!r}")
-    module.__dict__[method_name] = functools.update_wrapper(_GatheredMethod(module, method_name), method)
-
-
-class _GatheredMethod:
-    """A method of the wrapped module that runs like its forward."""
-
-    def __init__(self, wrapper: FullyShardedDataParallel, name: str) -> None:
-        self._wrapper, self._name = weakref.ref(wrapper), name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        return wrapper._run(getattr(wrapper.module, self._name), args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _GatheredMethod:
-        copied: Any = _GatheredMethod(memo[id(self._wrapper())], self._name)
-        functools.update_wrapper(copied, self.__wrapped__)  # type: ignore[attr-defined]
-        return copied
 
 
 def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> FullyShardedDataParallel | None:

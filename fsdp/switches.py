@@ -25,6 +25,8 @@ class Switches(PrivateNames):
     """What ``FullyShardedDataParallel`` has from here."""
 
     _check_root: Callable[..., None]
+    _run: Callable[..., Any]
+    module: Any
 
     # -- gathered and resharded by hand --------------------------------------------------------------------------------
 
@@ -58,9 +60,12 @@ class Switches(PrivateNames):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
         """Whether units are resharded when their forward is over, and gathered again for their backward: True is what
-        ``FULL_SHARD`` does, and does it for the root as well; False is ``SHARD_GRAD_OP``; None: all but the root are.
+        ``FULL_SHARD`` does, and does it for the root as well, over as many ranks as the wrapper was given; False is
+        ``SHARD_GRAD_OP``; None: all but the root are.
         """
         given = reshard_after_forward
+        if isinstance(given, int) and not isinstance(given, bool):
+            raise TypeError(f"reshard_after_forward must be a bool or None, got {given}; a number is for the wrapper")
         self._choose(recurse, reshard_after_forward=None if given is None else as_flag(given, "reshard_after_forward"))
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -216,3 +221,36 @@ def _check_idle(units: Iterable[Unit], what: str) -> None:
     for unit in units:
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(f"{what} in the middle of the {unit.phase.name.lower()} of {unit.name}: call it outside")
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.<method_name>()`` run like its forward: with the parameters of its unit gathered.
+
+    Nothing happens if ``module`` is not wrapped, so that code need not know.
+
+    Raises:
+        ValueError: the wrapped module has no such method.
+    """
+    if not isinstance(module, Switches):
+        return
+    method = getattr(module.module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module.module).__name__} has no method {method_name!r}")
+    module.__dict__[method_name] = functools.update_wrapper(_GatheredMethod(module, method_name), method)
+
+
+class _GatheredMethod:
+    """A method of the wrapped module that runs like its forward."""
+
+    def __init__(self, wrapper: Switches, name: str) -> None:
+        self._wrapper, self._name = weakref.ref(wrapper), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        return wrapper._run(getattr(wrapper.module, self._name), args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatheredMethod:
+        copied: Any = _GatheredMethod(memo[id(self._wrapper())], self._name)
+        functools.update_wrapper(copied, self.__wrapped__)  # type: ignore[attr-defined]
+        return copied

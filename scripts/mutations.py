@@ -32,6 +32,7 @@ GRAD_SCALER = ("tests/test_grad_scaler.py",)
 CASTS = ("tests/test_precision_casts.py",)
 REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
 VALUES = ("tests/test_precision_values.py",)
+NEARBY = ("tests/test_reshard_ranks.py::test_what_stays_sharded_over_some_ranks_trains_bit_for_bit",)
 
 
 def _tests(file: str, *names: str) -> tuple[str, ...]:
@@ -364,8 +365,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "            self.gather(unit, private=True)\n",
-        "            self.gather(unit)\n",
+        "            self._gather_as_it_is(unit, Residence.IN_USE, private=True)\n",
+        "            self._gather_as_it_is(unit, Residence.IN_USE)\n",
         "a slower rank gathers what another one writes into summoned parameters",
         _tests("shared_memory", "what_is_written_reaches_no_rank_that_reads_late"),
     ),
@@ -520,13 +521,6 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "            self.gathers_follow_compute()\n            self.gather(unit, private=True)\n",
-        "            self.gather(unit, private=True)\n",
-        "the gather of summoned parameters does not wait for what was written to them",
-        _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
-    ),
-    Mutation(
-        "fsdp/runtime/residency.py",
         "            unit.wait()\n        unit.summoned = Summoned.HERE\n",
         "        unit.summoned = Summoned.HERE\n",
         "parameters are shown before they are gathered",
@@ -534,9 +528,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "        self.gathers_follow_compute()\n        self.gather(unit, Residence.PREFETCHED)\n",
-        "        self.gather(unit, Residence.PREFETCHED)\n",
-        "a gather by hand does not wait for what was written to the shard",
+        "        self.gathers_follow_compute()\n        self.gather(unit, why, private=private)\n",
+        "        self.gather(unit, why, private=private)\n",
+        "a gather by hand, or of what is summoned, does not wait for what was written to the shard",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),
     Mutation(
@@ -803,8 +797,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            self.residency.forget_casts()\n            self.residency.trim()\n",
-        "            self.residency.forget_casts()\n",
+        "            self.residency.forget_kept()\n            self.residency.trim()\n",
+        "            self.residency.forget_kept()\n",
         "an evaluation leaves memory in the pool",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
@@ -1092,8 +1086,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
-        'it again."""\n        self._cast = None\n',
-        'it again."""\n        pass\n',
+        'it again."""\n        self._cast = self._part = None\n',
+        'it again."""\n        self._part = None\n',
         "the cast of a shard that has changed since is gathered",
         _tests("precision_casts", "a_shard_is_cast_once_per_forward_with_its_backward"),
     ),
@@ -1421,7 +1415,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "        self.residency.forget_casts()\n        for other in self.units:\n",
+        "        self.residency.forget_kept()\n        for other in self.units:\n",
         "        for other in self.units:\n",
         "a forward computes with the cast that an earlier one left",
         VALUES,
@@ -2340,6 +2334,42 @@ MUTATIONS = [
         _tests("switches", "a_unit_that_its_backward_does_not_need"),
     ),
     Mutation(
+        "fsdp/flat/flat_param.py",
+        "            self._part = self.full.view(nearby.shard_size, -1)[nearby.shard_rank].clone()\n",
+        "            self._part = self.full.view(nearby.shard_size, -1)[0].clone()\n",
+        "each rank keeps the same part of a unit that stays sharded over ranks nearby",
+        NEARBY,
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        """        for handle in unit.handles:
+            handle.forget_kept()
+        self.gathers_follow_compute()
+""",
+        "        self.gathers_follow_compute()\n",
+        "what is unsharded by hand is what an earlier forward has kept of it",
+        NEARBY,
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        """        for handle in unit.handles:
+            handle.forget_kept()
+        if not (kept""",
+        "        if not (kept",
+        "the parts that ranks nearby keep stay until the end of the backward",
+        NEARBY,
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
+        "                    if nearby is not None:\n                        handle.keep_part(nearby.groups)\n",
+        """                    if nearby is not None:
+                        with self._streams.on_reduce_stream():
+                            handle.keep_part(nearby.groups)
+""",
+        "what stays with the ranks nearby is cut on another stream than gathers it",
+        _tests("streams_switches", "units_that_stay_sharded_over_some_ranks"),
+    ),
+    Mutation(
         "fsdp/runtime/residency.py",
         "        if listed is not None and not begins:\n",
         "        if False:\n",
@@ -2440,7 +2470,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/passes.py",
-        "            for agreement in self._of_replicas:\n                agreement.check_layout()\n",
+        "            for agreement in self._further:\n                agreement.check_layout()\n",
         "            pass\n",
         "replicas that do not know each other yet are not told of a failure in the first step",
         _tests("hybrid", "ranks_out_of_step[(1,)]"),

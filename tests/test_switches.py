@@ -511,8 +511,6 @@ def _refused() -> None:
     for name, wrong in SWITCHES.items():
         with pytest.raises(TypeError, match=f"{name} must be a bool"):
             wrong(model)
-    with pytest.raises(NotImplementedError, match="over fewer ranks"):
-        build(reshard_after_forward=2)
     with pytest.raises(ValueError, match=r"contradicts ShardingStrategy\.SHARD_GRAD_OP"):
         build(sharding_strategy=GRAD_OP, reshard_after_forward=True)
     model.layers[0].module.register_forward_hook(lambda *_: model.set_reshard_after_forward(False))

@@ -1,15 +1,17 @@
-"""The process groups of hybrid sharding where nobody passes any: within each machine, and across the machines."""
+"""The process groups that are made here: those of hybrid sharding where nobody passes any, within each machine and
+across the machines; and the parts of a group that units stay sharded over after forward."""
 
 from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from fsdp.comm.collectives import Vote
-from fsdp.comm.groups import group_timeout
+from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.streams import default_device, device_count
 
 
@@ -41,8 +43,28 @@ def _ranks_here(world: Any) -> int:
     return int(told) if told is not None else device_count() or int(world.size())
 
 
-def _new(ranks: range, world: Any) -> Any:
-    return dist.new_group(list(ranks), timeout=group_timeout(world), use_local_synchronization=True)
+def nearby_group(group: Any, count: int) -> Any:
+    """The ``count`` ranks, a factor of all, that this rank is among where ``group``'s are parted in their order; made
+    when they are first asked for, by all ranks of ``group`` together, and the same one from then on.
+
+    Raises:
+        ValueError: on every rank, if they ask for different numbers.
+    """
+    parts = _nearby_groups.setdefault(group, {})
+    if count not in parts:
+        if Vote(count, group, default_device(), "agree on the ranks to reshard over").result() is None:
+            raise ValueError(
+                f"reshard_after_forward is {count} on rank {dist.get_rank()}, and another number on other ranks"
+            )
+        first = group.rank() - group.rank() % count
+        ranks, backend = group_ranks(group)[first : first + count], dist.get_backend_config(group)
+        parts[count] = _new(ranks, group, backend)
+    return parts[count]
+
+
+def _new(ranks: Sequence[int], group: Any, backend: str | None = None) -> Any:
+    return dist.new_group(list(ranks), group_timeout(group), backend, use_local_synchronization=True)
 
 
 _node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+_nearby_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()

@@ -12,6 +12,8 @@ shard, the data of   shard     parameter      always; in host memory with CPU of
 ``flat_param``
 cast shard           shard     compute        during a gather; where ``no_sync`` gathers      the gather stream
                                               again what has not changed, until it has
+part for those       padded/k  compute        from a forward to the end of the backward,      the gather stream
+nearby                                        where k ranks stay sharded
 full buffer, and     padded    compute        while the unit is gathered                      the gather stream's pool
 its leaves
 reduce buffer, and   padded    reduce         from a backward's first gradient until it is    the compute stream's pool
@@ -135,6 +137,7 @@ class FlatParamHandle:
         self.tp = tuple(tp)
         self.full_precision = False
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
+        self._part: torch.Tensor | None = None  # of the full buffer, among the ranks nearby, likewise
         self.unit_name = "its unit"
         self.cast_to: Callable[[torch.dtype], None] | None = None  # by whoever knows what depends on the dtype
 
@@ -312,11 +315,20 @@ class FlatParamHandle:
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
-    def gather(self, pool: MemoryPool, communicator: Communicator, tag: Tag, *, keep_cast: bool = False) -> None:
-        """Start filling the full buffer, on the current stream; refills it where it is filled already.
+    def gather(
+        self,
+        pool: MemoryPool,
+        communicator: Communicator,
+        tag: Tag,
+        *,
+        keep_cast: bool = False,
+        nearby: bool = False,
+    ) -> None:
+        """Start filling the full buffer, on the current stream; refills it where it is filled already. ``nearby``: from
+        the parts that ``communicator``'s ranks have kept.
 
         With ``keep_cast`` the shard in the compute dtype is kept for the next gather, which is to see the same values;
-        :meth:`forget_cast` says that it is not.
+        :meth:`forget_kept` says that it is not.
         """
         copy = self.copy
         if copy.state is BufferState.RESIDENT:
@@ -330,7 +342,10 @@ class FlatParamHandle:
             pool.allocate(copy.pooled)
         copy.state = BufferState.GATHERING
         shard = self._shard
-        if self.groups.sharded:  # else it is moved and cast as it is copied
+        if nearby:
+            assert self._part is not None
+            shard = self._part
+        elif self.groups.sharded:  # else it is moved and cast as it is copied
             kept, self._cast = self._cast, None
             if kept is not None and kept.dtype == copy.tensor.dtype:
                 shard = kept
@@ -358,9 +373,20 @@ class FlatParamHandle:
         unread = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
         return communicator.gather(unread, self._shard_as(dtype, communicator.streams), tag), unread
 
-    def forget_cast(self) -> None:
-        """The shard may have changed: the next gather casts it again."""
-        self._cast = None
+    @property
+    def has_part(self) -> bool:
+        """Whether it has kept a part of what the next gather is for."""
+        return self._part is not None and self._part.dtype == self.copy.tensor.dtype
+
+    def keep_part(self, nearby: Groups) -> None:
+        """Keep this rank's part of the full buffer, which is filled, for gathers among the ranks ``nearby``; to be
+        called on the stream that has filled it, and gathers again."""
+        if not self.has_part:
+            self._part = self.full.view(nearby.shard_size, -1)[nearby.shard_rank].clone()
+
+    def forget_kept(self) -> None:
+        """The shard may have changed: the next gather reads it again."""
+        self._cast = self._part = None
 
     def wait(self) -> None:
         """The full buffer is filled when this returns (for the current stream)."""
@@ -385,6 +411,9 @@ class FlatParamHandle:
         this rank's part of the full buffer is not its shard's bits. Waits for the device."""
         start, end = self.layout.shard_range(self.groups.shard_rank)
         kept, dtype = self._cast, self.full.dtype
+        if self.has_part and self._part is not None:  # which has this rank's shard at its place among those nearby
+            several = self._part.view(-1, self.layout.shard_numel)
+            kept = several[self.groups.shard_rank % len(several)]
         gathered = kept if kept is not None and kept.dtype == dtype else self._shard.to(self.device).to(dtype)
         now = self.full[start:end].view(torch.uint8)
         if torch.equal(now, gathered.view(torch.uint8)):
@@ -422,6 +451,7 @@ class FlatParamHandle:
         The flat parameter and the leaves stay the same objects, but for ``DTensor`` s, which keep their dtype. The full
         buffer must have been released.
         """
+        self.forget_kept()
         self.compute_in_full_precision(False)
         before = self.copy.all_leaves
         self.layout = dataclasses.replace(

@@ -54,10 +54,10 @@ from fsdp.runtime.diagnosis import (
     passed_by,
 )
 
-GATHER, REDUCE = "gather", "reduce"
+GATHER, REDUCE, GATHER_NEARBY = "gather", "reduce", "gather from nearby"
 END_WORDS = "end the pass"
 MAX_BUCKETS = 64  # of a unit
-KINDS = (GATHER, REDUCE)
+KINDS = (GATHER, REDUCE, GATHER_NEARBY)
 PER_MEMBER = 2 * len(KINDS)  # times the number of members: the event that a pass ends
 _MASK = (1 << 62) - 1
 CALLS_REMEDY = "What communicates has to be called on all ranks, in the same place of the program"

@@ -125,8 +125,10 @@ def unit_policy(
         behind = 0
     if forward_prefetch and ahead == 0:
         raise ValueError("forward_prefetch=True asks for a prefetch, and forward_prefetch_distance is 0")
+    reshards, ranks = as_resharding(reshard_after_forward, strategy)
     return UnitPolicy(
-        reshard_after_forward=as_resharding(reshard_after_forward, strategy),
+        reshard_after_forward=reshards,
+        reshard_ranks=ranks,
         keep_gathered_nbytes=as_count(keep_gathered_nbytes, "keep_gathered_nbytes", "bytes"),
         forward_prefetch=ahead,
         backward_prefetch=behind,

@@ -129,7 +129,7 @@ class RootContext:
         if self.passes.failed or self.passes.in_backward:  # the last pass ended in an error
             self._clear()
         self._adopt_stream()
-        self.residency.forget_casts()
+        self.residency.forget_kept()
         for other in self.units:
             self.residency.refresh(other)
         self.residency.generation += 1
@@ -168,7 +168,7 @@ class RootContext:
             self.residency.reshard(unit)
         self.residency.settle_offloaded()  # in any case: no backward may come, and the shards may be written
         if not backward_follows:
-            self.residency.forget_casts()
+            self.residency.forget_kept()
             self.residency.trim()
         self.passes.end(wait=False)  # last: where a wait fails for what was prefetched, the pass has failed
 
@@ -202,7 +202,7 @@ class RootContext:
             self.reset()
             raise
         self.residency.order.stop()
-        self.residency.forget_casts()
+        self.residency.forget_kept()
         self.residency.settle_offloaded()
         self.residency.trim()
 
@@ -215,7 +215,7 @@ class RootContext:
                 unit.reset()
         self.passes.give_up()
         self.passes.failed = True
-        self.residency.forget_casts()
+        self.residency.forget_kept()
         self.residency.order.stop()
 
     def _clear(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp.comm.streams import Streams
-from fsdp.runtime.agreement import REDUCE, Agreement, Member, Pass
+from fsdp.runtime.agreement import GATHER_NEARBY, REDUCE, Agreement, Member, Pass
 from fsdp.runtime.negotiation import Negotiation
 
 
@@ -29,14 +29,14 @@ class Passes:
         """``members`` are the units, in the order of the tree. With ``negotiate`` ranks may run different ones of them,
         and all have the same groups."""
         by_group: dict[int, tuple[Any, list[Member]]] = {}
-        of_replicas: dict[int, None] = {}
+        further: dict[int, None] = {}
         for member in members:
-            for position, group in enumerate(member.groups_for(REDUCE)):
+            for position, group in enumerate([*member.groups_for(REDUCE), *member.groups_for(GATHER_NEARBY)]):
                 units = by_group.setdefault(id(group), (group, []))[1]
                 if position == 0:
                     member.place = len(units)
                 else:
-                    of_replicas[id(group)] = None
+                    further[id(group)] = None
                 units.append(member)
         kind = Negotiation if negotiate else Agreement
         self._negotiate = negotiate
@@ -44,7 +44,7 @@ class Passes:
         several = list(self._by_group.values())
         if len(several) > 1 and isinstance(several[0], Negotiation) and isinstance(several[1], Negotiation):
             several[0].lead(several[1])
-        self._of_replicas = [self._by_group[key] for key in of_replicas]
+        self._further = [self._by_group[key] for key in further]
         for agreement in self._by_group.values():
             agreement.others = [weakref.ref(other) for other in self._by_group.values() if other is not agreement]
         self._stack: list[Pass] = []
@@ -107,11 +107,11 @@ class Passes:
         """A pass begins. A rank that has no collective in it has to take part in those of others, where ranks
         negotiate.
 
-        What goes wrong between a forward and the reductions of its backward is told to the replicas, which therefore
-        have to know each other before.
+        What goes wrong between a forward and the reductions of its backward is told to the replicas, and to the ranks
+        nearby, which therefore have to know each other before.
         """
         if backward_follows:
-            for agreement in self._of_replicas:
+            for agreement in self._further:
                 agreement.check_layout()
         self._stack.append(what)
         self._begin_at_once()

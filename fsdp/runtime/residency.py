@@ -15,7 +15,7 @@ import torch
 
 from fsdp.comm.streams import Streams
 from fsdp.flat.memory import pool_for
-from fsdp.runtime.agreement import GATHER
+from fsdp.runtime.agreement import GATHER, GATHER_NEARBY
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
@@ -114,15 +114,16 @@ class Residency(Residences[UnitBuffers]):
     def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE, *, private: bool = False) -> None:
         """Start filling the full buffers of ``unit``. Where they are to be written, they have to be ``private``: other
         ranks may read this one's part until they have passed the gather."""
-        pool = self.pool.private if private else self.pool
+        pool, nearby = self.pool.private if private else self.pool, unit.is_nearby
         if unit.groups.sharded:
-            self.passes.about_to(GATHER, unit)
+            self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
         backward_follows = self.expects_backward and self.passes.forward is not None and not self.passes.in_backward
-        again = backward_follows and not self.stays(unit)
+        again = backward_follows and not self.stays(unit) and unit.nearby is None
+        communicator = unit.nearby if nearby else unit.communicator
+        assert communicator is not None
         with self._streams.on_gather_stream():
             for bucket, handle in enumerate(unit.handles):
-                assert unit.communicator is not None
-                handle.gather(pool, unit.communicator, unit.tag(bucket, "gather"), keep_cast=again)
+                handle.gather(pool, communicator, unit.tag(bucket, "gather"), keep_cast=again, nearby=nearby)
         unit.generation, unit.kept_versions = self.generation, None
         self.gathers(unit, why)
 
@@ -157,10 +158,16 @@ class Residency(Residences[UnitBuffers]):
         late for it."""
         if not unit.is_gathered:
             self.make_room(unit)
-        self.gathers_follow_compute()
-        self.gather(unit, Residence.PREFETCHED)
+        self._gather_as_it_is(unit, Residence.PREFETCHED)
         unit.generation = self.generation + 1
         self.settle_offloaded()
+
+    def _gather_as_it_is(self, unit: UnitBuffers, why: Residence, *, private: bool = False) -> None:
+        """As ``gather``, outside of the passes: what an earlier one has kept of the shards may be out of date."""
+        for handle in unit.handles:
+            handle.forget_kept()
+        self.gathers_follow_compute()
+        self.gather(unit, why, private=private)
 
     def gathers_follow_compute(self) -> None:
         """Gathers from now on read what has been written on the current stream, by the optimizer for instance."""
@@ -173,24 +180,31 @@ class Residency(Residences[UnitBuffers]):
         if any(handle.offload.offload_params for unit in self._units for handle in unit.handles):
             self._streams.settle()
 
-    def forget_casts(self) -> None:
-        """Shards may have changed: the next gathers cast them again."""
+    def forget_kept(self) -> None:
+        """Shards may have changed: the next gathers read them again."""
         for unit in self._units:
             for handle in unit.handles:
-                handle.forget_cast()
+                handle.forget_kept()
 
     # -- resharding ----------------------------------------------------------------------------------------------------
 
-    def reshard(self, unit: UnitBuffers) -> None:
-        """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays."""
+    def reshard(self, unit: UnitBuffers, *, backward_follows: bool = False) -> None:
+        """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays.
+
+        Where ``backward_follows``, this rank keeps its part of what its policy has stay with the ranks nearby. It is
+        cut on the stream that has filled the buffer, and that will gather it.
+        """
         unit.use_resting()
         if unit.is_summoned or unit.in_output:
             return
         if self.becomes(unit, Residence.SHARDED):
             unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
             last_use = self._streams.record()
+            nearby = unit.nearby if backward_follows and unit.policy.unshard_in_backward else None
             with self._streams.on_gather_stream():
                 for handle in unit.handles:
+                    if nearby is not None:
+                        handle.keep_part(nearby.groups)
                     handle.release(self.pool, last_use)
             torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
@@ -219,7 +233,7 @@ class Residency(Residences[UnitBuffers]):
         excess = sum(other.full_nbytes for other in kept if other is not unit) - room
         for other in kept:
             if excess > 0 and other is not unit:
-                self.reshard(other)
+                self.reshard(other, backward_follows=not self.passes.in_backward)
                 excess -= other.full_nbytes
         return True
 
@@ -229,6 +243,8 @@ class Residency(Residences[UnitBuffers]):
         kept = not unit.policy.reshard_after_backward
         if not unit.synchronize and unit.is_gathered:
             kept = kept or unit.policy.reshard_after_forward is False or self._fits_budget(unit)
+        for handle in unit.handles:
+            handle.forget_kept()
         if not (kept and unit.is_gathered):
             self.reshard(unit)
             return
@@ -288,8 +304,7 @@ class Residency(Residences[UnitBuffers]):
         """Gather, fresh, and stay gathered until ``end_summon``; forwards inside compute with what is there."""
         self.cast_parameters(unit, True)
         if unit.gathers:
-            self.gathers_follow_compute()
-            self.gather(unit, private=True)
+            self._gather_as_it_is(unit, Residence.IN_USE, private=True)
             unit.wait()
         unit.summoned = Summoned.HERE
 

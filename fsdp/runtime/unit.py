@@ -86,7 +86,9 @@ class Unit(UnitBuffers):
         if not self.groups.sharded:
             kind = "not sharded"
         else:
-            kind = "kept after forward" if self.policy.reshard_after_forward is False else "resharded after forward"
+            ranks = f" over {self.policy.reshard_ranks} ranks" if self.policy.reshard_ranks else ""
+            kept = self.policy.reshard_after_forward is False
+            kind = "kept after forward" if kept else f"resharded{ranks} after forward"
         layouts = [handle.layout for handle in self.handles]
         buckets = [
             f"{layout.numel} elements ({layout.shard_numel} per rank) of {layout.dtype}, computed in "
@@ -276,8 +278,9 @@ class Unit(UnitBuffers):
         with hooks.own_operations():
             self._leave_forward(context)
             if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
-                if not (residency.expects_backward and residency.keep_to_backward(self)):
-                    residency.reshard(self)
+                follows = residency.expects_backward
+                if not (follows and residency.keep_to_backward(self)):
+                    residency.reshard(self, backward_follows=follows)
                 residency.prefetch(self)
             if self._depth == 0:  # last: what fails before it is aborted
                 context.exit_forward(self, backward_follows=bool(differentiable))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ from torch import nn
 
 from fsdp.comm.collectives import Communicator, Tag, agree
 from fsdp.comm.groups import Groups
+from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.views import BucketViews
-from fsdp.runtime.agreement import GATHER, MAX_BUCKETS, REDUCE
+from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE
 from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.precision import UnitPrecision
 
@@ -31,6 +33,7 @@ class UnitPolicy:
 
     Attributes:
         reshard_after_forward: whether it is gathered again for backward; None: unless it is the root.
+        reshard_ranks: over how many ranks, nearby ones, it stays sharded after forward; 0: all that it is sharded over.
         keep_gathered_nbytes: how much of the tree's full buffers, the root's apart, stays gathered all the same.
         reshard_after_backward: whether it is gathered again for the next forward, whatever was written.
         unshard_in_backward: whether its backward reads parameters.
@@ -50,6 +53,7 @@ class UnitPolicy:
     """
 
     reshard_after_forward: bool | None = None
+    reshard_ranks: int = 0
     keep_gathered_nbytes: int = 0
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -63,6 +67,29 @@ class UnitPolicy:
     is_last_backward: bool = True
     reduce_buffers: int = 2
     use_orig_params: bool = False
+
+    def within(self, groups: Groups) -> UnitPolicy:
+        """The policy of a unit that is sharded over ``groups``: that of the nearby ranks is made, if it is another one.
+
+        Raises:
+            ValueError: their number is no factor of that of all.
+            NotImplementedError: with ``reduce_unused``.
+        """
+        ranks, size = self.reshard_ranks, groups.shard_size
+        if ranks and size % ranks:
+            raise ValueError(
+                f"reshard_after_forward={ranks}: a number of ranks must be a factor of the {size} that the parameters "
+                "are sharded over"
+            )
+        if ranks in (0, size):
+            return dataclasses.replace(self, reshard_ranks=0)
+        if self.reduce_unused:
+            raise NotImplementedError(
+                f"reshard_after_forward={ranks} with reduce_unused=True, where ranks agree over one group on every "
+                "gather; pass reshard_after_forward=True"
+            )
+        nearby_group(groups.shard, ranks)
+        return self
 
     def order_in_words(self) -> str:
         """What the order of collectives depends on."""
@@ -102,6 +129,7 @@ class UnitBuffers(ABC):
     place: int = field(default=0, init=False)  # that among the units of its first group, equal on every rank
     ancestors: frozenset[int] = field(default=frozenset(), init=False)  # the indices of the units around it
     communicator: Communicator | None = field(default=None, init=False)  # for its groups, once it is in a tree
+    nearby: Communicator | None = field(default=None, init=False)  # for the ranks that it stays sharded over
     summoned: Summoned = field(default=Summoned.NOWHERE, init=False)
     in_output: bool = field(default=False, init=False)  # the last forward returned a parameter, to stay readable
     generation: int = field(default=-1, init=False)  # of the tree, when the full buffers were last filled
@@ -124,6 +152,9 @@ class UnitBuffers(ABC):
         self._tree = weakref.ref(tree)
         self.communicator = Communicator(self.groups, streams)
         self.communicator.divisor = self.policy.gradient_divide_factor
+        if self.policy.reshard_ranks:
+            near = nearby_group(self.groups.shard, self.policy.reshard_ranks)
+            self.nearby = Communicator(Groups.of(near, replicate=False), streams)
         self.index, self.ancestors = index, ancestors
         self._call(name)
         self.precision.place_buffers(self.device, full_precision=self.precision.wants_full)
@@ -141,6 +172,8 @@ class UnitBuffers(ABC):
     def groups_for(self, kind: str) -> list[Any]:
         """The groups over which it gathers or reduces, in this order; their ranks have to agree on that."""
         shard, replica = self.groups.shard, self.groups.replica
+        if kind == GATHER_NEARBY:
+            return [self.nearby.groups.shard] if self.nearby is not None else []
         sharded = [shard] if self.groups.shard_size > 1 else []
         return [*sharded, replica] if kind == REDUCE and replica is not None else sharded
 
@@ -175,6 +208,11 @@ class UnitBuffers(ABC):
     def full_nbytes(self) -> int:
         """Bytes of the full buffers, as far as they have memory of their own."""
         return sum(handle.full_nbytes for handle in self.handles)
+
+    @property
+    def is_nearby(self) -> bool:
+        """Whether the ranks nearby have all of it, for its next gather."""
+        return bool(self.handles) and all(handle.has_part for handle in self.handles)
 
     @property
     def is_gathering(self) -> bool:

@@ -1,0 +1,263 @@
+"""Units that stay sharded over some nearby ranks after forward: bit for bit what ``FULL_SHARD`` trains, with a backward
+that gathers among these ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from fsdp import FullyShardedDataParallel, MixedPrecision
+from fsdp.comm.nodes import nearby_group
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.test_switches import GRAD_OP, HYBRID, Layer, Net, per_rank
+
+ALL = (0, 1, 2, 3)
+UNITS = 5
+
+
+class Winding(Net):
+    """Calls one of its layers twice, and has segments recomputed if so asked."""
+
+    reentrant: bool | None = None
+    twice = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x)
+        for layer in (*self.layers, self.layers[0]) if self.twice else self.layers:
+            y = layer(y) if self.reentrant is None else checkpoint(layer, y, use_reentrant=self.reentrant)
+        return self.head(y)
+
+
+def wrapped(**options: Any) -> Any:
+    torch.manual_seed(4)
+    policy = ModuleWrapPolicy({Layer, torch.nn.Embedding})
+    return FullyShardedDataParallel(Winding(), auto_wrap_policy=policy, **options)
+
+
+Steps = Callable[[Any, Callable[[int], Tensor]], None]
+
+
+class Pair:
+    """The same model, resharded over all ranks and over two; they train alike."""
+
+    def __init__(self, **options: Any) -> None:
+        self.models = [wrapped(reshard_after_forward=value, **options) for value in (True, 2)]
+        self.near = self.models[1]
+        self.optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in self.models]
+
+    def loss(self, model: Any, step: int) -> Tensor:
+        return model(per_rank(step, dist.get_rank())).float().square().mean()
+
+    def run(self, steps: Steps) -> list[tuple[int, ...]]:
+        """Have both models do it, and then step; returns over which ranks the one gathered."""
+        found = []
+        for model in self.models:
+            with record_collectives() as recorded:
+                steps(model, lambda step: self.loss(model, step))  # noqa: B023
+            found = [c.group for c in recorded.select("all_gather") if str(c.label).startswith("gather ")]
+        first, second = ([p.grad for p in model.parameters() if p.grad is not None] for model in self.models)
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True)), "other gradients"
+        assert any(grad.abs().sum() > 0 for grad in first)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    def parts(self) -> int:
+        """The bytes that the one keeps from a forward to its backward."""
+        return sum(h._part.nbytes for h in self.near._all_handles if h._part is not None)
+
+    def full(self) -> int:
+        return sum(handle.full_nbytes for handle in self.near._all_handles)
+
+
+def backward(*numbers: int) -> Steps:
+    """All forwards, then all backwards."""
+
+    def steps(model: Any, loss: Callable[[int], Tensor]) -> None:
+        losses = [loss(number) for number in numbers]
+        for value in losses:
+            value.backward()
+
+    return steps
+
+
+def _measure(pair: Pair, here: tuple[int, ...]) -> None:
+    """The memory between a forward and its backward, what the backward gathers, and when the memory is given back."""
+    kept: list[bool] = []
+    last = pair.near.module.layers[2]._fsdp_unit
+    with hooked(pair.near.module.layers[0], lambda _: kept.append(last.is_nearby)):
+        loss = pair.loss(pair.near, 0)
+    assert last.is_nearby
+    context = pair.near._fsdp_unit.context
+    assert pair.parts() == pair.full() // 2 and not any(unit.is_gathered for unit in context.units)
+    with record_collectives() as recorded:
+        loss.backward()
+    gathers = [c for c in recorded.select("all_gather") if str(c.label).startswith("gather ")]
+    assert sum(c.nbytes for c in gathers) == pair.full() and {c.group for c in gathers} == {here}
+    assert kept == [False] and not pair.parts()
+    pair.near.zero_grad()
+
+
+def _train() -> None:
+    rank = dist.get_rank()
+    here = (0, 1) if rank < 2 else (2, 3)
+    for options in ({}, {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32), "use_orig_params": True}):
+        pair = Pair(**options)
+        near = pair.near
+
+        def count(found: list[tuple[int, ...]]) -> tuple[int, int]:
+            assert found.count(ALL) + found.count(here) == len(found), found
+            return found.count(ALL), found.count(here)
+
+        for step in range(2):
+            assert count(pair.run(backward(step))) == (UNITS, UNITS)
+        _measure(pair, here)
+        assert count(pair.run(backward(1, 2))) == (3 * UNITS, UNITS)  # the first backward alone is nearby
+        for reentrant in (False, True):
+            for model in pair.models:
+                model.module.reentrant, model.module.twice = reentrant, True
+            # the second call of a layer gathers nearby in forward, and the first one in backward if that is not behind
+            everywhere, nearby = count(pair.run(backward(11)))
+            assert nearby == UNITS + 1 and everywhere <= UNITS + 1, (everywhere, nearby)
+        for model in pair.models:
+            model.module.reentrant, model.module.twice = None, False
+        pair.run(backward(12))  # what is prefetched is what came next the last time
+        if options:
+            continue
+
+        def accumulate(model: Any, loss: Callable[[int], Tensor]) -> None:
+            with model.no_sync():
+                loss(3).backward()
+            loss(4).backward()
+
+        assert count(pair.run(accumulate)) == (2 * UNITS, 2 * UNITS)
+
+        def evaluate(model: Any, loss: Callable[[int], Tensor]) -> None:
+            loss(5)  # no backward
+            with torch.no_grad():
+                loss(6)
+            assert all(handle._part is None for handle in model._all_handles)
+            loss(7).backward()
+
+        assert count(pair.run(evaluate)) == (3 * UNITS, UNITS)
+
+        def summon(model: Any, loss: Callable[[int], Tensor]) -> None:
+            value = loss(8)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.data.mul_(0.5)  # past what counts versions
+            with model.summon_full_params(model, writeback=False):
+                assert all(torch.isfinite(param).all() for param in model.parameters())
+            value.backward()  # of what is there now, as ever
+            value = loss(9)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.data.mul_(0.5)
+            model.unshard()
+            loss(10).backward()
+            model.reshard()
+
+        pair.run(summon)
+        near.set_reshard_after_forward(False)
+        assert count(pair.run(backward(12))) == (UNITS, 0)
+        near.set_reshard_after_forward(True)
+        assert count(pair.run(backward(13))) == (UNITS, UNITS)
+        near.module.layers[1].set_unshard_in_backward(False)
+        near(per_rank(0, rank))
+        assert near.module.layers[1]._fsdp_unit.is_nearby is False
+        near.module.layers[1].set_unshard_in_backward(True)
+        pair.models = [copy.deepcopy(model) for model in pair.models]
+        pair.near = pair.models[1]
+        pair.optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in pair.models]
+        near = pair.near
+        assert count(pair.run(backward(14))) == (UNITS, UNITS)
+
+
+@contextmanager
+def hooked(layer: Any, hook: Callable[..., None]) -> Iterator[None]:
+    """The gradients of what ``layer`` returns inside are given to ``hook``."""
+    handle = layer.register_forward_hook(lambda module, args, output: output.register_hook(hook) and None)
+    yield
+    handle.remove()
+
+
+def test_what_stays_sharded_over_some_ranks_trains_bit_for_bit() -> None:
+    run_ranks(4, _train)
+
+
+def _fail() -> None:
+    model = wrapped(reshard_after_forward=2, process_group=dist.new_group(list(ALL)))  # of the test's own
+    layer, stops = model.module.layers[1], dist.get_rank() == 1
+
+    def loss(step: int) -> Tensor:
+        return model(per_rank(step, dist.get_rank())).square().mean()
+
+    def stop(*_: Any) -> None:
+        raise ArithmeticError("failed on purpose")
+
+    loss(0).backward()
+    expected = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    with nullcontext() if not stops else hooked(layer, stop):
+        value = loss(0)
+    with pytest.raises(ArithmeticError if stops else RuntimeError):  # the rank nearby has gathered more
+        value.backward()
+    model.zero_grad()
+    for _ in range(2):
+        try:
+            loss(0).backward()
+            break
+        except RuntimeError as error:
+            assert stops and "gave up the backward" in str(error)  # and is told what the others found out
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), expected, strict=True))
+
+
+def test_ranks_go_on_after_one_of_them_has_failed_between_gathers_nearby() -> None:
+    run_ranks(4, _fail)
+
+
+def _chosen() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for options, wanted in (
+        ({"reshard_after_forward": 1}, (False, 0)),
+        ({"reshard_after_forward": 4}, (True, 0)),
+        ({"reshard_after_forward": 2}, (True, 2)),
+        ({"reshard_after_forward": 1, "sharding_strategy": GRAD_OP}, (False, 0)),
+        ({"reshard_after_forward": 1, "sharding_strategy": HYBRID, "device_mesh": mesh}, (False, 0)),
+        ({"reshard_after_forward": 2, "sharding_strategy": HYBRID, "device_mesh": mesh}, (True, 0)),
+    ):
+        model = wrapped(**options)
+        policies = [wrapper._fsdp_unit.policy for wrapper in model.fsdp_modules(model)]
+        assert {(policy.reshard_after_forward, policy.reshard_ranks) for policy in policies} == {wanted}, options
+    for wrong, kind, words in (
+        ({"reshard_after_forward": 3}, ValueError, "must be a factor of the 4"),
+        ({"reshard_after_forward": 0}, ValueError, "a number of ranks, 1 or more"),
+        ({"reshard_after_forward": 2, "sharding_strategy": GRAD_OP}, ValueError, "contradicts ShardingStrategy"),
+        ({"reshard_after_forward": 2, "reduce_unused": True}, NotImplementedError, "with reduce_unused=True"),
+        ({"reshard_after_forward": "2"}, TypeError, "reshard_after_forward must be a bool"),
+    ):
+        with pytest.raises(kind, match=words):
+            wrapped(**wrong)
+    with pytest.raises(TypeError, match="a number is for the wrapper"):
+        model.set_reshard_after_forward(1)
+    group = dist.new_group(list(ALL))
+    with pytest.raises(ValueError, match="and another number on other ranks"):
+        nearby_group(group, 2 if dist.get_rank() else 4)
+    assert nearby_group(group, 2) is nearby_group(group, 2)
+    assert dist.get_process_group_ranks(nearby_group(group, 2)) == ([0, 1] if dist.get_rank() < 2 else [2, 3])
+
+
+def test_numbers_of_ranks_and_what_is_refused() -> None:
+    run_ranks(4, _chosen)

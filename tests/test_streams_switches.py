@@ -1,0 +1,39 @@
+"""The successor's switches under the tracer of streams: see ``test_streams.py``."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from fsdp import MixedPrecision
+from tests.harness.pool import run_ranks
+from tests.harness.stream_tracer import trace_streams
+from tests.test_streams import Tower, Training
+
+NEARBY = (
+    Training.steps,
+    Training.several_forwards,
+    Training.checkpointing,
+    Training.failures,
+    Training.summoning,
+    Training.deletion,
+)
+
+
+def trace_nearby() -> tuple[list[str], list[str]]:
+    logging.getLogger("fsdp").setLevel(logging.CRITICAL)  # a part fails on purpose
+    with trace_streams(check=False) as tracer:
+        precision = MixedPrecision(torch.bfloat16, torch.float32)
+        training = Training(tracer, Tower((7, 13, 5, 7)), reshard_after_forward=2, mixed_precision=precision)
+        training.step()
+        tracer.host_synchronisations.clear()
+        for part in NEARBY:
+            part(training)
+    return tracer.races, tracer.host_synchronisations
+
+
+def test_units_that_stay_sharded_over_some_ranks() -> None:
+    for races, waits in run_ranks(4, trace_nearby):
+        assert not races, "\n".join(races)
+        assert not waits, "\n".join(waits)
