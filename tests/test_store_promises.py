@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -137,8 +138,8 @@ def test_fd43_a_save_has_all_the_time_it_needs(tmp_path: Path) -> None:
 
 def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FD44: whatever step of a load another job comes before, with `keep=1`; without another job it is damaged."""
-    steps = [(files, "_read_manifest"), (files, "verify"), (load_checkpoint, "_read"), (load_checkpoint, "_extras")]
-    for number, (where, name) in enumerate(steps):
+    steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (files, "verify"), (load_checkpoint, "_Contents")]
+    for number, (where, name) in enumerate([*steps, (load_checkpoint.Extras, "read")]):
         root = tmp_path / str(number)
         save(root, Keeps(1.0), extra=1)
         real, replacing = getattr(where, name), [True]
@@ -193,29 +194,44 @@ def test_fd45_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
     module = Keeps()
     load(root, module)
     assert module.weight.tolist() == [1.0] * 3 and not harm.exists()
-    index = json.loads((made / "tensors.json").read_text())
+    index = json.loads((made / "tensors_0.json").read_text())
     (made / "__9_0.distcp").write_bytes((made / "__0_0.distcp").read_bytes())  # the manifest does not list it
     for place in ("../secret", "/etc/passwd", "__9_0.distcp"):
         wrong = json.loads(json.dumps(index).replace("__0_0.distcp", place))
-        forge(made, "tensors.json", json.dumps(wrong).encode())
+        forge(made, "tensors_0.json", json.dumps(wrong).encode())
         with pytest.raises(RuntimeError, match=f"refers to '{place}', which the manifest does not list"):
             load(root, Keeps())
         listing = manifest_of(made)
         if "/" in place:
             listing["files"][place] = [0, ""]
-            forge(made, "tensors.json", json.dumps(index).encode(), listing)
+            forge(made, "tensors_0.json", json.dumps(index).encode(), listing)
             with pytest.raises(RuntimeError, match=f"lists '{place}', which no save writes"):
                 load(root, Keeps())
             del listing["files"][place]
-        forge(made, "tensors.json", json.dumps(index).encode(), listing)
-    for content in (b"[]", b"{", b'{"tensors": {"model.weight": {"dtype": "load"}}}'):
-        forge(made, "tensors.json", content)
-        with pytest.raises(RuntimeError, match=r"tensors\.json is no index of a checkpoint"):
-            load(root, Keeps())
+        forge(made, "tensors_0.json", json.dumps(index).encode(), listing)
+    whole = {name: (made / name).read_bytes() for name in ("tensors.json", "tensors_0.json")}
+    for name, own in whole.items():
+        for content in (b"[]", b"{", b'{"tensors": {"model.weight": {"dtype": "load"}}}', own.replace(b"[3]", b"[[]]")):
+            forge(made, name, content)
+            with pytest.raises(RuntimeError, match=rf"{re.escape(name)} is no index of a checkpoint"):
+                load(root, Keeps())
+        forge(made, name, own)
+    forge(made, "tensors_0.json", whole["tensors_0.json"].replace(b"[[0], [3]", b"[[0], [2]"))
+    with pytest.raises(RuntimeError, match=r"has 2 of 3 elements of 'model\.weight' for this rank"):
+        load(root, Keeps())
 
 
 def test_fd45_checkpoints_of_earlier_versions_need_trust(tmp_path: Path) -> None:
-    """FD45: their index is a pickle."""
+    """FD45: where their index is a pickle. Of the others it was one for all ranks."""
+    made = save(tmp_path, Keeps(2.0))
+    old = manifest_of(made) | {"version": 2}
+    del old["files"]["tensors_0.json"]
+    forge(made, "tensors.json", (made / "tensors_0.json").read_bytes(), old)
+    os.remove(made / "tensors_0.json")
+    assert load_plain(tmp_path).model["weight"].tolist() == [2.0] * 3
+    module = Keeps()
+    load(tmp_path, module)
+    assert module.weight.tolist() == [2.0] * 3
     made = save(tmp_path, Keeps(1.0))
     old = manifest_of(made) | {"version": 1}
     del old["files"]["tensors.json"]

@@ -7,7 +7,7 @@ from fsdp.checkpoint.dcp_optim import get_optimizer_state_dict, get_state_dict, 
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
-    from fsdp.checkpoint.save_checkpoint import async_save, save
+    from fsdp.checkpoint.save_checkpoint import async_save, list_for_torch, save
 
 __all__ = [
     "Plain",
@@ -16,6 +16,7 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
+    "list_for_torch",
     "load",
     "load_plain",
     "save",
@@ -27,10 +28,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What loads ``torch.distributed.checkpoint``, which loads torch's own FSDP: when it is first asked for."""
-    if name not in ("Plain", "async_save", "load", "load_plain", "save"):
+    if name not in ("Plain", "async_save", "list_for_torch", "load", "load_plain", "save"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
-    from fsdp.checkpoint.save_checkpoint import async_save, save
+    from fsdp.checkpoint.save_checkpoint import async_save, list_for_torch, save
 
-    globals().update(Plain=Plain, async_save=async_save, load=load, load_plain=load_plain, save=save)
+    globals().update(Plain=Plain, load=load, load_plain=load_plain)
+    globals().update(async_save=async_save, list_for_torch=list_for_torch, save=save)
     return globals()[name]

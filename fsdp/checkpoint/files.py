@@ -5,8 +5,9 @@
     checkpoints/
       checkpoint_00000003/        one checkpoint
         __0_0.distcp                tensors, as torch.distributed.checkpoint writes them: one file per rank
-        tensors.json                where which tensor is in them
-        .metadata                   the same for torch.distributed.checkpoint
+        tensors_0.json              where which tensor is in it
+        tensors.json                on which ranks which tensor is, in a few lines for however many ranks
+        .metadata                   both for torch.distributed.checkpoint, unless that is too much for one process
         extra_0.pt                  what a rank added
         manifest                    size and checksum of each of these files
       .checkpoint_00000004.tmp/   one that is being written, or was when its writer died
@@ -43,22 +44,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
-MANIFEST, LATEST, INDEX = "manifest", "latest", "tensors.json"
-_VERSION, _VERSIONS = 2, (1, 2)  # that are written, that are read: the first has no index
+MANIFEST, LATEST, INDEX, METADATA = "manifest", "latest", "tensors.json", ".metadata"
+VERSION, _VERSIONS = (
+    3,
+    (1, 2, 3),
+)  # that are written, that are read: the first has no index, the second one for all ranks
 _NAME = re.compile(r"(?:checkpoint_)?(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
-_PARTS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|extra_\d+\.pt|{MANIFEST}|{LATEST}|{re.escape(INDEX)}")
+_PARTS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|extra_\d+\.pt|tensors(_\d+)?\.json|{MANIFEST}|{LATEST}")
 _TRIES = 20  # to read what is replaced meanwhile
 
 
@@ -99,6 +92,22 @@ class Disk:
 
 
 disk = Disk()
+
+
+def data_name(rank: int) -> str:
+    """The file of a rank's tensors."""
+    return f"__{rank}_0.distcp"
+
+
+def part_name(rank: int) -> str:
+    """The file that tells what is in it."""
+    return f"tensors_{rank}.json"
+
+
+def extra_name(rank: int) -> str:
+    """The file of what a rank added."""
+    return f"extra_{rank}.pt"
+
 
 Advance = Callable[[int], object]  # of so many more bytes that are written or read
 
@@ -210,7 +219,7 @@ def begin(root: Path) -> Path:
 
 def seal(temporary: Path, entries: dict[str, Entry], ranks: int) -> None:
     """Write what makes a checkpoint of the files in ``temporary``, which are on the disk."""
-    content = {"version": _VERSION, "ranks": ranks, "files": {name: entries[name] for name in sorted(entries)}}
+    content = {"version": VERSION, "ranks": ranks, "files": {name: entries[name] for name in sorted(entries)}}
     text = json.dumps(content, indent=1)
     checksum = _checksum(text)
     own: dict[str, Entry] = {}
@@ -302,8 +311,10 @@ def _checksum(text: str) -> str:
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint consists of: ``ranks`` is how many saved it, ``files`` what is in its directory."""
+    """What a checkpoint consists of: ``version`` is that of its format, ``ranks`` is how many saved it, ``files`` what
+    is in its directory, or what a rank has to know of that."""
 
+    version: int
     ranks: int
     files: dict[str, Entry]
 
@@ -366,7 +377,7 @@ def _read_manifest(directory: Path) -> tuple[Manifest, str]:
         raise RuntimeError(f"{path} has version {version}, and this package reads versions {_VERSIONS}")
     if strange := [name for name in files if not _PARTS.fullmatch(name)]:
         raise RuntimeError(f"{path} lists {', '.join(map(repr, strange))}, which no save writes")
-    return Manifest(ranks, files), checksum
+    return Manifest(version, ranks, files), checksum
 
 
 _T = TypeVar("_T")
@@ -408,6 +419,15 @@ def verify(directory: Path, files: dict[str, Entry], advance: Advance = no_progr
         raise RuntimeError("the checkpoint is damaged, and nothing was loaded: " + "; ".join(problems))
 
 
+def read_verified(path: Path, entry: Entry) -> bytes:
+    """
+    Raises:
+        RuntimeError: as ``verify``.
+    """
+    verify(path.parent, {path.name: entry})
+    return path.read_bytes()
+
+
 def _problem(path: Path, entry: Entry, advance: Advance) -> str | None:
     if not path.exists():
         return f"{path} is missing"
@@ -420,68 +440,3 @@ def _problem(path: Path, entry: Entry, advance: Advance) -> str | None:
             found.update(block[:nbytes])
             advance(nbytes)
     return None if found.hexdigest() == entry.checksum else f"{path} has another checksum than when it was written"
-
-
-# -- where which tensor lies -------------------------------------------------------------------------------------------
-
-
-def packed_index(metadata: Metadata) -> bytes:
-    """The file's content: ``{"tensors": {key: {"dtype", "shape", "chunks": [[offsets, sizes, *place]]}}, "values":
-    {key: place}}``, where a place is a file, an offset and a length in bytes."""
-    places = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
-    tensors: dict[str, Any] = {}
-    values: dict[str, Any] = {}
-    for key, what in metadata.state_dict_metadata.items():
-        if isinstance(what, TensorStorageMetadata):
-            chunks = [[[*chunk.offsets], [*chunk.sizes], *_place(places[key, chunk.offsets])] for chunk in what.chunks]
-            dtype = str(what.properties.dtype).removeprefix("torch.")
-            tensors[key] = {"dtype": dtype, "shape": [*what.size], "chunks": chunks}
-        else:
-            values[key] = _place(places[key, None])
-    return json.dumps({"tensors": tensors, "values": values}, separators=(",", ":")).encode()
-
-
-def _place(info: _StorageInfo) -> list[Any]:
-    return [info.relative_path, info.offset, info.length]
-
-
-def read_index(directory: Path, manifest: Manifest, *, trusted: bool) -> Metadata | None:
-    """What is in the checkpoint; None if only ``.metadata`` tells, which may be read if it is ``trusted``.
-
-    Raises:
-        RuntimeError: the file is not what :func:`packed_index` makes, or names files that are not in ``manifest``.
-    """
-    path = directory / INDEX
-    if INDEX not in manifest.files:
-        if trusted:
-            return None
-        raise RuntimeError(
-            f"{directory} was written by an earlier version of this package, whose index is a pickle, and reading a "
-            "pickle can run any code: if you trust whoever wrote it, load it with trusted=True"
-        )
-    try:
-        content = json.loads(path.read_bytes())
-        metadata = Metadata(state_dict_metadata={}, storage_data={})
-        for key, what in content["tensors"].items():
-            chunks = []
-            for offsets, sizes, *place in what["chunks"]:
-                chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-                metadata.storage_data[MetadataIndex(key, chunks[-1].offsets)] = _info(place, manifest)
-            dtype = getattr(torch, what["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise TypeError(f"{what['dtype']!r} is no dtype")
-            size = torch.Size(what["shape"])
-            metadata.state_dict_metadata[key] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
-        for key, place in content["values"].items():
-            metadata.storage_data[MetadataIndex(key)] = _info(place, manifest)
-            metadata.state_dict_metadata[key] = BytesStorageMetadata()
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise RuntimeError(f"{path} is no index of a checkpoint of this package: {error}") from error
-    return metadata
-
-
-def _info(place: Any, manifest: Manifest) -> _StorageInfo:
-    file, offset, length = place
-    if file not in manifest.files:
-        raise ValueError(f"it refers to {file!r}, which the manifest does not list")
-    return _StorageInfo(str(file), int(offset), int(length))

@@ -8,29 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import pickle
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import files
+from fsdp.checkpoint import files, index
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, prepare_model_state_dict
 from fsdp.checkpoint.dcp_optim import kept_if_it_fails, optimizers_to_load, trained_parts
 from fsdp.checkpoint.files import Entry, Manifest
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading
+from fsdp.checkpoint.placement import Box
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.save_checkpoint import extra_name, held_nbytes
+from fsdp.checkpoint.save_checkpoint import held_nbytes
 from fsdp.comm.consensus import Ranks
 
 
@@ -65,7 +68,7 @@ def load(
     trusted: bool = False,
     process_group: Any = None,
     progress: bool = True,
-) -> list[Any]:
+) -> Extras:
     """Load a checkpoint into ``model``, at whatever number of ranks it was saved. All ranks have to call.
 
     First the ranks compare every file of the checkpoint with the manifest, each some of them; then each reads the parts
@@ -86,7 +89,8 @@ def load(
         progress: as for :func:`save`.
 
     Returns:
-        what each rank that saved passed as ``extra``, by rank, on every rank. Tensors are on CPU.
+        what each rank that saved passed as ``extra``, by rank, on every rank. Tensors are on CPU. A rank has read its
+        own; what was another rank's is read from the checkpoint when it is asked for.
 
     Raises, on every rank if on one, with the model as it was:
         FileNotFoundError: there is no checkpoint, and none was there when this was called.
@@ -115,8 +119,9 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
 
     def read(directory: Path, manifest: Manifest) -> Plain:
         _verify(directory, manifest.files, progress)
-        found = _read(directory, manifest, None, reading, optimizer=True)
-        return Plain(found.model, found.optimizer, _extras(directory, manifest))
+        contents = _Contents(directory, manifest, None, reading, optimizer=True)
+        found = contents.read(manifest.files)
+        return Plain(found.model, found.optimizer, [*Extras(directory, manifest.ranks)])
 
     return files.read_latest(Path(path), read, files.find)
 
@@ -131,29 +136,54 @@ class _Reading(NamedTuple):
 
 def _load(
     ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: _Reading
-) -> list[Any]:
+) -> Extras:
+    whole: dict[str, Entry] = {}  # the files of the checkpoint, on rank 0
+
     def check() -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(model).__name__}")
 
-    def read(directory: Path, manifest: Manifest) -> tuple[_Read, list[Any]]:
-        mine = {name: manifest.files[name] for name in sorted(manifest.files)[ranks.rank :: ranks.size]}
+    def read(directory: Path, manifest: Manifest) -> tuple[_Read, Extras]:
+        mine = manifest.files if manifest.version == files.VERSION else _share(manifest, ranks.rank, ranks.size)
+        found: list[_Contents] = []
         loaded: list[_Read] = []
+        extras = Extras(directory, manifest.ranks)
 
-        def read_parts() -> None:
+        def look() -> list[str]:
             values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
             like = _Like(values, trained_parts(model, optimizer))
-            loaded.append(_read(directory, manifest, like, reading, optimizer=optimizer is not None))
-            if optimizer is not None and loaded[0].optimizer is None:
+            found.append(_Contents(directory, manifest, like, reading, optimizer=optimizer is not None))
+            if optimizer is not None and not found[0].has_optimizer:
                 raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
+            return [*found[0].files, *([files.extra_name(ranks.rank)] if ranks.rank < manifest.ranks else [])]
+
+        def entries(names: list[list[str]]) -> list[dict[str, Entry]]:
+            return [{name: whole[name] for name in its if name in whole} for its in names]
+
+        def read_parts() -> None:
+            loaded.append(found[0].read(needed))
+            if ranks.rank < manifest.ranks:
+                extras.read(ranks.rank, needed)
 
         ranks.together("verify a checkpoint", lambda: _verify(directory, mine, reading.progress))
+        needed = ranks.round("look for what to read", look, entries)
         ranks.together("read a checkpoint", read_parts)
-        return loaded[0], ranks.first("read what ranks added", lambda: _extras(directory, manifest))
+        return loaded[0], extras
 
     def find(path: Path) -> tuple[Path, Manifest]:
+        def found(_: Any) -> list[tuple[Path, Manifest]]:
+            directory, manifest = files.find(path.absolute())
+            whole.clear()
+            whole.update(manifest.files)
+            if manifest.version < files.VERSION:  # whose index is one for all ranks
+                return [(directory, manifest)] * ranks.size
+            first = [_share(manifest, rank, ranks.size) for rank in range(ranks.size)]
+            for mine in first:
+                mine[files.INDEX] = whole[files.INDEX]
+            return [(directory, manifest._replace(files=mine)) for mine in first]
+
         ranks.together("check what is to be loaded", check)
-        return ranks.first("find a checkpoint", lambda: files.find(path.absolute()))
+        return ranks.round("find a checkpoint", lambda: None, found)
 
     (values, optimizer_state, left), extras = files.read_latest(path, read, find)
     options = StateDictOptions(ragged=True, strict=reading.strict)
@@ -192,13 +222,56 @@ def _verify(directory: Path, entries: dict[str, Entry], progress: bool) -> None:
         files.verify(directory, entries, advance)
 
 
-def _extras(directory: Path, manifest: Manifest) -> list[Any]:
-    return [
-        torch.load(directory / extra_name(rank), weights_only=True, map_location="cpu")
-        if extra_name(rank) in manifest.files
-        else None
-        for rank in range(manifest.ranks)
-    ]
+def _share(manifest: Manifest, rank: int, size: int) -> dict[str, Entry]:
+    """The files that a rank verifies."""
+    return {name: manifest.files[name] for name in sorted(manifest.files)[rank::size]}
+
+
+class Extras(Sequence[Any]):
+    """What each rank that saved a checkpoint passed as ``extra``, by rank. One is read when it is first asked for."""
+
+    def __init__(self, directory: Path, ranks: int) -> None:
+        self._directory, self._ranks = directory, ranks
+        self._values: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return self._ranks
+
+    @overload
+    def __getitem__(self, rank: int) -> Any: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Any]: ...
+    def __getitem__(self, rank: int | slice) -> Any:
+        """
+        Raises:
+            RuntimeError: its file is damaged, or the checkpoint was removed since it was loaded.
+        """
+        if isinstance(rank, slice):
+            return [self[number] for number in range(self._ranks)[rank]]
+        number = range(self._ranks)[rank]
+        if number not in self._values:
+            try:
+                self.read(number, files.find(self._directory)[1].files)
+            except FileNotFoundError as error:
+                raise RuntimeError(
+                    f"what rank {number} added to {self._directory} cannot be read, for the checkpoint was removed "
+                    "since it was loaded: ask for it before later saves remove it"
+                ) from error
+        return self._values[number]
+
+    def __eq__(self, other: object) -> bool:
+        return [*self] == [*other] if isinstance(other, Sequence) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"<what {self._ranks} ranks added to {self._directory}>"
+
+    def read(self, rank: int, entries: Mapping[str, Entry]) -> None:
+        """Read what a rank has added; nothing if it has no file among ``entries``."""
+        name, value = files.extra_name(rank), None
+        if name in entries:
+            content = files.read_verified(self._directory / name, entries[name])
+            value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        self._values[rank] = value
 
 
 class _Read(NamedTuple):
@@ -210,45 +283,114 @@ class _Read(NamedTuple):
     left: list[str]
 
 
-def _read(directory: Path, manifest: Manifest, like: _Like | None, reading: _Reading, *, optimizer: bool) -> _Read:
-    """What a checkpoint holds of what is ``like`` this, in new memory on CPU; of ragged tensors, and of the optimizer's
-    states for them, this rank's part. None for whatever there is, whole.
+class _Contents:
+    """What a checkpoint holds of what is ``like`` this, for new memory on CPU: of ragged tensors, and of the
+    optimizer's states for them, this rank's part. None for whatever there is, whole.
 
-    Raises:
-        RuntimeError: names or shapes do not fit, or a value could run code and nobody said that it may.
+    Attributes:
+        has_optimizer: whether optimizer state was asked for, and there is any.
+        files: what has to be read, if not everything.
     """
-    reader = FileSystemReader(directory)
-    metadata = files.read_index(directory, manifest, trusted=reading.trusted) or reader.read_metadata()
-    in_file = metadata.state_dict_metadata
-    of_model = {key.removeprefix(MODEL): key for key in in_file if key.startswith(MODEL)}
-    has_optimizer = optimizer and GROUPS in in_file
-    of_state = {key: param_and_state(key) for key in in_file if has_optimizer and key.startswith(STATE)}
-    if like is None:
-        like = _Like(dict.fromkeys(of_model), {name: None for name, _ in of_state.values()})
-    else:
-        saved = {name: in_file[key] for name, key in of_model.items()}
-        problems = list(_misfits(saved, like.model, strict=reading.strict))
-        if problems:
-            listed = "; ".join(problems)
-            raise RuntimeError(f"the checkpoint {directory} does not fit the model, and nothing was loaded: {listed}")
-    wanted = {key: _empty(in_file[key], like.model[name]) for name, key in of_model.items() if name in like.model}
-    wanted |= {key: _empty(in_file[key], like.trained[p]) for key, (p, _) in of_state.items() if p in like.trained}
-    wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if has_optimizer and key in in_file)
-    with bar("loading", sum(held_nbytes(value) for value in wanted.values()), reading.progress) as advance:
-        planner = _LoadPlanner(advance, trusted=reading.trusted)
-        planner.set_up_planner(wanted, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        reader.read_data(reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
-    read = planner.state_dict
-    values = {name: read[key] for name, key in of_model.items() if key in read}
-    if not has_optimizer:
-        return _Read(values, None, [])
-    states: dict[str, Any] = {}
-    for key, (name, state) in of_state.items():
-        if key in read:
-            states.setdefault(name, {})[state] = read[key]
-    left = list(dict.fromkeys(name for name, _ in of_state.values() if name not in like.trained))
-    return _Read(values, {"state": states | read.get(OTHERS, {}), "param_groups": read[GROUPS]}, left)
+
+    def __init__(
+        self, directory: Path, manifest: Manifest, like: _Like | None, reading: _Reading, *, optimizer: bool
+    ) -> None:
+        """
+        Raises:
+            RuntimeError: names or shapes do not fit, or the index is damaged, or a pickle.
+        """
+        self._directory, self._reading, self._reader = directory, reading, FileSystemReader(directory)
+        self._metadata, table = self._look_up(manifest)
+        in_file = self._metadata.state_dict_metadata
+        self._of_model = {key.removeprefix(MODEL): key for key in in_file if key.startswith(MODEL)}
+        self.has_optimizer = optimizer and GROUPS in in_file
+        self._of_state = {key: param_and_state(key) for key in in_file if self.has_optimizer and key.startswith(STATE)}
+        if like is None:
+            like = _Like(dict.fromkeys(self._of_model), {name: None for name, _ in self._of_state.values()})
+        else:
+            saved = {name: in_file[key] for name, key in self._of_model.items()}
+            if problems := "; ".join(_misfits(saved, like.model, strict=reading.strict)):
+                raise RuntimeError(
+                    f"the checkpoint {directory} does not fit the model, and nothing was loaded: {problems}"
+                )
+        likes = [(key, like.model[name]) for name, key in self._of_model.items() if name in like.model]
+        likes += [(key, like.trained[name]) for key, (name, _) in self._of_state.items() if name in like.trained]
+        self._wanted = {key: _empty(in_file[key], its) for key, its in likes}
+        self._wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if self.has_optimizer and key in in_file)
+        self._left = list(dict.fromkeys(name for name, _ in self._of_state.values() if name not in like.trained))
+        holders = {rank for key, its in self._wanted.items() if table for rank in table[key].holders(_boxes(its))}
+        self._parts = [files.part_name(rank) for rank in sorted(holders)]
+        self.files = [*self._parts, *(files.data_name(rank) for rank in sorted(holders))]
+
+    def _look_up(self, manifest: Manifest) -> tuple[Metadata, index.Table | None]:
+        """What there is; and on which ranks, unless the first says all."""
+        metadata, path = Metadata(state_dict_metadata={}, storage_data={}), self._directory / files.INDEX
+        if path.name in manifest.files:
+            with _index_of_ours(path):
+                content = files.read_verified(path, manifest.files[path.name])
+                if manifest.version == files.VERSION:
+                    table = index.unpacked_table(content)
+                    return index.metadata_of(table), table
+                index.unpack_part(content, metadata, manifest.files)
+                return metadata, None
+        if self._reading.trusted:
+            return self._reader.read_metadata(), None
+        raise RuntimeError(
+            f"{self._directory} was written by an earlier version of this package, whose index is a pickle, and "
+            "reading a pickle can run any code: if you trust whoever wrote it, load it with trusted=True"
+        )
+
+    def read(self, entries: Mapping[str, Entry]) -> _Read:
+        """Read it, from files that are among ``entries``.
+
+        Raises:
+            RuntimeError: they are damaged, or a value could run code and nobody said that it may.
+        """
+        wanted, metadata = self._wanted, self._metadata
+        for path in (self._directory / name for name in self._parts):
+            with _index_of_ours(path):
+                index.unpack_part(files.read_verified(path, entries[path.name]), metadata, entries)
+        with bar("loading", sum(map(held_nbytes, wanted.values())), self._reading.progress) as advance:
+            planner = _LoadPlanner(advance, trusted=self._reading.trusted)
+            planner.set_up_planner(wanted, metadata, is_coordinator=True)
+            self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+            plan = planner.create_local_plan()
+            self._check_all_is_there(plan.items)
+            self._reader.read_data(self._reader.prepare_local_plan(plan), planner).wait()
+        read = planner.state_dict
+        values = {name: read[key] for name, key in self._of_model.items() if key in read}
+        if not self.has_optimizer:
+            return _Read(values, None, [])
+        states: dict[str, Any] = {}
+        for key, (name, state) in self._of_state.items():
+            if key in read:
+                states.setdefault(name, {})[state] = read[key]
+        return _Read(values, {"state": states | read.get(OTHERS, {}), "param_groups": read[GROUPS]}, self._left)
+
+    def _check_all_is_there(self, items: Iterable[ReadItem]) -> None:
+        """``torch.distributed.checkpoint`` leaves memory as it is for which it finds nothing."""
+        found: Counter[str] = Counter()
+        for item in items:
+            found[item.dest_index.fqn] += math.prod(item.lengths)
+        for key, value in self._wanted.items():
+            needed = sum(box.numel for box in _boxes(value))
+            if isinstance(value, torch.Tensor) and found[key] != needed:
+                raise RuntimeError(f"{self._directory} has {found[key]} of {needed} elements of {key!r} for this rank")
+
+
+@contextlib.contextmanager
+def _index_of_ours(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise RuntimeError(f"{path} is no index of a checkpoint of this package: {error}") from error
+
+
+def _boxes(value: Any) -> list[Box]:
+    """Of a tensor, those that are here; of anything else one."""
+    if isinstance(value, (RaggedTensor, DTensor)):
+        return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
+    return [Box.whole(value.shape if isinstance(value, torch.Tensor) else ())]
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -2,8 +2,9 @@
 
 Every rank writes what its shards hold, without any communication of tensor data, through the storage of
 ``torch.distributed.checkpoint``, which can read the result too: model state is under ``"model.<name>"``, optimizer
-state under ``"optim.state.<name>.<state>"``. The ranks exchange only what they are about to write, and whether it went
-well: an error on one is an error on all.
+state under ``"optim.state.<name>.<state>"``. Each rank plans for itself; the ranks agree on who has what, in as few
+words as [Note: Runs of ranks] tells and only where it has changed since their last save, and on whether it went well:
+an error on one is an error on all.
 :mod:`fsdp.checkpoint.files` tells how directories are written and verified.
 
 [Note: Staging]
@@ -18,26 +19,30 @@ import atexit
 import contextlib
 import copy
 import io
+import itertools
 import pickle
 import threading
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp.checkpoint import files
+from fsdp.checkpoint import files, index
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict
 from fsdp.checkpoint.dcp_optim import optimizer_state_as_it_is
 from fsdp.checkpoint.files import Entry
@@ -48,11 +53,7 @@ from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import Event, default_device, streams_for
 
 _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
-
-
-def extra_name(rank: int) -> str:
-    """The file of what a rank added."""
-    return f"extra_{rank}.pt"
+LISTED = 1 << 17  # boxes of tensors, of all ranks together, up to which ``torch.distributed.checkpoint`` gets its list
 
 
 def save(
@@ -208,10 +209,41 @@ class Outcome(Future[Path]):
             warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=1)
 
 
+def list_for_torch(path: str | Path) -> Path:
+    """Write the list that ``torch.distributed.checkpoint`` needs to read a checkpoint, where ``save`` has not: of very
+    many ranks and tensors together it takes one process long, and much memory. :func:`load` does not need it.
+
+    Args:
+        path: as for :func:`load`.
+
+    Returns:
+        the directory that ``torch.distributed.checkpoint`` can read.
+
+    Raises: as ``load`` where files are missing or damaged.
+    """
+    directory, manifest = files.find(Path(path).absolute())
+    if files.METADATA not in manifest.files:
+        _list_for_torch(directory, dict(manifest.files), manifest.ranks)
+    return directory
+
+
 # -- one rank's share --------------------------------------------------------------------------------------------------
 
 
-_Written = tuple[list[Any], dict[str, Entry]]  # by one rank: where its parts of tensors are, and its files
+class _Plan(NamedTuple):
+    """How a rank writes what it has, for as long as that does not change; ``number`` is the same on all ranks."""
+
+    number: int
+    what: list[Any]
+    mine: SavePlan
+    table: bytes  # on rank 0: the content of the file for all ranks together
+    chunks: int  # on rank 0: of all ranks
+
+
+_plans: weakref.WeakKeyDictionary[Ranks, _Plan] = weakref.WeakKeyDictionary()  # of their last saves
+_numbers = itertools.count(1)
+
+_Description = tuple[index.Table, int]  # of what some ranks have: by key, and how many boxes it is
 
 
 class Save:
@@ -280,22 +312,13 @@ class Save:
         Raises: as ``fsdp.checkpoint.save``.
         """
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-        def plan() -> SavePlan:
-            planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
-            return planner.create_local_plan()
-
-        def deal(plans: list[SavePlan]) -> list[tuple[SavePlan, Path]]:
-            self._directory = files.begin(Path(self._path))
-            of_ranks, self._metadata = planner.create_global_plan(plans)
-            return [(its, self._directory) for its in _Writer(self._directory, True).prepare_global_plan(of_ranks)]
-
+        planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
         try:
-            mine, directory = self._ranks.round("plan a checkpoint", plan, deal)
+            plan, directory = self._planned(planner)
             path = self._ranks.round(
                 "write a checkpoint",
-                lambda: self._written(planner.finish_plan(mine), directory, planner, progress=progress),
-                self._published,
+                lambda: self._written(plan, directory, planner, progress=progress),
+                lambda entries: self._published(plan, entries),
             )
         except BaseException:
             if self._directory is not None:
@@ -307,28 +330,99 @@ class Save:
             files.remove_older(path, self._keep)
         return path
 
-    def _written(self, plan: SavePlan, directory: Path, planner: DefaultSavePlanner, *, progress: bool) -> _Written:
-        """This rank's file of tensors, if it has any, and its ``extra``."""
-        nbytes = len(self._extra) + sum(held_nbytes(value) for value in self._state.values())
-        with bar("saving", nbytes, progress and self._ranks.rank == 0) as advance:
+    def _planned(self, planner: DefaultSavePlanner) -> tuple[_Plan, Path]:
+        """What this rank is to write, and where: as for the last save, if that had the same on every rank."""
+        rank, size, what = self._ranks.rank, self._ranks.size, [_kind(*item) for item in self._state.items()]
+        known = _plans.get(self._ranks)
+
+        def unchanged() -> int:
+            return known.number if known is not None and known.what == what else 0
+
+        def begin(number: int) -> list[tuple[Path, int]]:
+            self._directory = files.begin(Path(self._path))
+            return [(self._directory, number)] * size
+
+        directory, number = self._ranks.round("begin a checkpoint", unchanged, begin, _the_same)
+        if known is not None and number == known.number:
+            return known, directory
+        content, chunks, local = b"", 0, SavePlan([])
+
+        def describe() -> _Description:
+            nonlocal local
+            local = planner.create_local_plan()
+            return index.described(local.items, self._state, rank), len(local.items)
+
+        def join(several: list[_Description]) -> _Description:
+            return index.joined([table for table, _ in several]), sum(number for _, number in several)
+
+        def settle(all_of_it: _Description) -> list[tuple[int, dict[str, tuple[index.Run, ...]]]]:
+            nonlocal content, chunks
+            table, kept = index.settled(all_of_it[0])
+            content, chunks = index.packed_table(table), all_of_it[1]
+            return [(next(_numbers), kept)] * size
+
+        number, kept = self._ranks.round("plan a checkpoint", describe, settle, join)
+        of_others = {key for key, runs in kept.items() if not index.has(runs, rank)}
+        items = [item for item in local.items if item.index.fqn not in of_others]
+        mine = SavePlan(items, storage_data=_StoragePrefix(f"__{rank}_"))
+        plan = _plans[self._ranks] = _Plan(number, what, mine, content, chunks)
+        return plan, directory
+
+    def _written(
+        self, plan: _Plan, directory: Path, planner: DefaultSavePlanner, *, progress: bool
+    ) -> dict[str, Entry]:
+        """This rank's files: of tensors and what is in it, if it has any, and its ``extra``."""
+        nbytes, rank = len(self._extra) + sum(held_nbytes(value) for value in self._state.values()), self._ranks.rank
+        with bar("saving", nbytes, progress and rank == 0) as advance:
             tensors = (value for value in tree_leaves(list(self._state.values())) if isinstance(value, torch.Tensor))
             # torch would copy what is staged ahead as well, on a stream of its own, and wait for the device
             ahead = _Writer.COPIED_AHEAD if any(tensor.device.type != "cpu" for tensor in tensors) else 0
-            writer = _Writer(directory, self._ranks.rank == 0, advance, ahead)
-            results = writer.write_data(plan, planner).wait() if plan.items else []
+            writer = _Writer(directory, rank == 0, advance, ahead)
+            if plan.mine.items:
+                results = writer.write_data(planner.finish_plan(plan.mine), planner).wait()
+                part = index.packed_part(plan.mine.items, results)
+                files.write_durably(directory / files.part_name(rank), part, writer.entries)
             if self._extra:
-                files.write_durably(directory / extra_name(self._ranks.rank), self._extra, writer.entries, advance)
+                files.write_durably(directory / files.extra_name(rank), self._extra, writer.entries, advance)
             files.disk.sync_directory(directory)
-        return results, writer.entries
+        return writer.entries
 
-    def _published(self, written: list[_Written]) -> Sequence[Path]:
+    def _published(self, plan: _Plan, written: list[dict[str, Entry]]) -> Sequence[Path]:
         assert self._directory is not None
-        entries = {name: entry for _, theirs in written for name, entry in theirs.items()}
-        writer = _Writer(self._directory, True)
-        writer.finish(self._metadata, [results for results, _ in written])
-        files.write_durably(self._directory / files.INDEX, files.packed_index(self._metadata), writer.entries)
-        files.seal(self._directory, entries | writer.entries, len(written))
+        entries = {name: entry for theirs in written for name, entry in theirs.items()}
+        files.write_durably(self._directory / files.INDEX, plan.table, entries)
+        if plan.chunks <= LISTED:
+            _list_for_torch(self._directory, entries, len(written))
+        files.seal(self._directory, entries, len(written))
         return [files.publish(self._directory)] * len(written)
+
+
+def _the_same(numbers: list[int]) -> int:
+    return numbers[0] if len({*numbers}) == 1 else 0
+
+
+def _kind(key: str, value: Any) -> tuple[Any, ...]:
+    """What a plan depends on of a value."""
+    if not isinstance(value, torch.Tensor):
+        return key, None
+    kind = key, type(value), value.dtype, value.shape, value.stride()
+    if isinstance(value, RaggedTensor):
+        return *kind, value.start, value.end
+    return (*kind, value.device_mesh, value.placements) if isinstance(value, DTensor) else kind
+
+
+def _list_for_torch(directory: Path, entries: dict[str, Entry], ranks: int) -> None:
+    """Write what ``torch.distributed.checkpoint`` reads first: where everything is, of all ranks.
+
+    Args:
+        entries: of the files of the ranks; that of the new one is added.
+    """
+    metadata = Metadata(state_dict_metadata={}, storage_data={})
+    for name in filter(entries.__contains__, map(files.part_name, range(ranks))):
+        index.unpack_part(files.read_verified(directory / name, entries[name]), metadata, entries)
+    writer, places = _Writer(directory, True), metadata.storage_data
+    writer.finish(metadata, [[WriteResult(where, info.length, info) for where, info in places.items()]])
+    entries |= writer.entries
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
