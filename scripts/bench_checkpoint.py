@@ -20,6 +20,11 @@ peak above what was held before, results included, on rank 0 and on the worst of
 process, and on accelerators what was allocated on the device.
 
 ``--only`` picks rows, ``--directory`` says which disk is written to.
+
+    python scripts/bench_checkpoint.py --simulate-ranks 4096
+
+measures instead what a save and a load cost each of so many ranks, and fewer, in one process; see
+``simulate_ranks.py``.
 """
 
 import argparse
@@ -51,6 +56,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp
 import fsdp.checkpoint
 import fsdp.wrap
+from scripts import simulate_ranks
 
 MB = 1e6
 
@@ -392,7 +398,15 @@ def main() -> None:
     parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--threads", type=int, default=1, help="of each process on CPU (default: 1)")
     parser.add_argument("--directory", help="where to save checkpoints (default: the directory for temporary files)")
+    parser.add_argument(
+        "--simulate-ranks", type=int, metavar="N", help="what 8, 64, 512, ... N ranks cost each of them"
+    )
+    parser.add_argument("--units", type=int, default=4, help="of the model of simulated ranks (default: 4)")
     options = parser.parse_args()
+    if options.simulate_ranks:
+        with tempfile.TemporaryDirectory(dir=options.directory) as place:
+            simulate_ranks.main(Path(place), options.simulate_ranks, options.units)
+        return
     if options.device is None:
         options.device = "cpu"
         if torch.accelerator.is_available():

@@ -229,6 +229,10 @@ class Failing(files.Disk):
         self._step(path)
         super().remove(path)
 
+    def remove_file(self, path: Path) -> None:
+        self._step()
+        super().remove_file(path)
+
 
 @contextlib.contextmanager
 def on_disk(disk: files.Disk) -> Any:

@@ -1671,14 +1671,14 @@ MUTATIONS = [
         "known.number if known is not None and known.what == what else 0",
         "known.number if known is not None else 0",
         "what was saved last time is written although there is more",
-        _tests("store_scale", "fd50_fd51_fd52_what_ranks_say_and_read"),
+        _tests("store_scale", "fd50_fd51_fd52_fd54_what_ranks_say_read_and_remove"),
     ),
     Mutation(
         "fsdp/checkpoint/save_checkpoint.py",
         "if known is not None and number == known.number:",
         "if False:",
         "plans travel at every save",
-        _tests("store_scale", "fd50_fd51_fd52_what_ranks_say_and_read"),
+        _tests("store_scale", "fd50_fd51_fd52_fd54_what_ranks_say_read_and_remove"),
     ),
     Mutation(
         "fsdp/checkpoint/save_checkpoint.py",
@@ -1720,7 +1720,7 @@ MUTATIONS = [
         "{name: whole[name] for name in its if name in whole}",
         "whole",
         "every rank is told of all files",
-        _tests("store_scale", "fd50_fd51_fd52_what_ranks_say_and_read"),
+        _tests("store_scale", "fd50_fd51_fd52_fd54_what_ranks_say_read_and_remove"),
     ),
     Mutation(
         "fsdp/checkpoint/save_checkpoint.py",
@@ -1773,9 +1773,30 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/files.py",
-        "whole = [(its, name) for its, name in names if _is_checkpoint(root / name)]",
-        "whole = names",
+        "whole = [(its, name) for its, name in numbered if _is_checkpoint(root / name)]",
+        "whole = numbered",
         "directories of other people's are removed as old checkpoints",
+        _tests("store_promises", "fd40_what_is_not_ours_stays"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/files.py",
+        "share.append((temporary, names[rank::ranks]))",
+        "share.append((temporary, names if rank == 0 else []))",
+        "rank 0 removes all files of an older checkpoint",
+        _tests("store_scale", "fd50_fd51_fd52_fd54_what_ranks_say_read_and_remove"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/files.py",
+        "                disk.sync_directory(root)\n",
+        "",
+        "the power goes, and half of an older checkpoint has its name again",
+        _tests("store", "power_lost_at_any_operation"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/files.py",
+        "            disk.remove_empty(directory)\n",
+        "",
+        "empty directories stay of older checkpoints",
         _tests("store_promises", "fd40_what_is_not_ours_stays"),
     ),
     Mutation(

@@ -367,6 +367,14 @@ class Faulty(Disk):
         self._step()
         super().remove(path)
 
+    def remove_file(self, path: Path) -> None:
+        self._step()
+        super().remove_file(path)
+
+    def remove_empty(self, path: Path) -> None:
+        self._step()
+        super().remove_empty(path)
+
 
 def small(value: float) -> nn.Module:
     module = nn.Linear(2, 3, bias=False)

@@ -52,7 +52,8 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sent: list[int] = []
         self.read: list[str] = []
-        send, read = consensus._SideGroup.send, files.read_verified
+        self.removed: list[str] = []
+        send, read, remove = consensus._SideGroup.send, files.read_verified, files.Disk.remove_file
 
         def sends(side: Any, rank: int, value: Any) -> None:
             self.sent.append(len(pickle.dumps(value)))
@@ -64,6 +65,7 @@ class Watched:
 
         patch.setattr(consensus._SideGroup, "send", sends)
         patch.setattr(files, "read_verified", reads)
+        patch.setattr(files.Disk, "remove_file", lambda disk, its: (self.removed.append(its.name), remove(disk, its)))
 
 
 def few_words(root: str) -> None:
@@ -96,10 +98,20 @@ def few_words(root: str) -> None:
         before = other.state_dict()
         load(root, model)
         assert_bit_equal(model.state_dict(), before)
+        dist.barrier()
+        older = [name for number in (1, 2, 3) for name in os.listdir(Path(root, f"checkpoint_0000000{number}"))]
+        dist.barrier()
+        save(root, other, keep=1)
+        assert 0 < len(watched.removed) <= len(older) // size + 3
+        everybody: list[Any] = [None] * size
+        dist.all_gather_object(everybody, watched.removed)
+        assert sorted(name for names in everybody for name in names) == sorted(older)
+        assert sorted(os.listdir(root)) == ["checkpoint_00000004", "latest"]
 
 
-def test_fd50_fd51_fd52_what_ranks_say_and_read(tmp_path: Path) -> None:
-    """FD50: plans travel if they have changed. FD51: a rank reads where its own tensors are. FD52: and its extra."""
+def test_fd50_fd51_fd52_fd54_what_ranks_say_read_and_remove(tmp_path: Path) -> None:
+    """FD50: plans travel if they have changed. FD51: a rank reads where its own tensors are. FD52: and its extra.
+    FD54: each removes a part of what is older."""
     run_ranks(3, few_words, str(tmp_path))
 
 

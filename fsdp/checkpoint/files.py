@@ -90,6 +90,19 @@ class Disk:
         """A directory with all that is in it."""
         shutil.rmtree(path)
 
+    def remove_file(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def remove_empty(self, path: Path) -> None:
+        """A directory, unless there is still something in it, or it is gone already."""
+        try:
+            path.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
 
 disk = Disk()
 
@@ -259,23 +272,49 @@ def discard(temporary: Path) -> None:
             disk.remove(final)
 
 
-def remove_older(newest: Path, keep: int) -> None:
-    """All but the last ``keep`` checkpoints up to ``newest``, and what older saves left when they died.
+Share = list[tuple[Path, list[str]]]  # directories, and names of files in each
 
-    Warns of what cannot be removed.
+
+def retire(newest: Path, keep: int, ranks: int) -> list[Share]:
+    """Take all but the last ``keep`` checkpoints up to ``newest`` for unfinished ones, and with them what older saves
+    left when they died.
+
+    Returns:
+        by rank, what it is to remove of them.
     """
+    shares: list[Share] = [[] for _ in range(ranks)]
     root, number = newest.parent, _numbered(newest.parent, _NAME)[newest.name]
-    names = sorted((its, name) for name, its in _numbered(root, _NAME).items() if its < number)
-    whole = [(its, name) for its, name in names if _is_checkpoint(root / name)]
+    numbered = sorted((its, name) for name, its in _numbered(root, _NAME).items() if its < number)
+    whole = [(its, name) for its, name in numbered if _is_checkpoint(root / name)]
     unfinished = [(its, name) for name, its in _unfinished(root).items() if its < number]
     for its, name in [*whole[: max(len(whole) + 1 - keep, 0)], *unfinished]:
         temporary = root / f".checkpoint_{its:08d}.tmp"
         try:
             if name != temporary.name:  # so that no half of it looks like a checkpoint
                 disk.rename(root / name, temporary)
-            disk.remove(temporary)
+                disk.sync_directory(root)
+            names = sorted(os.listdir(temporary))
         except OSError as error:
-            warnings.warn(f"{newest} is saved, but the older {root / name} could not be removed: {error}", stacklevel=2)
+            _warn_of_older(newest, root / name, error)
+            continue
+        for rank, share in enumerate(shares):
+            share.append((temporary, names[rank::ranks]))
+    return shares
+
+
+def remove_older(newest: Path, share: Share) -> None:
+    """A rank's share of what was retired; the last rank removes the directories. Warns of what cannot be removed."""
+    for directory, names in share:
+        try:
+            for name in names:
+                disk.remove_file(directory / name)
+            disk.remove_empty(directory)
+        except OSError as error:
+            _warn_of_older(newest, directory, error)
+
+
+def _warn_of_older(newest: Path, older: Path, error: OSError) -> None:
+    warnings.warn(f"{newest} is saved, but the older {older} could not be removed: {error}", stacklevel=3)
 
 
 def _numbered(root: Path, pattern: re.Pattern[str]) -> dict[str, int]:

@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -137,55 +137,16 @@ class _Reading(NamedTuple):
 def _load(
     ranks: Ranks, path: Path, model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None, reading: _Reading
 ) -> Extras:
-    whole: dict[str, Entry] = {}  # the files of the checkpoint, on rank 0
-
     def check() -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"expected a model to load into, a torch.nn.Module, but got {type(model).__name__}")
 
-    def read(directory: Path, manifest: Manifest) -> tuple[_Read, Extras]:
-        mine = manifest.files if manifest.version == files.VERSION else _share(manifest, ranks.rank, ranks.size)
-        found: list[_Contents] = []
-        loaded: list[_Read] = []
-        extras = Extras(directory, manifest.ranks)
+    def like() -> _Like:
+        values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
+        return _Like(values, trained_parts(model, optimizer))
 
-        def look() -> list[str]:
-            values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-            like = _Like(values, trained_parts(model, optimizer))
-            found.append(_Contents(directory, manifest, like, reading, optimizer=optimizer is not None))
-            if optimizer is not None and not found[0].has_optimizer:
-                raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
-            return [*found[0].files, *([files.extra_name(ranks.rank)] if ranks.rank < manifest.ranks else [])]
-
-        def entries(names: list[list[str]]) -> list[dict[str, Entry]]:
-            return [{name: whole[name] for name in its if name in whole} for its in names]
-
-        def read_parts() -> None:
-            loaded.append(found[0].read(needed))
-            if ranks.rank < manifest.ranks:
-                extras.read(ranks.rank, needed)
-
-        ranks.together("verify a checkpoint", lambda: _verify(directory, mine, reading.progress))
-        needed = ranks.round("look for what to read", look, entries)
-        ranks.together("read a checkpoint", read_parts)
-        return loaded[0], extras
-
-    def find(path: Path) -> tuple[Path, Manifest]:
-        def found(_: Any) -> list[tuple[Path, Manifest]]:
-            directory, manifest = files.find(path.absolute())
-            whole.clear()
-            whole.update(manifest.files)
-            if manifest.version < files.VERSION:  # whose index is one for all ranks
-                return [(directory, manifest)] * ranks.size
-            first = [_share(manifest, rank, ranks.size) for rank in range(ranks.size)]
-            for mine in first:
-                mine[files.INDEX] = whole[files.INDEX]
-            return [(directory, manifest._replace(files=mine)) for mine in first]
-
-        ranks.together("check what is to be loaded", check)
-        return ranks.round("find a checkpoint", lambda: None, found)
-
-    (values, optimizer_state, left), extras = files.read_latest(path, read, find)
+    ranks.together("check what is to be loaded", check)
+    (values, optimizer_state, left), extras = _fetched(ranks, path, like, reading, optimizer=optimizer is not None)
     options = StateDictOptions(ragged=True, strict=reading.strict)
     planned: list[tuple[Optimizer, dict[str, Any]]] = []
     prepared: list[Loading] = []
@@ -212,6 +173,54 @@ def _load(
         undo.pop_all()
     prepared[0].write()
     return extras
+
+
+def _fetched(
+    ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Reading, *, optimizer: bool
+) -> tuple[_Read, Extras]:
+    """What this rank needs of a checkpoint. All files are verified, by some rank each."""
+    whole: dict[str, Entry] = {}  # the files of the checkpoint, on rank 0
+
+    def find(path: Path) -> tuple[Path, Manifest]:
+        def found(_: Any) -> list[tuple[Path, Manifest]]:
+            directory, manifest = files.find(path.absolute())
+            whole.clear()
+            whole.update(manifest.files)
+            if manifest.version < files.VERSION:  # whose index is one for all ranks
+                return [(directory, manifest)] * ranks.size
+            first = [_share(manifest, rank, ranks.size) for rank in range(ranks.size)]
+            for mine in first:
+                mine[files.INDEX] = whole[files.INDEX]
+            return [(directory, manifest._replace(files=mine)) for mine in first]
+
+        return ranks.round("find a checkpoint", lambda: None, found)
+
+    def read(directory: Path, manifest: Manifest) -> tuple[_Read, Extras]:
+        mine = manifest.files if manifest.version == files.VERSION else _share(manifest, ranks.rank, ranks.size)
+        found: list[_Contents] = []
+        loaded: list[_Read] = []
+        extras = Extras(directory, manifest.ranks)
+
+        def look() -> list[str]:
+            found.append(_Contents(directory, manifest, like(), reading, optimizer=optimizer))
+            if optimizer and not found[0].has_optimizer:
+                raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
+            return [*found[0].files, *([files.extra_name(ranks.rank)] if ranks.rank < manifest.ranks else [])]
+
+        def entries(names: list[list[str]]) -> list[dict[str, Entry]]:
+            return [{name: whole[name] for name in its if name in whole} for its in names]
+
+        def read_parts() -> None:
+            loaded.append(found[0].read(needed))
+            if ranks.rank < manifest.ranks:
+                extras.read(ranks.rank, needed)
+
+        ranks.together("verify a checkpoint", lambda: _verify(directory, mine, reading.progress))
+        needed = ranks.round("look for what to read", look, entries)
+        ranks.together("read a checkpoint", read_parts)
+        return loaded[0], extras
+
+    return files.read_latest(path, read, find)
 
 
 # -- what is in a checkpoint -------------------------------------------------------------------------------------------

@@ -84,8 +84,9 @@ def save(
             None, and lists, tuples, sets and dicts of them, but no NumPy arrays or objects of other classes. May
             differ from rank to rank.
         keep: how many checkpoints are to stay in ``path``, this one included; None for all. Older ones, and what saves
-            that died have left, are removed after this one is published, with a warning where that fails. Whatever else
-            is there stays. Two jobs that save into one directory at the same time may do so only without it.
+            that died have left, are removed after this one is published, each rank its part, with a warning where that
+            fails. Whatever else is there stays. Two jobs that save into one directory at the same time may do so only
+            without it.
         process_group: the ranks that save; None for the default group, or for this process alone if there is none.
         progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
 
@@ -315,7 +316,7 @@ class Save:
         planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
         try:
             plan, directory = self._planned(planner)
-            path = self._ranks.round(
+            path, older = self._ranks.round(
                 "write a checkpoint",
                 lambda: self._written(plan, directory, planner, progress=progress),
                 lambda entries: self._published(plan, entries),
@@ -326,8 +327,7 @@ class Save:
             raise
         finally:
             self._state.clear()
-        if self._ranks.rank == 0 and self._keep is not None:  # the others need not wait for it
-            files.remove_older(path, self._keep)
+        files.remove_older(path, older)  # nobody waits for others
         return path
 
     def _planned(self, planner: DefaultSavePlanner) -> tuple[_Plan, Path]:
@@ -387,14 +387,16 @@ class Save:
             files.disk.sync_directory(directory)
         return writer.entries
 
-    def _published(self, plan: _Plan, written: list[dict[str, Entry]]) -> Sequence[Path]:
+    def _published(self, plan: _Plan, written: list[dict[str, Entry]]) -> Sequence[tuple[Path, files.Share]]:
         assert self._directory is not None
         entries = {name: entry for theirs in written for name, entry in theirs.items()}
         files.write_durably(self._directory / files.INDEX, plan.table, entries)
         if plan.chunks <= LISTED:
             _list_for_torch(self._directory, entries, len(written))
         files.seal(self._directory, entries, len(written))
-        return [files.publish(self._directory)] * len(written)
+        path = files.publish(self._directory)
+        older = [[]] * len(written) if self._keep is None else files.retire(path, self._keep, len(written))
+        return [(path, share) for share in older]
 
 
 def _the_same(numbers: list[int]) -> int:
