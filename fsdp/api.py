@@ -82,7 +82,8 @@ class MixedPrecision:
         output_dtype: dtype that the unit casts the floating point tensors of its output to. A policy gives it to no
             unit that it makes: the output of the module being wrapped is meant.
 
-    Two values are equal if their fields are. Creating one checks nothing; :meth:`validate` does.
+    Two values are equal if their fields are. Creating one checks nothing; :meth:`validate` does. A unit goes by what it
+    was given when it was made: what is changed in it later has no effect.
     """
 
     param_dtype: torch.dtype | None = None

@@ -340,7 +340,7 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         unit = self._fsdp_unit
         context, call, args, kwargs = self._enter_forward(args, kwargs)
         try:
-            with Running(call):
+            with Running(call, unit.name):
                 output = function(*args, **kwargs)
             return unit.post_forward(context, call, output)
         except BaseException:

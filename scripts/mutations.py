@@ -113,6 +113,27 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/backward.py",
+        "        seen += [tensor._base for tensor in seen if tensor._base is not None]\n",
+        "",
+        "an output that is a view and changed in place has nobody gather its unit",
+        _tests("ranges", "outputs_that_are_views_may_be_changed_in_place"),
+    ),
+    Mutation(
+        "fsdp/runtime/precision.py",
+        "        self.asked = dataclasses.replace(asked)\n",
+        "        self.asked = asked\n",
+        "a precision that is changed after wrapping changes the half of what a unit casts",
+        _tests("ranges", "a_precision_that_is_changed_later_has_no_effect"),
+    ),
+    Mutation(
+        "fsdp/runtime/ranges.py",
+        "    if not torch.autograd._profiler_enabled():\n",
+        "    if False:\n",
+        "ranges are recorded for nobody",
+        _tests("ranges", "profilers_and_the_log_name_what_each_unit_does"),
+    ),
+    Mutation(
+        "fsdp/runtime/backward.py",
         "for tensor in made or [tensor for tensor, _ in numbers]:",
         "for tensor in made:",
         "what another thread computed leads into no unit",
@@ -881,8 +902,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/backward.py",
-        "numbers = [(tensor, hooks.number_of(tensor.grad_fn)) for tensor in tensors if tensor.grad_fn is not None]",
-        "numbers = [(tensor, self.start) for tensor in tensors]",
+        "numbers = [(tensor, hooks.number_of(tensor.grad_fn)) for tensor in seen if tensor.grad_fn is not None]",
+        "numbers = [(tensor, self.start) for tensor in seen]",
         "hooks pile up on a parameter that is an output",
         _tests("lifecycle", "a_returned_parameter_collects_no_hooks[ShardingStrategy.FULL_SHARD-True]"),
     ),

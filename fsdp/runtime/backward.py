@@ -31,6 +31,7 @@ import torch
 from fsdp.flat.views import Marks
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
+from fsdp.runtime.ranges import profiled
 
 
 class Place(NamedTuple):
@@ -95,8 +96,12 @@ class ForwardCall:
     def hook_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
         """Enter the call when one of their gradients is there. What was made before the call (an argument that is
         passed through, an entry of a cache) needs nothing of the unit, and a leaf has a hook of its own. If all of it
-        seems so, it may be of another thread, whose numbers are others."""
-        numbers = [(tensor, hooks.number_of(tensor.grad_fn)) for tensor in tensors if tensor.grad_fn is not None]
+        seems so, it may be of another thread, whose numbers are others.
+
+        A view that is changed in place loses its node, and the hook with it; what it is a view of keeps both."""
+        seen = list(tensors)
+        seen += [tensor._base for tensor in seen if tensor._base is not None]
+        numbers = [(tensor, hooks.number_of(tensor.grad_fn)) for tensor in seen if tensor.grad_fn is not None]
         made = [tensor for tensor, number in numbers if number >= self.start]
         for tensor in made or [tensor for tensor, _ in numbers]:
             hooks.on_gradient(tensor, self._reached)
@@ -180,16 +185,17 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
 
 class Running:
     """While the module of a unit runs in ``call``, calls made inside know it as the one around them. None stands for a
-    forward without gradients."""
+    forward without gradients. Profilers show it as a range."""
 
-    __slots__ = ("_before", "_call")
+    __slots__ = ("_before", "_call", "_range")
 
     @hooks.untraced
-    def __init__(self, call: ForwardCall | None) -> None:
-        self._call = call
+    def __init__(self, call: ForwardCall | None, unit_name: str) -> None:
+        self._call, self._range = call, profiled("forward", unit_name)
 
     @hooks.untraced
     def __enter__(self) -> None:
+        self._range.__enter__()
         self._before, _here.innermost = _here.innermost, self._call
         if self._call is not None:
             self._call._runs = True
@@ -199,6 +205,7 @@ class Running:
         _here.innermost = self._before
         if self._call is not None:
             self._call._runs = False
+        self._range.__exit__(None, None, None)
 
 
 def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from fsdp.flat.memory import pool_for
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import Pass
 from fsdp.runtime.passes import Passes
+from fsdp.runtime.ranges import profiled
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.runtime.residency import Residency
 from fsdp.runtime.unit_buffers import UnitBuffers
@@ -116,7 +117,8 @@ class RootContext:
         if hooks.current_backward() != hooks.NO_BACKWARD:
             self.enter_backward(unit)
         elif self.passes.forward is None:
-            self._begin_forward(unit)
+            with profiled("_root_pre_forward", unit.name):
+                self._begin_forward(unit)
             self._thread = threading.get_ident()
         elif self._thread != threading.get_ident():
             raise NotImplementedError(

@@ -7,6 +7,7 @@ that made its graph; one backward cannot need both.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Collection
 from typing import Any
@@ -24,13 +25,13 @@ class UnitPrecision:
     """What one unit casts.
 
     Attributes:
-        asked: what the user asked for.
+        asked: what the user asked for when the unit was made; a copy, which nobody else changes.
         full_in_eval: whether the unit computes in full precision while its module is in eval mode.
     """
 
     def __init__(self, module: nn.Module, asked: MixedPrecision, ignored: Collection[nn.Module]) -> None:
         """``ignored`` modules keep their buffers as they are."""
-        self.asked = asked
+        self.asked = dataclasses.replace(asked)
         self.full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "0") == "1"
         self._module = module
         self._ignored = ignored

@@ -18,6 +18,7 @@ from fsdp.flat.memory import pool_for
 from fsdp.runtime.agreement import GATHER, GATHER_NEARBY
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
+from fsdp.runtime.ranges import communicates
 from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
 
 T = TypeVar("T")
@@ -121,7 +122,8 @@ class Residency(Residences[UnitBuffers]):
         again = backward_follows and not self.stays(unit) and unit.nearby is None
         communicator = unit.nearby if nearby else unit.communicator
         assert communicator is not None
-        with self._streams.on_gather_stream():
+        what = "prefetch" if why is Residence.PREFETCHED else "gather"
+        with communicates(what, unit.name, self.generation), self._streams.on_gather_stream():
             for bucket, handle in enumerate(unit.handles):
                 handle.gather(pool, communicator, unit.tag(bucket, "gather"), keep_cast=again, nearby=nearby)
         unit.generation, unit.kept_versions = self.generation, None

@@ -27,6 +27,7 @@ from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves, LeafKey
 from fsdp.runtime.nested import tensors_in
+from fsdp.runtime.ranges import communicates, profiled, ranged
 from fsdp.runtime.reduction import BucketGradients
 from fsdp.runtime.residency import Residence
 from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
@@ -220,6 +221,7 @@ class Unit(UnitBuffers):
     # -- forward -------------------------------------------------------------------------------------------------------
 
     @hooks.untraced
+    @ranged("_pre_forward")
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
         """Gather, and prefetch; returns the call to hand to ``post_forward``, and the inputs, cast."""
         if self.summoned in (Summoned.HERE_ALONE, Summoned.ELSEWHERE):
@@ -262,6 +264,7 @@ class Unit(UnitBuffers):
             context.residency.prefetch(self, begins=True)
 
     @hooks.untraced
+    @ranged("_post_forward")
     def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
         """Reshard unless the backward follows at once, and hook the outputs; returns them."""
         for view in self.views:
@@ -321,6 +324,7 @@ class Unit(UnitBuffers):
             self.backward_failed(error, "start of backward")
             raise
 
+    @ranged("_pre_backward_hook")
     def _pre_backward(self, call: ForwardCall) -> None:
         """Gather, and note what this backward will bring."""
         context = self.context or call.context
@@ -376,9 +380,10 @@ class Unit(UnitBuffers):
         expected.discard(key)
         if not self.expected:
             context.residency.prefetch(self)  # before the reduction: somebody waits for a gather
-            self.finish_gradients(context, at_end=False)
-            if self._maybe_reshard(context):
-                context.residency.prefetch(self)
+            with profiled("_post_backward_hook", self.name):
+                self.finish_gradients(context, at_end=False)
+                if self._maybe_reshard(context):
+                    context.residency.prefetch(self)
 
     def backward_left(self, call: ForwardCall) -> None:
         """The backward is at an argument of ``call``, which it is behind of: gather what comes next."""
@@ -412,7 +417,8 @@ class Unit(UnitBuffers):
             return
         if self.synchronize and self._reduces:
             context.passes.about_to(REDUCE, self)
-            self._reduce(context)
+            with communicates("reduce", self.name, context.residency.generation):
+                self._reduce(context)
         elif at_end:
             for gradients in self.gradients:
                 if gradients.trainable:

@@ -1,0 +1,127 @@
+"""What profilers and the log show of a step, and outputs that are views and changed in place."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp import FullyShardedDataParallel, MixedPrecision
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_gradients
+from tests.test_switches import batch, build
+
+FORWARD, BACKWARD = ["_pre_forward", "forward", "_post_forward"], ["_pre_backward_hook", "_post_backward_hook"]
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def _ranges() -> None:
+    os.environ["FSDP_FORCE_SHARDED"] = "1"  # one rank communicates with itself: a profiler takes seconds to begin
+    model = build()
+    for _ in range(2):
+        model(batch(0)).sum().backward()
+        model.zero_grad()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        model(batch(0)).sum().backward()
+    seen = {event.name for event in profiler.events() if event.name.startswith("FullyShardedDataParallel.")}
+    for unit in ("the root unit", "unit 'embed'", "unit 'layers.0'", "unit 'layers.2'"):
+        for what in (*FORWARD, *BACKWARD, "reduce"):
+            assert f"FullyShardedDataParallel.{what} {unit}" in seen, (what, unit, seen)
+    assert "FullyShardedDataParallel._root_pre_forward the root unit" in seen
+    assert "FullyShardedDataParallel.gather the root unit" in seen
+    assert "FullyShardedDataParallel.prefetch unit 'layers.1'" in seen
+    with mock.patch("torch.autograd.profiler.record_function", side_effect=AssertionError("without a profiler")):
+        model(batch(0)).sum().backward()
+    lines, logger = Lines(), logging.getLogger("fsdp")
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(lines)
+    try:
+        model(batch(0)).sum().backward()
+        assert not lines.lines
+        with mock.patch.dict("os.environ", FSDP_DEBUG="1"):
+            model(batch(0)).sum().backward()
+    finally:
+        logger.removeHandler(lines)
+        logger.setLevel(before)
+    here = f"rank {dist.get_rank()}, forward 6: "
+    assert all(line.startswith(here) for line in lines.lines), lines.lines
+    first = [line.removeprefix(here) for line in lines.lines[:3]]
+    assert first == ["gather the root unit", "prefetch unit 'embed'", "prefetch unit 'layers.0'"], first
+    assert sum(line.startswith(f"{here}reduce ") for line in lines.lines) == 5
+
+
+def test_profilers_and_the_log_name_what_each_unit_does() -> None:
+    run_ranks(1, _ranges)
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.second(torch.tanh(self.first(x)))
+        return y.view(2, -1), y[:, :2]
+
+
+class Whole(nn.Module):
+    """Changes what its part returns in place: views of one tensor."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, z = self.part(x)
+        y += 1
+        z.mul_(y.detach().sum())
+        return y.square().sum() + z.sum()
+
+
+def _views() -> None:
+    torch.manual_seed(3)
+    plain = Whole(Part())
+    torch.manual_seed(3)
+    part = FullyShardedDataParallel(Part(), use_orig_params=True)
+    model = FullyShardedDataParallel(Whole(part), use_orig_params=True)
+    for seed in range(2):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+        for whole in (plain, model):
+            whole.zero_grad()
+            whole(x).backward()
+        wanted = {name: param.grad for name, param in plain.named_parameters() if param.grad is not None}
+        assert len(wanted) == 4
+        assert_bit_equal(full_gradients(model), wanted)
+
+
+def test_outputs_that_are_views_may_be_changed_in_place() -> None:
+    """Autograd drops the hooks of such a view, and so the gather that its gradient would have begun."""
+    run_ranks(2, _views)
+
+
+def _own_copy() -> None:
+    asked = MixedPrecision(torch.bfloat16, cast_forward_inputs=True)
+    model = FullyShardedDataParallel(nn.Linear(4, 4), mixed_precision=asked)
+    assert model(torch.ones(2, 4)).dtype is torch.bfloat16
+    asked.param_dtype = model.mixed_precision.output_dtype = torch.float16
+    assert model(torch.ones(2, 4)).dtype is torch.bfloat16
+
+
+def test_a_precision_that_is_changed_later_has_no_effect() -> None:
+    """It would have had one on inputs and outputs, and none on parameters."""
+    run_ranks(2, _own_copy)
