@@ -46,6 +46,7 @@ from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_param
 
 if TYPE_CHECKING:
     from fsdp.tools.describe import Description, UnitDescription, describe
+    from fsdp.tools.plan import Plan, StrategyPlan, plan
 
 __all__ = [
     "BackwardPrefetch",
@@ -62,6 +63,7 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "Plan",
     "RaggedOptimStateDictConfig",
     "RaggedStateDictConfig",
     "ShardedOptimStateDictConfig",
@@ -70,6 +72,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StrategyPlan",
     "UnitDescription",
     "UnitInfo",
     "describe",
@@ -80,16 +83,21 @@ __all__ = [
     "mark_side_output",
     "num_params",
     "param_groups",
+    "plan",
     "register_forward_method",
     "shard_info",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The tools, which training does not need: when they are first asked for."""
-    if name not in ("Description", "UnitDescription", "describe"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.tools.describe import Description, UnitDescription, describe
+_TOOLS = ("Description", "Plan", "StrategyPlan", "UnitDescription", "describe", "plan")
 
-    globals().update(Description=Description, UnitDescription=UnitDescription, describe=describe)
+
+def __getattr__(name: str) -> Any:
+    """The tools, which training does not need: when one is first asked for."""
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fsdp.tools import describe, plan
+
+    here = {**vars(describe), **vars(plan)}
+    globals().update({tool: here[tool] for tool in _TOOLS})
     return globals()[name]

@@ -30,6 +30,7 @@ COMM_HOOKS = ("tests/test_comm_hooks.py",)
 NAMES = ("tests/test_names.py",)
 GRAD_SCALER = ("tests/test_grad_scaler.py",)
 CASTS = ("tests/test_precision_casts.py",)
+PLAN = ("tests/test_plan.py::test_two_ranks_hold_and_receive_what_was_planned",)
 REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
 VALUES = ("tests/test_precision_values.py",)
 NEARBY = ("tests/test_reshard_ranks.py::test_what_stays_sharded_over_some_ranks_trains_bit_for_bit",)
@@ -54,6 +55,48 @@ MUTATIONS = [
         "if False:",
         "any reason for being gathered may follow any other",
         ("tests/test_residency.py",),
+    ),
+    Mutation(
+        "fsdp/tools/step_memory.py",
+        "if not unit.stays:\n                    self._reshard(unit)",
+        "self._reshard(unit)",
+        "what stays gathered is planned to be gathered again",
+        PLAN,
+    ),
+    Mutation(
+        "fsdp/tools/step_memory.py",
+        "                self._complete_all_but(1)\n",
+        "                self._complete_all_but(0)\n",
+        "no reduction is planned to be under way while gradients come",
+        PLAN,
+    ),
+    Mutation(
+        "fsdp/tools/step_memory.py",
+        "                if has_inner and unit.opens_early:\n",
+        "                if False:\n",
+        "gradients of what is used before and behind other units are planned to wait for nothing",
+        PLAN,
+    ),
+    Mutation(
+        "fsdp/tools/step_memory.py",
+        "order = [(index, begin) for index, begin in order if index in reached]",
+        "order = [(index, begin) for index, begin in order]",
+        "a backward is planned to come to what is frozen and comes before all that is trained",
+        PLAN,
+    ),
+    Mutation(
+        "fsdp/tools/plan.py",
+        "            low, high = (low, middle) if fits(middle) else (middle, high)\n",
+        "            low, high = (low, middle)\n",
+        "the smallest number of ranks does not fit",
+        _tests("plan", "the_smallest_world_that_fits_is_the_smallest"),
+    ),
+    Mutation(
+        "fsdp/tools/plan.py",
+        "            if storage._cdata not in kept:\n",
+        "            if True:\n",
+        "what autograd saves twice counts twice",
+        _tests("plan", "activations_are_what_autograd_saves"),
     ),
     Mutation(
         "fsdp/tools/describe.py",

@@ -145,16 +145,11 @@ def _memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
     return tuple(param.stride())
 
 
-def build_handles(
-    owned: list[OwnedParam],
-    groups: Groups,
-    device: torch.device,
-    precision: MixedPrecision,
-    offload: CPUOffload,
-    *,
-    use_orig_params: bool,
-) -> list[tuple[FlatParamHandle, list[OwnedParam]]]:
-    """One handle per bucket of (dtype, ``requires_grad``), in order of first appearance, trainable ones first.
+def bucket_layouts(
+    owned: list[OwnedParam], shard_size: int, on_cpu: bool, precision: MixedPrecision, *, use_orig_params: bool
+) -> list[tuple[FlatLayout, list[OwnedParam]]]:
+    """The layout of each bucket of (dtype, ``requires_grad``) over ``shard_size`` ranks, in order of first appearance,
+    trainable ones first.
 
     On accelerators shards and parameters are aligned to 16 bytes. On CPU shards are what ``torch.chunk`` gives, and
     only original parameters are aligned, not those in a flat parameter. ``FSDP_SHARD_ALIGNMENT`` (bytes) overrides it,
@@ -163,8 +158,8 @@ def build_handles(
     buckets: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
     for item in owned:
         buckets.setdefault((item.param.dtype, item.param.requires_grad), []).append(item)
-    shard_alignment = int(os.environ.get("FSDP_SHARD_ALIGNMENT", 1 if device.type == "cpu" else ALIGNMENT))
-    handles = []
+    shard_alignment = int(os.environ.get("FSDP_SHARD_ALIGNMENT", 1 if on_cpu else ALIGNMENT))
+    layouts = []
     for (dtype, _), members in sorted(buckets.items(), key=lambda entry: not entry[0][1]):
         specs = [
             ParamSpec(
@@ -178,12 +173,28 @@ def build_handles(
         layout = FlatLayout.build(
             specs,
             dtype=dtype,
-            world_size=groups.shard_size,
+            world_size=shard_size,
             compute_dtype=precision.compute_dtype_of(dtype),
             reduce_dtype=precision.reduce_dtype_of(dtype),
             param_alignment=ALIGNMENT if use_orig_params or shard_alignment > 1 else 1,
             shard_alignment=shard_alignment,
         )
+        layouts.append((layout, members))
+    return layouts
+
+
+def build_handles(
+    owned: list[OwnedParam],
+    groups: Groups,
+    device: torch.device,
+    precision: MixedPrecision,
+    offload: CPUOffload,
+    *,
+    use_orig_params: bool,
+) -> list[tuple[FlatParamHandle, list[OwnedParam]]]:
+    """One handle per bucket, laid out as ``bucket_layouts`` has it."""
+    on_cpu, handles = device.type == "cpu", []
+    for layout, members in bucket_layouts(owned, groups.shard_size, on_cpu, precision, use_orig_params=use_orig_params):
         params, tp = [item.param for item in members], [item.tp for item in members]
         handle = FlatParamHandle.flatten(layout, params, groups, device, offload, tp, with_whole=not use_orig_params)
         handles.append((handle, members))

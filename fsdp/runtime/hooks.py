@@ -132,6 +132,17 @@ def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
     tensor.register_hook(hook)
 
 
+def on_saved(callback: Callable[[torch.Tensor], None]) -> AbstractContextManager[None]:
+    """Inside, tell ``callback`` of every tensor that autograd saves."""
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        callback(tensor)
+        return tensor
+
+    saved: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    return saved
+
+
 def on_accumulated(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Any:
     """Call ``callback`` each time a gradient has been added to ``leaf.grad``."""
     return leaf.register_post_accumulate_grad_hook(untraced(callback))

@@ -1,0 +1,375 @@
+"""`fsdp.plan`: what it says beforehand is what two ranks then hold and receive."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import re
+import runpy
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.tools.plan import as_nbytes, main
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.harness.meter import Meter, meter_available
+from tests.harness.models import EncoderBlock, TiedTransformer
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import CollectiveLog, record_collectives
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+HYBRID = ShardingStrategy.HYBRID_SHARD
+MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Mlp(nn.Module):
+    """A root that only begins."""
+
+    def __init__(self, width: int = 600, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.layers = nn.Sequential(*(Layer(width) for _ in range(depth)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.first(x))
+
+
+class Language(nn.Module):
+    """Tied weights: the root's are used before and behind all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(900, 600)
+        self.layers = nn.ModuleList(Layer(600) for _ in range(3))
+        self.head = nn.Linear(600, 900, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Adapted(nn.Module):
+    """A frozen base beside what is trained."""
+
+    def __init__(self, width: int = 600) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 60), nn.Linear(60, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x)) + self.up(self.down(x))
+
+
+class Stages(nn.Module):
+    """Units in units, behind a frozen one that no backward comes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = Layer(600).requires_grad_(False)
+        self.stages = nn.ModuleList(nn.Sequential(nn.Linear(600, 600), Adapted(), Adapted()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.frozen(x)
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+class _Watch(TorchDispatchMode):
+    """The most bytes that are held after some operation."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter, self.most = meter, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, self.meter.live())
+        return result
+
+
+def _received(log: CollectiveLog) -> tuple[int, int, int, int]:
+    """Of a step on two ranks: bytes gathered and reduced, and the numbers of gathers and reductions."""
+    gathers = [each for each in log.records if (each.label or "").startswith("gather ")]
+    reductions = [each for each in log.records if (each.label or "").startswith("reduce ")]
+    moved = [each.output_nbytes if each.op == "exchange" else each.nbytes // 2 for each in gathers]
+    halves = [each.nbytes // 2 if each.op == "reduce_scatter" else each.output_nbytes for each in reductions]
+    return sum(moved), sum(halves), len(gathers), len(reductions)
+
+
+def _hold(build: Callable[[], nn.Module], policy: Any, batch: Tensor, **options: Any) -> dict[str, Any]:
+    """What this rank holds at most in a third step, and what it receives."""
+    meter = Meter()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
+        before = meter.at_rest()
+        model = FullyShardedDataParallel(build(), auto_wrap_policy=policy, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for step in range(3):
+        optimizer.zero_grad()
+        with _Watch(meter) as watch, record_collectives() as log:
+            model(batch).float().sum().backward()
+        if step < 2:
+            optimizer.step()
+    state = [value.nbytes for values in optimizer.state.values() for value in values.values()]
+    return {
+        "param_nbytes": sum(bucket.flat_param.nbytes for unit in fsdp.shard_info(model) for bucket in unit.buckets),
+        "grad_nbytes": sum(param.grad.nbytes for param in model.parameters() if param.grad is not None),
+        "optim_nbytes": sum(state),
+        "received": _received(log),
+        "peak_nbytes": watch.most - before,
+    }
+
+
+CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any]]] = [
+    (Mlp, ModuleWrapPolicy({Layer}), torch.ones(600, 64), {}),
+    (Language, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
+    (Stages, ModuleWrapPolicy({Layer, nn.Sequential, Adapted}), torch.ones(2, 600), {"use_orig_params": True}),
+]
+
+
+def _compare() -> None:
+    for build, policy, batch, options in CASES:
+        _hold(build, policy, batch, **options)  # operations keep something of their first call
+        precision, orig = options.get("mixed_precision"), options.get("use_orig_params", False)
+        planned = fsdp.plan(
+            build,
+            world_size=2,
+            policy=policy,
+            precision=precision,
+            inputs=[batch],
+            use_orig_params=orig,
+            device="cpu",
+        )
+        for strategy in (FULL, GRAD_OP, NO_SHARD):
+            found = _hold(build, policy, batch, sharding_strategy=strategy, **options)
+            said, what = planned[strategy], f"{build.__name__}, {strategy.name}: "
+            received = (said.gathered_nbytes, said.reduced_nbytes, said.gathers, said.reductions)
+            assert received == found["received"], f"{what}{received}, {found['received']}"
+            assert (said.param_nbytes, said.grad_nbytes) == (found["param_nbytes"], found["grad_nbytes"]), what
+            assert said.optim_nbytes == pytest.approx(found["optim_nbytes"], rel=1e-4), what
+            peak = f"{said.peak_nbytes:,} planned, {found['peak_nbytes']:,} held"
+            assert said.peak_nbytes == pytest.approx(found["peak_nbytes"], rel=0.05), what + peak
+
+
+@pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
+def test_two_ranks_hold_and_receive_what_was_planned() -> None:
+    run_ranks(2, _compare)
+
+
+# -- without ranks -------------------------------------------------------------------------------------------------
+
+
+def test_a_model_and_what_makes_it_are_planned_alike_and_left_alone() -> None:
+    model = TiedTransformer()
+    before = {name: (id(param), param._version) for name, param in model.named_parameters()}
+    policy = ModuleWrapPolicy({EncoderBlock})
+    found = fsdp.plan(model, world_size=3, policy=policy)
+    assert found == fsdp.plan(TiedTransformer, world_size=3, policy=policy)
+    assert before == {name: (id(param), param._version) for name, param in model.named_parameters()}
+    assert (found.name, found.units) == ("TiedTransformer", ("", "blocks.0", "blocks.1"))
+    assert found.numel == sum(param.numel() for param in model.parameters())  # what is tied counts once
+
+
+def test_activations_are_what_autograd_saves() -> None:
+    """Of a layer its input and its output, in the dtype of the compute; where it is recomputed, its input alone."""
+    rows, width = 32, 600
+    inputs = [torch.ones(rows, 64)]
+    policy = ModuleWrapPolicy({Layer})
+    found = fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs)[FULL]
+    assert found.activation_nbytes == 4 * rows * (64 + 5 * width)
+    assert fsdp.plan(Mlp, world_size=2, policy=policy)[FULL].activation_nbytes == 0
+    half = fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs, precision=MIXED)[FULL]
+    assert half.activation_nbytes == found.activation_nbytes // 2
+
+    class Recomputed(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    def build() -> nn.Module:
+        model = Mlp()
+        model.layers = nn.Sequential(*(Recomputed(width) for _ in range(4)))
+        return model
+
+    saved = fsdp.plan(build, world_size=2, policy=policy, inputs=inputs)[FULL].activation_nbytes
+    assert saved == 4 * rows * (64 + 4 * width)
+    tokens = fsdp.plan(Language, world_size=2, policy=policy, batch_tokens=(2, 8))[FULL].activation_nbytes
+    assert tokens == fsdp.plan(Language, world_size=2, policy=policy, batch_tokens=16)[FULL].activation_nbytes > 0
+
+
+def test_the_smallest_world_that_fits_is_the_smallest() -> None:
+    build = functools.partial(Mlp, 100, 6)
+    policy = ModuleWrapPolicy({Layer})
+    strategies = [FULL, GRAD_OP, NO_SHARD, HYBRID]
+    at = {
+        ranks: fsdp.plan(build, world_size=ranks, policy=policy, shard_size=1, strategy=strategies)
+        for ranks in range(1, 12)
+    }
+    for memory in (360_000, 450_000, 700_000, 1_200_000, 10_000_000):
+        found = fsdp.plan(build, world_size=2, policy=policy, strategy=strategies[:3], memory=memory)
+        for strategy in (FULL, GRAD_OP):
+            fitting = [ranks for ranks, each in at.items() if each[strategy].peak_nbytes <= memory]
+            assert found.smallest[strategy] == (min(fitting) if fitting else found.smallest[strategy])
+        assert found.smallest[NO_SHARD] == (1 if at[1][NO_SHARD].peak_nbytes <= memory else None)
+    assert fsdp.plan(build, world_size=2, policy=policy, memory=1000).smallest == {
+        FULL: None,
+        GRAD_OP: None,
+        NO_SHARD: None,
+    }
+
+
+def test_hybrid_strategies_are_sharded_within_and_replicated_across() -> None:
+    policy = ModuleWrapPolicy({Layer})
+    found = fsdp.plan(Mlp, world_size=8, policy=policy, shard_size=4, memory="1GB")
+    assert [each.strategy for each in found.strategies] == list(ShardingStrategy)
+    hybrid, full = found[HYBRID], fsdp.plan(Mlp, world_size=4, policy=policy)[FULL]
+    assert (hybrid.shard_size, hybrid.replicas, found.smallest[HYBRID]) == (4, 2, 4)
+    assert (hybrid.param_nbytes, hybrid.gathered_nbytes) == (full.param_nbytes, full.gathered_nbytes)
+    assert hybrid.reduced_nbytes == full.reduced_nbytes + full.grad_nbytes  # once round a ring of two
+    assert hybrid.reductions == 2 * full.reductions
+
+
+def test_policies_may_give_units_options_of_their_own() -> None:
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        if isinstance(module, Adapted):
+            return {"mixed_precision": None, "sharding_strategy": NO_SHARD}
+        return isinstance(module, Layer)
+
+    plain = fsdp.plan(Stages, world_size=2, policy=ModuleWrapPolicy({Layer, Adapted}), precision=MIXED, device="cpu")[
+        FULL
+    ]
+    found = fsdp.plan(Stages, world_size=2, policy=CustomPolicy(choose), precision=MIXED, device="cpu")[FULL]
+    adapted = sum(param.nbytes for param in Adapted().parameters())
+    assert found.param_nbytes == plain.param_nbytes + 6 * adapted // 2
+    assert found.gathers < plain.gathers
+
+
+def test_optimizers_are_tried() -> None:
+    planned = functools.partial(fsdp.plan, Mlp, world_size=2, strategy=FULL)
+    params = planned()[FULL].param_nbytes
+    expected = {
+        None: 0,
+        torch.optim.SGD: 0,
+        functools.partial(torch.optim.SGD, momentum=0.9): params,
+        torch.optim.AdamW: 2 * params + 4,  # and the number of the step
+    }
+    assert {optimizer: planned(optimizer=optimizer)[FULL].optim_nbytes for optimizer in expected} == expected
+    found = planned()[FULL]
+    assert (
+        replace(found, optim_nbytes=0, peak_nbytes=found.peak_nbytes - found.optim_nbytes)
+        == planned(optimizer=None)[FULL]
+    )
+
+
+def _wrapped_already() -> None:
+    with pytest.raises(ValueError, match=r"plan\(\) is for models that are not wrapped yet; fsdp.describe"):
+        fsdp.plan(FullyShardedDataParallel(Mlp(8, 1)), world_size=2)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    run_ranks(2, _wrapped_already)
+    with pytest.raises(ValueError, match="world_size must be a number of ranks, 1 or more, but got 0"):
+        fsdp.plan(Mlp, world_size=0)
+    with pytest.raises(TypeError, match=r"model must be an nn.Module or a function that makes one, but got str"):
+        fsdp.plan("Mlp", world_size=2)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected the function to make an nn.Module, but it made a dict"):
+        fsdp.plan(dict, world_size=2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="hybrid strategies need shard_size=, the number of ranks"):
+        fsdp.plan(Mlp, world_size=2, strategy=HYBRID)
+    with pytest.raises(ValueError, match="world_size 6 is not a multiple of shard_size 4"):
+        fsdp.plan(Mlp, world_size=6, strategy=HYBRID, shard_size=4)
+    with pytest.raises(ValueError, match="batch_tokens and inputs are two ways to say the same"):
+        fsdp.plan(Mlp, world_size=2, batch_tokens=3, inputs=[torch.ones(1)])
+    with pytest.raises(ValueError, match=r"parameter 'head.weight' is shared with 'embed.weight'"):
+        fsdp.plan(Language, world_size=2, policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
+    with pytest.raises(ValueError, match="memory must be a number of bytes, such as 80GB, 80GiB or 512MB, but got 'x'"):
+        fsdp.plan(Mlp, world_size=2, memory="x")
+    with pytest.raises(KeyError):
+        fsdp.plan(Mlp, world_size=2)[HYBRID]
+
+
+def test_memory_may_have_a_unit() -> None:
+    sizes = {"80GB": 80 * 10**9, "80 GiB": 80 << 30, "1.5m": 1_500_000, "7": 7, 123: 123, "2TB": 2 * 10**12}
+    assert {size: as_nbytes(size) for size in sizes} == sizes
+
+
+def test_the_readme_shows_what_it_prints() -> None:
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fsdp.plan(" in code]
+    printed = io.StringIO()
+    with redirect_stdout(printed):
+        exec(code, {"__name__": "readme"})
+    assert f"```\n{printed.getvalue()}```" in README
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> str:
+    printed, wrong = io.StringIO(), io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(wrong):
+        try:
+            assert main(list(arguments)) == 0
+        except SystemExit:
+            return wrong.getvalue()
+    return printed.getvalue()
+
+
+def test_the_command_prints_the_plan() -> None:
+    place = "tests.test_plan:Language"
+    printed = run(place, "--world-size", "8", "--memory", "1GB", "--wrap", "Layer", "--batch-tokens", "2x8")
+    found = fsdp.plan(Language, world_size=8, policy=ModuleWrapPolicy({Layer}), batch_tokens=(2, 8), memory="1GB")
+    assert printed == f"{found}\n"
+    title, head, *rows = printed.splitlines()
+    assert title == "Language: 1,621,800 parameters in 4 units, 8 ranks"
+    assert head.split()[-5:] == ["fits", "1.00", "GB", "from", "ranks"]
+    assert [(row.split()[0], *row.split()[-2:]) for row in rows] == [
+        ("FULL_SHARD", "yes", "1"),
+        ("SHARD_GRAD_OP", "yes", "1"),
+        ("NO_SHARD", "yes", "1"),
+    ]
+    half = run(place, "--world-size", "2", "--precision", "bf16", "--optimizer", "SGD", "--strategy", "FULL_SHARD")
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    assert (
+        half == f"{fsdp.plan(Language, world_size=2, strategy=FULL, precision=precision, optimizer=torch.optim.SGD)}\n"
+    )
+    assert "ValueError: the model has no Bloc; its modules are Embedding, Language, Layer, Linear, ModuleList" in run(
+        place, "--world-size", "2", "--wrap", "Bloc"
+    )
+    assert "ModuleNotFoundError: No module named 'nowhere'" in run("nowhere:Net", "--world-size", "2")
+
+
+def test_the_command_and_the_function_have_one_name() -> None:
+    with pytest.raises(ImportError, match=r"fsdp.plan is a function \(from fsdp import plan\) and a command"):
+        __import__("fsdp.plan")
+    assert callable(fsdp.plan)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended, redirect_stdout(io.StringIO()):
+        patch.setattr(sys, "argv", ["plan.py", "tests.test_plan:Mlp", "--world-size", "2"])
+        runpy.run_module("fsdp.plan", run_name="__main__")
+    assert ended.value.code == 0
