@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -291,6 +293,11 @@ def test_optimizers_are_tried() -> None:
 def _wrapped_already() -> None:
     with pytest.raises(ValueError, match=r"plan\(\) is for models that are not wrapped yet; fsdp.describe"):
         fsdp.plan(FullyShardedDataParallel(Mlp(8, 1)), world_size=2)
+
+    parallel = nn.Linear(4, 4)
+    parallel.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)]))
+    with pytest.raises(NotImplementedError, match="does not count tensor parallelism: plan the model as it is before"):
+        fsdp.plan(parallel, world_size=2)
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

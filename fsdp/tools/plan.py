@@ -386,9 +386,8 @@ class _Planner:
 
     def plan(self, strategy: ShardingStrategy, world_size: int) -> StrategyPlan:
         groups = self._groups(strategy, world_size)
-        units = self._tree.units(
-            lambda own: groups if own is None else self._groups(own, world_size), as_resharding(None, strategy)
-        )
+        resharded, _ = as_resharding(None, strategy)
+        units = self._tree.units(lambda own: groups if own is None else self._groups(own, world_size), resharded)
         buckets = [bucket for unit in units for bucket in unit.buckets]
         params = sum(bucket.shard_nbytes for bucket in buckets)
         grads = sum(bucket.shard_nbytes for bucket in buckets if bucket.trained)
