@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from fsdp import FullStateDictConfig, StateDictType
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import (
     StateDictOptions,
+    checksums,
     files,
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -62,9 +64,9 @@ def forge(directory: Path, name: str, content: bytes, manifest: dict[str, Any] |
     """Change a file of the latest checkpoint, which is `directory`, as somebody who knows its format would."""
     (directory / name).write_bytes(content)
     manifest = manifest or manifest_of(directory)
-    manifest["files"][name] = [len(content), files.hashlib.sha256(content).hexdigest()]
+    manifest["files"][name] = [len(content), hashlib.sha256(content).hexdigest()]
     text = json.dumps(manifest, indent=1)
-    checksum = files._checksum(text)
+    checksum = checksums.checksum_of(text)
     (directory / "manifest").write_text(f"{checksum}\n{text}\n")
     (directory.parent / "latest").write_text(f"{directory.name} {checksum}\n")
 
@@ -135,7 +137,7 @@ def test_fd43_a_save_has_all_the_time_it_needs(tmp_path: Path) -> None:
 
 def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """FD44: whatever step of a load another job comes before, with `keep=1`; without another job it is damaged."""
-    steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (files, "verify"), (load_checkpoint, "_Contents")]
+    steps: list[tuple[Any, str]] = [(files, "_read_manifest"), (checksums, "verify"), (load_checkpoint, "_Contents")]
     for number, (where, name) in enumerate([*steps, (load_checkpoint.Extras, "read")]):
         root = tmp_path / str(number)
         save(root, Keeps(1.0), extra=1)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
-from fsdp.checkpoint import files, index, list_for_torch, load, load_plain, save, save_checkpoint
+from fsdp.checkpoint import checksums, files, index, list_for_torch, load, load_plain, save, save_checkpoint
 from fsdp.checkpoint.load_checkpoint import Extras
 from fsdp.checkpoint.placement import Box
 from fsdp.checkpoint.ragged import RaggedTensor
@@ -53,18 +53,18 @@ class Watched:
         self.sent: list[int] = []
         self.read: list[str] = []
         self.removed: list[str] = []
-        send, read, remove = consensus._SideGroup.send, files.read_verified, files.Disk.remove_file
+        send, read, remove = consensus._SideGroup.send, checksums.read_verified, files.Disk.remove_file
 
         def sends(side: Any, rank: int, value: Any) -> None:
             self.sent.append(len(pickle.dumps(value)))
             send(side, rank, value)
 
-        def reads(path: Path, entry: files.Entry) -> bytes:
+        def reads(path: Path, entry: checksums.Entry) -> bytes:
             self.read.append(path.name)
             return read(path, entry)
 
         patch.setattr(consensus._SideGroup, "send", sends)
-        patch.setattr(files, "read_verified", reads)
+        patch.setattr(checksums, "read_verified", reads)
         patch.setattr(files.Disk, "remove_file", lambda disk, its: (self.removed.append(its.name), remove(disk, its)))
 
 
@@ -234,3 +234,75 @@ def test_fd51_a_list_for_torch_where_it_is_not_too_long(tmp_path: Path, monkeypa
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000002", "latest"]
     with pytest.raises(RuntimeError, match=r"what rank 0 added .* the checkpoint was removed since it was loaded"):
         print(Extras(made, 1)[0])
+
+
+def bytes_read() -> int:
+    """By this process, from files and whatever else."""
+    (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar"))
+    return int(line.split()[1])
+
+
+def test_fd55_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FD55: what is read is verified meanwhile; what nobody reads is verified all the same."""
+    monkeypatch.setattr(files, "BLOCK", 10_000, raising=False)
+    module = nn.Sequential(*(nn.Linear(150, 150) for _ in range(8)))
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(1, 150)).sum().backward()
+    optimizer.step()
+    path = save(tmp_path, module, optimizer) / "__0_0.distcp"
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    load(tmp_path, module, optimizer)  # whatever is imported first
+    nn.init.zeros_(module[0].weight)
+    before = bytes_read()
+    load(tmp_path, module, optimizer)
+    assert bytes_read() - before < 1.3 * path.stat().st_size
+    assert_bit_equal(module.state_dict(), expected)
+    assert_bit_equal(load_plain(tmp_path).model, expected)
+    content = path.read_bytes()
+    for number in range(5, len(content), len(content) // 7):
+        path.write_bytes(content[:number] + bytes([content[number] ^ 1]) + content[number + 1 :])
+        for others in ((optimizer,), ()):  # without an optimizer most of the file is not read
+            with pytest.raises(RuntimeError, match=r"__0_0.distcp has another checksum than when it was written"):
+                load(tmp_path, module, *others)
+
+
+def test_fd55_blocks_are_read_once_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "BLOCK", 100)
+    random.seed(1)
+    for size in (0, 1, 99, 100, 101, 300, 1050):
+        content, path = random.randbytes(size), tmp_path / str(size)
+        entries: dict[str, checksums.Entry] = {}
+        blocks: dict[str, list[str]] = {}
+        with files.durable(path, entries, blocks=blocks) as written:
+            for begin in range(0, size, 37):
+                written.write(content[begin : begin + 37])
+        entry, its = entries[path.name], blocks[path.name]
+        checksums.verify(tmp_path, entries)
+        assert len(its) == max(1, -(-size // 100)) and (entry.checksum in its) == (size <= 100)
+        with checksums.Verified(path, entry, its) as stream:
+            assert stream.read() == content and stream.tell() == size and stream.read(3) == b""
+        with checksums.Verified(path, entry, its) as stream:
+            before, begin = bytes_read(), 0
+            noise = -before + bytes_read()
+            while begin < size:  # parts one after the other, of each the end first
+                end = min(size, begin + random.randint(1, 320))
+                stream.seek(tail := max(begin, end - 20))
+                assert stream.read(end - tail) == content[tail:end]
+                stream.seek(begin)
+                assert stream.read(end - begin) == content[begin:end]
+                begin = end
+            assert bytes_read() - before - noise <= size + noise
+        for number in range(0, size, 13):
+            path.write_bytes(content[:number] + bytes([content[number] ^ 1]) + content[number + 1 :])
+            with checksums.Verified(path, entry, its) as stream:
+                stream.seek(number)
+                with pytest.raises(RuntimeError, match=rf"{size} has another checksum than when it was written"):
+                    stream.read(1)
+            with pytest.raises(RuntimeError, match=rf"{size} has another checksum than when it was written"):
+                checksums.verify(tmp_path, {path.name: entry})
+        path.write_bytes(content + b"x")
+        with pytest.raises(RuntimeError, match=rf"has {size + 1} bytes instead of {size}"):
+            checksums.Verified(path, entry, its)
+        with pytest.raises(RuntimeError, match=r"the checksums of the blocks of .* are not those that the manifest"):
+            checksums.Verified(path, entry, ["0" * 64] * len(its))
+        path.unlink()

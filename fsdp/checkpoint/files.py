@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import io
 import json
 import os
@@ -44,6 +43,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from fsdp.checkpoint.checksums import Advance, Entry, Hash, checksum_of, no_progress
+
 MANIFEST, LATEST, INDEX, METADATA = "manifest", "latest", "tensors.json", ".metadata"
 VERSION, _VERSIONS = (
     3,
@@ -53,6 +54,7 @@ _NAME = re.compile(r"(?:checkpoint_)?(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
 _PARTS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|extra_\d+\.pt|tensors(_\d+)?\.json|{MANIFEST}|{LATEST}")
 _TRIES = 20  # to read what is replaced meanwhile
+BLOCK = 1 << 22  # bytes of files that are hashed together
 
 
 class Disk:
@@ -112,6 +114,11 @@ def data_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
+def is_data(name: str) -> bool:
+    """Whether it is such a file."""
+    return name.endswith(".distcp")
+
+
 def part_name(rank: int) -> str:
     """The file that tells what is in it."""
     return f"tensors_{rank}.json"
@@ -120,20 +127,6 @@ def part_name(rank: int) -> str:
 def extra_name(rank: int) -> str:
     """The file of what a rank added."""
     return f"extra_{rank}.pt"
-
-
-Advance = Callable[[int], object]  # of so many more bytes that are written or read
-
-
-def no_progress(nbytes: int) -> None:
-    """Nobody wants to know."""
-
-
-class Entry(NamedTuple):
-    """What the manifest says of one file: its size in bytes and its SHA-256 in hexadecimal."""
-
-    size: int
-    checksum: str
 
 
 class _Checked(io.RawIOBase):
@@ -146,7 +139,7 @@ class _Checked(io.RawIOBase):
     error: BaseException | None = None
 
     def __init__(self, stream: BinaryIO, advance: Advance) -> None:
-        self._stream, self._advance, self._size, self._hash = stream, advance, 0, hashlib.sha256()
+        self._stream, self._advance, self.hash = stream, advance, Hash(BLOCK)
 
     def writable(self) -> bool:
         return True
@@ -160,21 +153,20 @@ class _Checked(io.RawIOBase):
         except BaseException as error:
             self.error = error
             raise
-        self._hash.update(data)
-        self._size += len(data)
+        self.hash.update(data)
         self._advance(len(data))
         return len(data)
 
     def tell(self) -> int:
-        return self._size
-
-    def entry(self) -> Entry:
-        return Entry(self._size, self._hash.hexdigest())
+        return self.hash.size
 
 
 @contextlib.contextmanager
-def durable(path: Path, entries: dict[str, Entry], advance: Advance = no_progress) -> Iterator[io.RawIOBase]:
-    """A new file to write into. Afterwards its content is on the disk, and ``entries`` has what it should be."""
+def durable(
+    path: Path, entries: dict[str, Entry], advance: Advance = no_progress, blocks: dict[str, list[str]] | None = None
+) -> Iterator[io.RawIOBase]:
+    """A new file to write into. Afterwards its content is on the disk, and ``entries`` has what it should be, and
+    ``blocks`` the checksums of its blocks."""
     try:
         with disk.create(path) as stream:
             checked = _Checked(stream, advance)
@@ -189,7 +181,9 @@ def durable(path: Path, entries: dict[str, Entry], advance: Advance = no_progres
         if error.filename is None:  # a write does not know where to
             error.filename = str(path)
         raise
-    entries[path.name] = checked.entry()
+    entries[path.name] = checked.hash.entry()
+    if blocks is not None:
+        blocks[path.name] = checked.hash.blocks()
 
 
 def write_durably(path: Path, content: bytes, entries: dict[str, Entry], advance: Advance = no_progress) -> None:
@@ -234,7 +228,7 @@ def seal(temporary: Path, entries: dict[str, Entry], ranks: int) -> None:
     """Write what makes a checkpoint of the files in ``temporary``, which are on the disk."""
     content = {"version": VERSION, "ranks": ranks, "files": {name: entries[name] for name in sorted(entries)}}
     text = json.dumps(content, indent=1)
-    checksum = _checksum(text)
+    checksum = checksum_of(text)
     own: dict[str, Entry] = {}
     write_durably(temporary / MANIFEST, f"{checksum}\n{text}\n".encode(), own)
     write_durably(temporary / LATEST, f"{_final(temporary).name} {checksum}\n".encode(), own)
@@ -342,10 +336,6 @@ def _final(temporary: Path) -> Path:
     return temporary.parent / temporary.name.removeprefix(".").removesuffix(".tmp")
 
 
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
@@ -404,12 +394,14 @@ def _read_manifest(directory: Path) -> tuple[Manifest, str]:
     if not path.is_file():
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged")
     checksum, _, text = path.read_bytes().decode(errors="replace").partition("\n")
-    if not text.endswith("\n") or checksum != _checksum(text[:-1]):
+    if not text.endswith("\n") or checksum != checksum_of(text[:-1]):
         raise RuntimeError(f"{path} is damaged: its checksum is not that of its content")
     try:
         content = json.loads(text)
         version, ranks = content["version"], int(content["ranks"])
         files = {name: Entry(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
+        if any(entry.block < 1 for entry in files.values()):
+            raise ValueError("a block of a file has no bytes")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise RuntimeError(f"{path} is no manifest of this package: {error}") from error
     if version not in _VERSIONS:
@@ -444,38 +436,3 @@ def read_latest(path: Path, read: Callable[[Path, Manifest], _T], find: Callable
             if directory == before:
                 raise failed from error.__cause__
     raise RuntimeError(f"{path}: another job replaces the latest checkpoint faster than it can be read")
-
-
-def verify(directory: Path, files: dict[str, Entry], advance: Advance = no_progress) -> None:
-    """
-    Raises:
-        RuntimeError: files are not what was written, with the path and what is wrong with each.
-    """
-    problems = [
-        problem for name, entry in files.items() if (problem := _problem(directory / name, entry, advance)) is not None
-    ]
-    if problems:
-        raise RuntimeError("the checkpoint is damaged, and nothing was loaded: " + "; ".join(problems))
-
-
-def read_verified(path: Path, entry: Entry) -> bytes:
-    """
-    Raises:
-        RuntimeError: as ``verify``.
-    """
-    verify(path.parent, {path.name: entry})
-    return path.read_bytes()
-
-
-def _problem(path: Path, entry: Entry, advance: Advance) -> str | None:
-    if not path.exists():
-        return f"{path} is missing"
-    found, block = hashlib.sha256(), memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as stream:
-        size = os.fstat(stream.fileno()).st_size
-        if size != entry.size:
-            return f"{path} has {size} bytes instead of {entry.size}"
-        while nbytes := stream.readinto(block):
-            found.update(block[:nbytes])
-            advance(nbytes)
-    return None if found.hexdigest() == entry.checksum else f"{path} has another checksum than when it was written"

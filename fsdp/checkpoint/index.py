@@ -191,9 +191,9 @@ def packed_table(table: Table) -> bytes:
     return json.dumps(table, separators=(",", ":")).encode()
 
 
-def packed_part(items: Iterable[WriteItem], results: Iterable[WriteResult]) -> bytes:
+def packed_part(items: Iterable[WriteItem], results: Iterable[WriteResult], blocks: Mapping[str, list[str]]) -> bytes:
     """The content of a rank's file: ``{"tensors": {key: {"dtype", "shape", "chunks": [[offsets, sizes, *place]]}},
-    "values": {key: place}}``, where a place is a file, an offset and a length in bytes."""
+    "values": {key: place}, "blocks": {file: [checksum, ...]}}``; a place is a file, an offset and a length in bytes."""
     places = {result.index: result.storage_data for result in results}
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def packed_part(items: Iterable[WriteItem], results: Iterable[WriteResult]) -> b
         dtype = str(data.properties.dtype).removeprefix("torch.")
         what = tensors.setdefault(key, {"dtype": dtype, "shape": [*data.size], "chunks": []})
         what["chunks"].append([[*data.chunk.offsets], [*data.chunk.sizes], *place])
-    return json.dumps({"tensors": tensors, "values": values}, separators=(",", ":")).encode()
+    return json.dumps({"tensors": tensors, "values": values, "blocks": blocks}, separators=(",", ":")).encode()
 
 
 # -- what was written --------------------------------------------------------------------------------------------------
@@ -234,8 +234,11 @@ def metadata_of(table: Table) -> Metadata:
     return metadata
 
 
-def unpack_part(content: bytes, into: Metadata, files: Iterable[str]) -> None:
+def unpack_part(content: bytes, into: Metadata, files: Iterable[str]) -> dict[str, list[str]]:
     """Add what is in the file of a rank, or in the only one that earlier versions wrote.
+
+    Returns:
+        the checksums of the blocks of files of tensors.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError: it is not what :func:`packed_part` makes, or refers to files
@@ -252,6 +255,8 @@ def unpack_part(content: bytes, into: Metadata, files: Iterable[str]) -> None:
     for key, place in its["values"].items():
         into.storage_data[MetadataIndex(key)] = _info(place, files)
         into.state_dict_metadata[key] = BytesStorageMetadata()
+    blocks: dict[str, list[str]] = its.get("blocks", {})
+    return blocks
 
 
 def _tensor(dtype: str, shape: Sequence[int]) -> TensorStorageMetadata:

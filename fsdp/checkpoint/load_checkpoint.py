@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,23 +16,25 @@ from typing import Any, NamedTuple, overload
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 
-from fsdp.checkpoint import files, index
+from fsdp.checkpoint import checksums, files, index
+from fsdp.checkpoint.checksums import Entry
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, prepare_model_state_dict
 from fsdp.checkpoint.dcp_optim import kept_if_it_fails, optimizers_to_load, trained_parts
-from fsdp.checkpoint.files import Entry, Manifest
+from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading
 from fsdp.checkpoint.placement import Box
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.save_checkpoint import held_nbytes
+from fsdp.checkpoint.torch_storage import LoadPlanner, VerifiedFiles, file_order
 from fsdp.comm.consensus import Ranks
 
 
@@ -71,9 +72,10 @@ def load(
 ) -> Extras:
     """Load a checkpoint into ``model``, at whatever number of ranks it was saved. All ranks have to call.
 
-    First the ranks compare every file of the checkpoint with the manifest, each some of them; then each reads the parts
-    of tensors that it needs, into memory of its own, on CPU and of the size of its shards; and then the model is given
-    all of it. The model's values get the dtypes that the model has; where the parameters have the dtypes that they had,
+    The ranks compare every file of the checkpoint with the manifest, each some of them, and each reads the parts of
+    tensors that it needs, into memory of its own, on CPU and of the size of its shards; what is read is verified while
+    it is read, so that where all of a checkpoint is loaded no file is read twice for it. Then the model is given all of
+    it. The model's values get the dtypes that the model has; where the parameters have the dtypes that they had,
     the optimizer's states are bit for bit those that were saved. Where another job saves into the directory meanwhile
     and removes what is being read, the newest is read instead.
 
@@ -118,8 +120,8 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
     reading = _Reading(True, trusted, progress)
 
     def read(directory: Path, manifest: Manifest) -> Plain:
-        _verify(directory, manifest.files, progress)
         contents = _Contents(directory, manifest, None, reading, optimizer=True)
+        _verify(directory, contents.unread(manifest.files), progress)
         found = contents.read(manifest.files)
         return Plain(found.model, found.optimizer, [*Extras(directory, manifest.ranks)])
 
@@ -215,8 +217,8 @@ def _fetched(
             if ranks.rank < manifest.ranks:
                 extras.read(ranks.rank, needed)
 
-        ranks.together("verify a checkpoint", lambda: _verify(directory, mine, reading.progress))
         needed = ranks.round("look for what to read", look, entries)
+        ranks.together("verify a checkpoint", lambda: _verify(directory, found[0].unread(mine), reading.progress))
         ranks.together("read a checkpoint", read_parts)
         return loaded[0], extras
 
@@ -228,7 +230,7 @@ def _fetched(
 
 def _verify(directory: Path, entries: dict[str, Entry], progress: bool) -> None:
     with bar("verifying", sum(entry.size for entry in entries.values()), progress) as advance:
-        files.verify(directory, entries, advance)
+        checksums.verify(directory, entries, advance)
 
 
 def _share(manifest: Manifest, rank: int, size: int) -> dict[str, Entry]:
@@ -278,7 +280,7 @@ class Extras(Sequence[Any]):
         """Read what a rank has added; nothing if it has no file among ``entries``."""
         name, value = files.extra_name(rank), None
         if name in entries:
-            content = files.read_verified(self._directory / name, entries[name])
+            content = checksums.read_verified(self._directory / name, entries[name])
             value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         self._values[rank] = value
 
@@ -329,14 +331,22 @@ class _Contents:
         self._left = list(dict.fromkeys(name for name, _ in self._of_state.values() if name not in like.trained))
         holders = {rank for key, its in self._wanted.items() if table for rank in table[key].holders(_boxes(its))}
         self._parts = [files.part_name(rank) for rank in sorted(holders)]
+        self._in_parts = table is not None
         self.files = [*self._parts, *(files.data_name(rank) for rank in sorted(holders))]
+
+    def unread(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Those of the files that are not verified when they are read, by this rank or others. See [Note: Blocks] in
+        ``fsdp.checkpoint.files``."""
+        if not self._in_parts or self._wanted.keys() != self._metadata.state_dict_metadata.keys():
+            return entries  # nobody reads all of them
+        return {name: entry for name, entry in entries.items() if not files.is_data(name)}
 
     def _look_up(self, manifest: Manifest) -> tuple[Metadata, index.Table | None]:
         """What there is; and on which ranks, unless the first says all."""
         metadata, path = Metadata(state_dict_metadata={}, storage_data={}), self._directory / files.INDEX
         if path.name in manifest.files:
             with _index_of_ours(path):
-                content = files.read_verified(path, manifest.files[path.name])
+                content = checksums.read_verified(path, manifest.files[path.name])
                 if manifest.version == files.VERSION:
                     table = index.unpacked_table(content)
                     return index.metadata_of(table), table
@@ -356,15 +366,19 @@ class _Contents:
             RuntimeError: they are damaged, or a value could run code and nobody said that it may.
         """
         wanted, metadata = self._wanted, self._metadata
+        blocks: dict[str, list[str]] = {}
         for path in (self._directory / name for name in self._parts):
             with _index_of_ours(path):
-                index.unpack_part(files.read_verified(path, entries[path.name]), metadata, entries)
+                blocks |= index.unpack_part(checksums.read_verified(path, entries[path.name]), metadata, entries)
+        if self._in_parts:
+            self._reader.fs = VerifiedFiles(entries, blocks)
         with bar("loading", sum(map(held_nbytes, wanted.values())), self._reading.progress) as advance:
-            planner = _LoadPlanner(advance, trusted=self._reading.trusted)
+            planner = LoadPlanner(advance, trusted=self._reading.trusted)
             planner.set_up_planner(wanted, metadata, is_coordinator=True)
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
             plan = planner.create_local_plan()
             self._check_all_is_there(plan.items)
+            plan.items.sort(key=lambda item: file_order(metadata.storage_data[item.storage_index]))
             self._reader.read_data(self._reader.prepare_local_plan(plan), planner).wait()
         read = planner.state_dict
         values = {name: read[key] for name, key in self._of_model.items() if key in read}
@@ -400,29 +414,6 @@ def _boxes(value: Any) -> list[Box]:
     if isinstance(value, (RaggedTensor, DTensor)):
         return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
     return [Box.whole(value.shape if isinstance(value, torch.Tensor) else ())]
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """Tells of the bytes of tensors that are read. Tensors within other values come to CPU memory as well, and not to
-    the device on which rank 0 had them."""
-
-    def __init__(self, advance: files.Advance, *, trusted: bool) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._advance, self._trusted = advance, trusted
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        try:
-            self.state_dict[key] = torch.load(value, map_location="cpu", weights_only=not self._trusted)
-        except pickle.UnpicklingError as error:
-            raise RuntimeError(
-                f"{key!r} holds more than tensors and plain values, and loading it could run any code. If you trust "
-                f"whoever saved it, load it with trusted=True. {error}"
-            ) from error
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        super().commit_tensor(read_item, tensor)
-        self._advance(tensor.nbytes)
 
 
 def _misfits(

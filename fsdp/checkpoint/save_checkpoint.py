@@ -16,7 +16,6 @@ is waited for writes from the shards' own memory.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
 import io
 import itertools
@@ -26,29 +25,30 @@ import traceback
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem, _StoragePrefix
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp.checkpoint import files, index
+from fsdp.checkpoint import checksums, files, index
+from fsdp.checkpoint.checksums import Entry
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict
 from fsdp.checkpoint.dcp_optim import optimizer_state_as_it_is
-from fsdp.checkpoint.files import Entry
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, state_key
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.torch_storage import SavePlanner, Writer, compact
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import Event, default_device, streams_for
 
@@ -312,7 +312,7 @@ class Save:
 
         Raises: as ``fsdp.checkpoint.save``.
         """
-        planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(self._state, is_coordinator=self._ranks.rank == 0)
         try:
             plan, directory = self._planned(planner)
@@ -376,11 +376,11 @@ class Save:
         with bar("saving", nbytes, progress and rank == 0) as advance:
             tensors = (value for value in tree_leaves(list(self._state.values())) if isinstance(value, torch.Tensor))
             # torch would copy what is staged ahead as well, on a stream of its own, and wait for the device
-            ahead = _Writer.COPIED_AHEAD if any(tensor.device.type != "cpu" for tensor in tensors) else 0
-            writer = _Writer(directory, rank == 0, advance, ahead)
+            ahead = Writer.COPIED_AHEAD if any(tensor.device.type != "cpu" for tensor in tensors) else 0
+            writer = Writer(directory, rank == 0, advance, ahead)
             if plan.mine.items:
                 results = writer.write_data(planner.finish_plan(plan.mine), planner).wait()
-                part = index.packed_part(plan.mine.items, results)
+                part = index.packed_part(plan.mine.items, results, writer.blocks)
                 files.write_durably(directory / files.part_name(rank), part, writer.entries)
             if self._extra:
                 files.write_durably(directory / files.extra_name(rank), self._extra, writer.entries, advance)
@@ -421,8 +421,8 @@ def _list_for_torch(directory: Path, entries: dict[str, Entry], ranks: int) -> N
     """
     metadata = Metadata(state_dict_metadata={}, storage_data={})
     for name in filter(entries.__contains__, map(files.part_name, range(ranks))):
-        index.unpack_part(files.read_verified(directory / name, entries[name]), metadata, entries)
-    writer, places = _Writer(directory, True), metadata.storage_data
+        index.unpack_part(checksums.read_verified(directory / name, entries[name]), metadata, entries)
+    writer, places = Writer(directory, True), metadata.storage_data
     writer.finish(metadata, [[WriteResult(where, info.length, info) for where, info in places.items()]])
     entries |= writer.entries
 
@@ -472,17 +472,6 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
-def _compact(value: Any) -> Any:
-    """``value``; of tensors in it that are a part of a larger memory, a copy: a pickle would hold all of that."""
-
-    def compact(inner: Any) -> Any:
-        if type(inner) not in (torch.Tensor, nn.Parameter) or inner.layout != torch.strided:
-            return inner
-        return inner.detach().clone() if inner.untyped_storage().nbytes() > inner.nbytes else inner
-
-    return value if isinstance(value, torch.Tensor) else tree_map(compact, value)
-
-
 def held_nbytes(value: Any) -> int:
     """The bytes of a tensor in a state dict that this process holds."""
     if isinstance(value, RaggedTensor):
@@ -502,7 +491,7 @@ def _packed(extra: Any) -> bytes:
         return b""
     buffer = io.BytesIO()
     try:
-        torch.save(_compact(extra), buffer)
+        torch.save(compact(extra), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True, map_location="cpu")
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
@@ -511,58 +500,3 @@ def _packed(extra: Any) -> bytes:
             f"which torch.load(weights_only=True) takes, but: {error}"
         ) from error
     return buffer.getvalue()
-
-
-# -- through torch.distributed.checkpoint ------------------------------------------------------------------------------
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """Has tensors written from the memory in which they lie, though that is a part of a larger one's."""
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        value = super().transform_object(write_item, _compact(object))
-        return _by_itself(value.detach()) if isinstance(value, torch.Tensor) else value
-
-
-def _by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, as if there were nothing else in its memory: what is written is the whole memory, and a writer of
-    ``torch.distributed.checkpoint`` would copy it first. Bits that stand for an operation on it are resolved."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() == 0:
-        return tensor
-    return torch.from_dlpack(tensor.view(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
-
-
-class _DurableFiles(FileSystem):
-    """Files whose content is on the disk, and whose sizes and checksums are in ``entries``, once they are closed."""
-
-    def __init__(self, entries: dict[str, Entry], advance: files.Advance) -> None:
-        super().__init__()
-        self._entries, self._advance = entries, advance
-
-    @contextlib.contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with files.durable(Path(path), self._entries, self._advance) as stream:
-            yield stream
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        files.disk.rename(Path(path), Path(new_path))
-        self._entries[Path(new_path).name] = self._entries.pop(Path(path).name)
-
-
-class _Writer(FileSystemWriter):
-    """Writes into the empty directory ``path``; ``entries`` tells what it wrote, ``told`` is told of bytes."""
-
-    COPIED_AHEAD = 10_000_000  # bytes of an accelerator's that are copied while others are written; 0: none
-
-    def __init__(
-        self,
-        path: Path,
-        is_coordinator: bool,
-        advance: files.Advance = files.no_progress,
-        copied_ahead: int = COPIED_AHEAD,
-    ) -> None:
-        super().__init__(path, sync_files=False, per_thread_copy_ahead=copied_ahead)  # the files sync themselves
-        self.entries: dict[str, Entry] = {}
-        self.fs = _DurableFiles(self.entries, advance)
-        self.set_up_storage_writer(is_coordinator)

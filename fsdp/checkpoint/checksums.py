@@ -1,0 +1,173 @@
+"""Sizes and checksums of files: made while they are written, and compared before or while they are read.
+
+[Note: Blocks]
+A file is hashed in blocks, so that whoever needs a part of it can verify that part while reading it. The checksum of a
+file of several blocks is that of their checksums, with the size of a block in front: ``4194304:<SHA-256>``. Checksums
+of blocks are in the index of the rank that wrote the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Advance = Callable[[int], object]  # of so many more bytes that are written or read
+
+
+def no_progress(nbytes: int) -> None:
+    """Nobody wants to know."""
+
+
+def checksum_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Entry(NamedTuple):
+    """What the manifest says of one file: its size in bytes and its SHA-256 in hexadecimal; see [Note: Blocks]."""
+
+    size: int
+    checksum: str
+
+    @property
+    def block(self) -> int:
+        """How many bytes are hashed together."""
+        return int(self.checksum.rpartition(":")[0] or max(self.size, 1))
+
+
+class Hash:
+    """The checksums of consecutive bytes, one per block."""
+
+    def __init__(self, block: int) -> None:
+        self.size = 0
+        self._block, self._done, self._open = block, list[str](), hashlib.sha256()
+
+    def update(self, data: memoryview) -> None:
+        while data:
+            room = self._block - self.size % self._block
+            self._open.update(data[:room])
+            self.size += len(data[:room])
+            if len(data) >= room:
+                self._done.append(self._open.hexdigest())
+                self._open = hashlib.sha256()
+            data = data[room:]
+
+    def blocks(self) -> list[str]:
+        whole = self.size > 0 and self.size % self._block == 0
+        return self._done if whole else [*self._done, self._open.hexdigest()]
+
+    def entry(self) -> Entry:
+        return Entry(self.size, self.checksum(self.blocks(), self._block))
+
+    @staticmethod
+    def checksum(blocks: list[str], block: int) -> str:
+        """Of a file of these."""
+        return blocks[0] if len(blocks) == 1 else f"{block}:{checksum_of(''.join(blocks))}"
+
+
+class Verified(io.RawIOBase):
+    """A file that is being read, of which each block is compared with its checksum before any byte of it is given.
+
+    What is read from its beginning to its end, in parts that may begin with their ends, is read once.
+    """
+
+    def __init__(self, path: Path, entry: Entry, blocks: list[str]) -> None:
+        """
+        Raises:
+            RuntimeError: it is missing, or of another size; or ``blocks`` are not those of the file.
+        """
+        self._path, self._entry, self._blocks, self._position = path, entry, blocks, 0
+        self._kept: dict[int, memoryview] = {}  # the last blocks, by number
+        if Hash.checksum(blocks, entry.block) != entry.checksum:
+            raise _damage([f"the checksums of the blocks of {path} are not those that the manifest stands for"])
+        if (problem := _wrong_size(path, entry)) is not None:
+            raise _damage([problem])
+        self._stream = path.open("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, self._entry.size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")
+        into = into[: max(self._entry.size - self._position, 0)]
+        nbytes = len(into)
+        while into:
+            number, begin = divmod(self._position, self._entry.block)
+            part = self._read(number)[begin : begin + len(into)]
+            into[: len(part)] = part
+            into, self._position = into[len(part) :], self._position + len(part)
+        return nbytes
+
+    def _read(self, number: int) -> memoryview:
+        if number not in self._kept:
+            block = memoryview(bytearray(min(self._entry.block, self._entry.size - number * self._entry.block)))
+            self._stream.seek(number * self._entry.block)
+            read = 0
+            while read < len(block) and (nbytes := self._stream.readinto(block[read:])):
+                read += nbytes
+            if hashlib.sha256(block).hexdigest() != self._blocks[number]:
+                raise _damage([f"{self._path} has another checksum than when it was written"])
+            if len(self._kept) > 1:
+                del self._kept[min(self._kept)]  # who reads the end first comes to it again
+            self._kept[number] = block
+        return self._kept[number]
+
+
+def verify(directory: Path, files: dict[str, Entry], advance: Advance = no_progress) -> None:
+    """
+    Raises:
+        RuntimeError: files are not what was written, with the path and what is wrong with each.
+    """
+    problems = [
+        problem for name, entry in files.items() if (problem := _problem(directory / name, entry, advance)) is not None
+    ]
+    if problems:
+        raise _damage(problems)
+
+
+def _damage(problems: list[str]) -> RuntimeError:
+    return RuntimeError("the checkpoint is damaged, and nothing was loaded: " + "; ".join(problems))
+
+
+def _wrong_size(path: Path, entry: Entry) -> str | None:
+    if not path.exists():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    return f"{path} has {size} bytes instead of {entry.size}" if size != entry.size else None
+
+
+def read_verified(path: Path, entry: Entry) -> bytes:
+    """
+    Raises:
+        RuntimeError: as ``verify``.
+    """
+    verify(path.parent, {path.name: entry})
+    return path.read_bytes()
+
+
+def _problem(path: Path, entry: Entry, advance: Advance) -> str | None:
+    if (problem := _wrong_size(path, entry)) is not None:
+        return problem
+    found, block = Hash(entry.block), memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as stream:
+        while nbytes := stream.readinto(block):
+            found.update(block[:nbytes])
+            advance(nbytes)
+    same = found.entry() == entry
+    return None if same else f"{path} has another checksum than when it was written"
