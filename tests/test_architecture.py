@@ -32,7 +32,7 @@ FLOORS = [
     ["fsdp/fully_sharded_data_parallel.py"],
     ["fsdp/tools/"],
     ["fsdp/__init__.py"],
-    ["fsdp/compat.py", "fsdp/plan.py"],
+    ["fsdp/compat/", "fsdp/plan.py"],
 ]
 LOWEST_OF_COMM = [
     "fsdp/comm/versions.py",
@@ -202,7 +202,7 @@ def torch_and_the_standard_library_alone(source: Source) -> list[str]:
 
 
 def nothing_of_torchs_fsdp(source: Source) -> list[str]:
-    if source.name == "fsdp/compat.py":  # puts our names where torch's are, when the user asks for it
+    if source.name == "fsdp/compat/__init__.py":  # puts our names where torch's are, when the user asks for it
         return []
     return [f"line {line}: {name}" for line, name in source.references if below(name, TORCHS_OWN)]
 
@@ -491,7 +491,7 @@ KEPT: list[tuple[Rule, str, str]] = [
     (imports_at_the_top, RUNTIME, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import os"),
     (imports_at_the_top, RUNTIME, "import warnings\nwith warnings.catch_warnings():\n    import os"),
     (torch_and_the_standard_library_alone, RUNTIME, "import os.path\nfrom torch import nn\nfrom ..flat import views"),
-    (nothing_of_torchs_fsdp, "fsdp/compat.py", "import torch.distributed.fsdp"),
+    (nothing_of_torchs_fsdp, "fsdp/compat/__init__.py", "import torch.distributed.fsdp"),
     (nothing_of_torchs_fsdp, "fsdp/api.py", "import fsdp\nfrom torch import distributed\n'torch.distributed.fsdp'"),
     (
         collectives_in_collectives,

@@ -1,0 +1,422 @@
+"""On request only: torch's names stand for this package, so that programs and tools run on it as they are.
+
+:func:`patch` puts our class, enums, configurations, policies and scaler in the places of torch's FSDP1, where tools
+take them from when they are imported or while they run, and where they already have them. ``torch.distributed.fsdp``
+itself stays, with FSDP2's names. The command ``python -m fsdp.compat script.py ...`` (with torchrun: ``torchrun -m
+fsdp.compat script.py ...``) does that and runs a script.
+
+:func:`enable_dcp` is a part of it that can be had alone. ``torch.distributed.checkpoint.state_dict`` knows a sharded
+model by its class: without help it takes a model of this package for a plain one, and the optimizer's flat parts for
+whole tensors. Enabled, it hands models with wrapped modules in them to :mod:`fsdp.checkpoint`, whose functions have the
+same signatures and results. All other models, those of torch's FSDP and DDP among them, stay with torch. What is
+replaced are that module's inner functions, not the public ones: these look the inner ones up when they are called, so
+that it makes no difference when and how a program imported ``get_state_dict``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.abc
+import importlib.machinery
+import inspect
+import multiprocessing.spawn
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint.state_dict as torchs
+import torch.distributed.fsdp as torchs_fsdp
+import torch.distributed.fsdp.fully_sharded_data_parallel as torchs_wrapper
+import torch.distributed.fsdp.sharded_grad_scaler as torchs_scaler
+import torch.distributed.fsdp.wrap as torchs_wrap
+from torch import nn
+from torch.distributed.fsdp import _common_utils as torchs_common
+from torch.distributed.fsdp import _flat_param as torchs_flat_param
+from torch.distributed.fsdp import _runtime_utils as torchs_runtime
+from torch.distributed.fsdp import api as torchs_api
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdp import api, sharded_grad_scaler, wrap
+from fsdp import fully_sharded_data_parallel as wrapper
+from fsdp.checkpoint import dcp, dcp_optim
+from fsdp.checkpoint.load_state_dict import on_first
+from fsdp.comm.groups import default_group
+from fsdp.flat.flat_param import FlatParameter
+from fsdp.flat.names import clean, plain_modules
+from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.runtime.unit import units_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of functions that it compiles
+    import torch.distributed.optim as torchs_optim
+
+__all__ = ["disable_dcp", "enable_dcp", "patch", "unpatch"]
+
+
+def patch(*, imported: bool = True) -> list[str]:
+    """Let programs that use torch's FSDP1 run on this package, in this process and in those that it spawns, until
+    :func:`unpatch`.
+
+    What ``torch.distributed.fsdp``, ``.fully_sharded_data_parallel``, ``.api``, ``.wrap`` and ``.sharded_grad_scaler``
+    call FSDP1's (the class, its enums, configurations, policies, ``FlatParameter``, ``ShardedGradScaler``) is ours from
+    now on. With ``imported``, also in modules other than torch's that have imported it before; copies in their
+    containers, defaults and subclasses stay. FSDP2's names stay, ``register_fsdp_forward_method`` serves both. What
+    tools call of FSDP1's inside (``_lazy_init``, ``_post_backward_final_callback``, ``_get_module_fsdp_state``,
+    ``_has_fsdp_params``, ``_module_handle``, ``_get_param_to_fqns``) takes our modules, too. :func:`enable_dcp` is
+    included. accelerate loads a sharded optimizer state into that of an optimizer that has not stepped, which is empty:
+    the state is made for it. Torch's own FSDP1 is not to be used meanwhile. All ranks have to call it. Calling it again
+    changes nothing.
+
+    Returns:
+        What was changed, as ``module.name``.
+
+    Raises:
+        RuntimeError: this version of torch lacks some of what would be replaced; nothing was.
+    """
+    if _patched:
+        return []
+    wrong = [problem for detour in _INSIDE if (problem := _misfit(detour))]
+    if wrong:
+        raise RuntimeError(
+            f"patch() does not fit this version of torch, {torch.__version__}, which lacks {', '.join(wrong)}. Nothing "
+            "was changed; import the names from fsdp in place of torch.distributed.fsdp"
+        )
+    ours = {id(theirs): mine for theirs, mine in (*_same_names(), *map(_detoured, _INSIDE))}
+    owners = [*_PLACES, *(_others() if imported else ())]
+    changes = [
+        _Change(owner, name, theirs, ours[id(theirs)])
+        for owner in owners
+        for name, theirs in list(vars(owner).items())
+        if id(theirs) in ours
+    ]
+    prepare = multiprocessing.spawn.get_preparation_data
+    changes.append(_Change(multiprocessing.spawn, "get_preparation_data", prepare, _and_patch(prepare)))
+    if not _enabled:
+        enable_dcp()
+        _patched.extend(_enabled)  # which is undone with the rest
+        _enabled.clear()
+    _make(changes, _patched)
+    sys.meta_path.insert(0, _finder)
+    if (accelerates := sys.modules.get(_ACCELERATES)) is not None:
+        _adapt(accelerates)
+    return [str(change) for change in _patched]
+
+
+def unpatch() -> None:
+    """Undo what :func:`patch` did, if it did.
+
+    Raises:
+        RuntimeError: something else was put in a place since, and would be lost. Nothing was changed.
+    """
+    if not _patched:
+        return
+    _check_kept("unpatch", _patched)
+    _take_back(_patched)
+    sys.meta_path.remove(_finder)
+
+
+def enable_dcp() -> None:
+    """Let torch's functions for state dicts take models of this package, in this process, until :func:`disable_dcp`.
+
+    These are ``get_state_dict``, ``get_model_state_dict``, ``get_optimizer_state_dict`` and their ``set_`` counterparts
+    in ``torch.distributed.checkpoint.state_dict``, however they were imported, and ``load_state_dict()`` of torch's
+    ``_NamedOptimizer``. They do what :mod:`fsdp.checkpoint` does under the same names, with torch's
+    ``StateDictOptions``. Calling it again changes nothing. All ranks have to: one that has not cannot take part in the
+    others' collectives.
+
+    Raises:
+        RuntimeError: this version of torch lacks some of what would be replaced; nothing was.
+    """
+    if _enabled or _patched:
+        return
+    wrong = [problem for detour in _DETOURS if (problem := _misfit(detour))]
+    info = vars(torchs).get("_StateDictInfo")
+    fields = {field.name for field in dataclasses.fields(info)} if info is not None else set()
+    wrong += [f"_StateDictInfo.{name}" for name in _ASKED if name not in fields]
+    if wrong:
+        raise RuntimeError(
+            f"enable_dcp() does not fit this version of torch, {torch.__version__}, which lacks {', '.join(wrong)}. "
+            "Nothing was changed; get_state_dict and set_state_dict of fsdp.checkpoint do the same"
+        )
+    _make([_Change(detour.owner, detour.name, *_detoured(detour)) for detour in _DETOURS], _enabled)
+
+
+def disable_dcp() -> None:
+    """Give torch back exactly what :func:`enable_dcp` replaced, if it did.
+
+    Raises:
+        RuntimeError: something else was put in its place since, and would be lost. Nothing was changed.
+    """
+    _check_kept("disable_dcp", _enabled)
+    _take_back(_enabled)
+
+
+# -- what is done for models of this package: called as torch's functions of these names are ---------------------------
+
+
+def _get_model_state_dict(model: nn.Module, info: Any) -> Any:
+    prefixes = {clean(prefix.removesuffix(".")) for prefix in info.submodule_prefixes}
+    submodules = {module for path, module in plain_modules(model) if path in prefixes}
+    return dcp.get_model_state_dict(model, submodules=submodules, options=info)
+
+
+def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
+    # set_state_dict() has looked here, and not on rank 0, whether there is a model's state to load
+    asked = [default_group()], units_of(model), "tell whether there is any"
+    if info.broadcast_from_rank0 and not on_first(lambda: info.handle_model, *asked):
+        return _IncompatibleKeys([], [])
+    # a dict of dicts by submodule has come to the submodules' names, with our wrappers in them
+    return dcp.set_model_state_dict(model, {clean(key): v for key, v in state_dict.items()}, options=info)
+
+
+def _get_optim_state_dict(model: nn.Module, optimizers: Any, info: Any) -> Any:
+    return dcp_optim.get_optimizer_state_dict(model, optimizers, options=info)
+
+
+def _load_optim_state_dict(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
+    dcp_optim.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
+
+
+def _pre_load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
+    return FullyShardedDataParallel.optim_state_dict_to_load(
+        self.module, self._optimizer, state_dict, is_named_optimizer=True
+    )
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    wrapper.register_forward_method(module, method_name)
+
+
+def _get_module_fsdp_state(module: nn.Module) -> Any:
+    return module
+
+
+def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
+    return module
+
+
+def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
+    return state._has_params
+
+
+def _module_handle(state: Any, module: nn.Module) -> Any:
+    return state._handle
+
+
+def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> dict[nn.Parameter, list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for path, param in model.named_parameters(remove_duplicate=False):
+        name = clean(path)
+        inside = param._fqns if isinstance(param, FlatParameter) else ()
+        found = [name.rpartition("_flat_param")[0] + fqn for fqn in inside] or [name]
+        if param not in names or not dedup_shared_params:
+            names.setdefault(param, []).extend(found)
+    return names
+
+
+def _lazy_init(state: Any, root_module: nn.Module) -> Any:
+    state.check_is_root()  # which decides
+    return state
+
+
+def _post_backward_final_callback(state: Any, module: nn.Module) -> None:
+    state.reset_iter_state()
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, *rest: Any, **options: Any
+) -> Any:
+    """accelerate's, with somewhere to load into."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    empty = not inner.state and fsdp_plugin.state_dict_type is not api.StateDictType.FULL_STATE_DICT
+    if empty:
+        with dcp_optim._initialised(inner, dcp_optim._held_elsewhere(model)):
+            made = dict(inner.state)
+        inner.state.update(made)
+    try:
+        return _theirs(load_fsdp_optimizer)(fsdp_plugin, accelerator, optimizer, model, *rest, **options)
+    except BaseException:
+        if empty:
+            inner.state.clear()
+        raise
+
+
+def _is_wrapper(module: nn.Module, *rest: Any) -> bool:
+    return isinstance(module, FullyShardedDataParallel)
+
+
+def _has_wrappers(module: nn.Module, *rest: Any) -> bool:
+    return bool(units_of(module))
+
+
+def _has_model(model: nn.Module, *rest: Any) -> bool:
+    return (rest[-1].handle_model or rest[-1].broadcast_from_rank0) and bool(units_of(model))
+
+
+def _has_optimizer(model: nn.Module, *rest: Any) -> bool:
+    return rest[-1].handle_optim and bool(units_of(model))
+
+
+def _has_wrapper(self: Any, state_dict: dict[str, Any]) -> bool:
+    return isinstance(self.module, FullyShardedDataParallel)
+
+
+# -- how it gets there -------------------------------------------------------------------------------------------------
+
+
+class _Detour(NamedTuple):
+    """What is called in place of a function of torch's with the same name and parameters, and when."""
+
+    owner: Any
+    mine: Callable[..., Any]
+    applies: Callable[..., bool]
+
+    @property
+    def name(self) -> str:
+        return self.mine.__name__
+
+
+class _Change(NamedTuple):
+    """What a module or class has under a name: torch's own, and what is there meanwhile."""
+
+    owner: Any
+    name: str
+    theirs: Any
+    mine: Any
+
+    def __str__(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+
+_DETOURS = [
+    _Detour(torchs, _get_model_state_dict, _has_model),
+    _Detour(torchs, _load_model_state_dict, _has_model),
+    _Detour(torchs, _get_optim_state_dict, _has_optimizer),
+    _Detour(torchs, _load_optim_state_dict, _has_optimizer),
+    _Detour(torchs_optim._NamedOptimizer, _pre_load_state_dict, _has_wrapper),
+]
+_INSIDE = [
+    _Detour(torchs_fsdp, register_fsdp_forward_method, _is_wrapper),
+    _Detour(torchs_common, _get_module_fsdp_state, _is_wrapper),
+    _Detour(torchs_common, _get_module_fsdp_state_if_fully_sharded_module, _is_wrapper),
+    _Detour(torchs_common, _has_fsdp_params, _is_wrapper),
+    _Detour(torchs_common, _module_handle, _is_wrapper),
+    _Detour(torchs_common, _get_param_to_fqns, _has_wrappers),
+    _Detour(torchs_runtime, _lazy_init, _is_wrapper),
+    _Detour(torchs_runtime, _post_backward_final_callback, _is_wrapper),
+]
+_ASKED = ("handle_model", "handle_optim", "submodule_prefixes", "broadcast_from_rank0")  # of what torch calls `info`
+_PUBLIC = {  # of torch's, and where we define what has the same names
+    torchs_api: api,
+    torchs_wrap: wrap,
+    torchs_wrapper: wrapper,
+    torchs_scaler: sharded_grad_scaler,
+}
+_PLACES = (torchs_fsdp, *_PUBLIC, torchs_flat_param, torchs_common, torchs_runtime)
+_ACCELERATES = "accelerate.utils.fsdp_utils"
+_enabled: list[_Change] = []  # by enable_dcp
+_patched: list[_Change] = []  # by patch, beside that
+
+
+def _make(changes: Iterable[_Change], noted: list[_Change]) -> None:
+    for change in changes:
+        setattr(change.owner, change.name, change.mine)
+        noted.append(change)
+
+
+def _check_kept(function: str, changes: Sequence[_Change]) -> None:
+    foreign = [str(change) for change in changes if getattr(change.owner, change.name, None) is not change.mine]
+    if foreign:
+        raise RuntimeError(f"{function}(): {', '.join(foreign)} was replaced by something else meanwhile; undo that first")
+
+
+def _take_back(changes: list[_Change]) -> None:
+    while changes:
+        change = changes.pop()
+        setattr(change.owner, change.name, change.theirs)
+
+
+def _detoured(detour: _Detour) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch's function, and what takes its place."""
+    theirs = getattr(detour.owner, detour.name)
+    parameters = inspect.signature(theirs)
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs)
+        return (detour.mine if detour.applies(*given.args) else theirs)(*given.args, **given.kwargs)
+
+    return theirs, chosen
+
+
+def _misfit(detour: _Detour) -> str | None:
+    """What torch lacks for it."""
+    wanted, theirs = inspect.signature(detour.mine), getattr(detour.owner, detour.name, None)
+    if theirs is not None and list(inspect.signature(theirs).parameters) == list(wanted.parameters):
+        return None
+    return f"{detour.name}({', '.join(wanted.parameters)})"
+
+
+def _same_names() -> Iterator[tuple[Any, Any]]:
+    """What torch's FSDP1 defines, and what is ours under that name."""
+    yield torchs_flat_param.FlatParameter, FlatParameter
+    for theirs, ours in _PUBLIC.items():
+        for name, value in vars(theirs).items():
+            if getattr(value, "__module__", None) == theirs.__name__ and hasattr(ours, name):
+                yield value, getattr(ours, name)
+
+
+def _others() -> Iterator[ModuleType]:
+    """What has been imported, but for torch and this package."""
+    found = {
+        id(module): module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "fsdp")
+    }
+    yield from found.values()
+
+
+class _PatchedChild:
+    """Is unpickled by a spawned process before it imports the program's main module."""
+
+    def __reduce__(self) -> Any:
+        return patch, ()
+
+
+def _and_patch(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict[str, Any]]:
+    return lambda name: {**prepare(name), "patched by fsdp": _PatchedChild()}
+
+
+def _theirs(mine: Callable[..., Any]) -> Any:
+    return next(change.theirs for change in _patched if change.mine is mine)
+
+
+def _adapt(accelerates: ModuleType) -> None:
+    name = load_fsdp_optimizer.__name__
+    theirs = getattr(accelerates, name)
+    owners = [accelerates, *(other for other in _others() if vars(other).get(name) is theirs)]
+    _make([_Change(owner, name, theirs, load_fsdp_optimizer) for owner in dict.fromkeys(owners)], _patched)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Adapts accelerate's module when it is imported later."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _ACCELERATES:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                if _patched:
+                    _adapt(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_finder = _Finder()

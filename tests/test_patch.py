@@ -1,0 +1,285 @@
+"""`fsdp.compat.patch()`: programs written for torch's FSDP1 run on this package; and the command that does it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import subprocess
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+import torch.distributed.fsdp as torchs
+import torch.distributed.fsdp._common_utils as common
+import torch.distributed.fsdp._runtime_utils as runtime
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp
+from fsdp.compat import disable_dcp, enable_dcp, patch, unpatch
+from fsdp.flat.flat_param import FlatParameter
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = {
+    "torch.distributed.fsdp": torchs,
+    "torch.distributed.fsdp.fully_sharded_data_parallel": torchs.fully_sharded_data_parallel,
+    "torch.distributed.fsdp.api": torchs.api,
+    "torch.distributed.fsdp.wrap": torchs.wrap,
+    "torch.distributed.fsdp._common_utils": common,
+    "torch.distributed.fsdp._runtime_utils": runtime,
+}
+
+
+@contextlib.contextmanager
+def patched(**options: bool) -> Iterator[list[str]]:
+    changed = patch(**options)
+    try:
+        yield changed
+    finally:
+        unpatch()
+
+
+def everything() -> dict[str, Any]:
+    scaler = importlib.import_module("torch.distributed.fsdp.sharded_grad_scaler")
+    places = {**NAMES, scaler.__name__: scaler, "state_dict": torch_dcp.state_dict}
+    return {f"{place}.{name}": value for place, module in places.items() for name, value in vars(module).items()}
+
+
+def client(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that has imported some of torch's names."""
+    module: Any = types.ModuleType("a_client")
+    module.FSDP, module.Strategy, module.fully_shard = torchs.FullyShardedDataParallel, torchs.ShardingStrategy, 1
+    monkeypatch.setitem(sys.modules, "a_client", module)
+    return module
+
+
+def test_the_names_are_ours_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, early = everything(), client(monkeypatch)
+    with patched() as changed:
+        for name in set(fsdp.__all__) & set(torchs.__all__):
+            assert getattr(torchs, name) is getattr(fsdp, name), name
+        assert torchs.wrap._or_policy is fsdp.wrap._or_policy
+        assert torchs.sharded_grad_scaler.ShardedGradScaler is fsdp.sharded_grad_scaler.ShardedGradScaler
+        assert early.FSDP is fsdp.FullyShardedDataParallel and early.Strategy is fsdp.ShardingStrategy
+        assert early.fully_shard == 1
+        for name in ("fully_shard", "FSDPModule", "MixedPrecisionPolicy", "UnshardHandle"):
+            assert getattr(torchs, name) is before[f"torch.distributed.fsdp.{name}"]
+        during = everything()
+        differing = {name for name in during if during[name] is not before[name]}
+        assert {name.removeprefix("torch.distributed.checkpoint.") for name in changed} >= differing
+        assert {"a_client.FSDP", "a_client.Strategy"} <= set(changed) and "a_client.fully_shard" not in changed
+        assert len(set(changed)) == len(changed)
+        assert patch() == [] and enable_dcp() is None and disable_dcp() is None
+        after = everything()
+        assert all(after[name] is value for name, value in during.items()), "a second call changes nothing"
+    after = everything()
+    assert after.keys() == before.keys() and all(after[name] is value for name, value in before.items())
+    assert early.FSDP is torchs.FullyShardedDataParallel and early.FSDP is not fsdp.FullyShardedDataParallel
+    assert unpatch() is None
+    with patched(imported=False):
+        assert early.FSDP is not fsdp.FullyShardedDataParallel
+        assert torchs.FullyShardedDataParallel is fsdp.FullyShardedDataParallel
+
+
+def test_what_the_user_has_enabled_stays() -> None:
+    theirs = torch_dcp.state_dict._get_model_state_dict
+    enable_dcp()
+    mine = torch_dcp.state_dict._get_model_state_dict
+    with patched():
+        assert torch_dcp.state_dict._get_model_state_dict is mine is not theirs
+    assert torch_dcp.state_dict._get_model_state_dict is mine
+    disable_dcp()
+    assert torch_dcp.state_dict._get_model_state_dict is theirs
+
+
+def test_nothing_is_lost_and_nothing_done_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    early, ours = client(monkeypatch), fsdp.FullyShardedDataParallel
+    with patched():
+        early.FSDP = int
+        with pytest.raises(RuntimeError, match=r"unpatch\(\): a_client\.FSDP was replaced by something else"):
+            unpatch()
+        assert torchs.FullyShardedDataParallel is ours
+        early.FSDP = ours
+    before = everything()
+    monkeypatch.setattr(runtime, "_lazy_init", lambda one: None)
+    with pytest.raises(RuntimeError, match=r"does not fit this version .* lacks _lazy_init\(state, root_module\)"):
+        patch()
+    monkeypatch.undo()
+    assert all(value is before[name] for name, value in everything().items())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.inner(x)))
+
+    def double(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self(x)
+
+
+def wrapped(use_orig_params: bool) -> Any:
+    torch.manual_seed(0)
+    policy = ModuleWrapPolicy({nn.Linear})
+    return torchs.FullyShardedDataParallel(Net(), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+
+
+def check_inside() -> None:
+    x = torch.ones(2, 5)
+    with patched():
+        for use_orig_params in (False, True):
+            model = wrapped(use_orig_params)
+            assert type(model) is fsdp.FullyShardedDataParallel
+            torchs.register_fsdp_forward_method(module=model, method_name="double")
+            torch.manual_seed(0)
+            assert torch.equal(model.double(x), 2 * Net()(x))
+            assert runtime._lazy_init(model, root_module=model) is model and model.check_is_root()
+            linear = model.module.inner
+            assert common._get_module_fsdp_state(linear) is linear and common._get_module_fsdp_state(nn.ReLU()) is None
+            assert common._has_fsdp_params(linear, linear) and not common._has_fsdp_params(model, model)
+            assert common._module_handle(linear, linear).flat_param is linear._flat_param
+            names = common._get_param_to_fqns(model)
+            expected = [["inner.weight", "inner.bias"], ["head.weight", "head.bias"]]
+            assert list(names.values()) == ([[n] for both in expected for n in both] if use_orig_params else expected)
+            assert use_orig_params or all(isinstance(param, FlatParameter) for param in names)
+            with pytest.raises(ZeroDivisionError):  # as a tool does after a failure
+                handle = model.module.head.register_forward_hook(lambda *_: 1 // 0)
+                model(x)
+            handle.remove()
+            runtime._post_backward_final_callback(model, model)
+            model(x).sum().backward()
+        theirs = torchs.fully_shard(Net(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        torchs.register_fsdp_forward_method(theirs, "double")
+        assert "double" in vars(theirs), "torch has done what it does"
+        plain = common._get_param_to_fqns(Net())
+        assert [name for [name] in plain.values()] == ["inner.weight", "inner.bias", "head.weight", "head.bias"]
+
+
+def test_what_tools_call_inside_takes_our_modules() -> None:
+    run_ranks(2, check_inside)
+
+
+FAKE = """
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType
+
+def load_fsdp_optimizer(fsdp_plugin, accelerator, optimizer, model, input_dir, fail=False):
+    with FSDP.state_dict_type(model, fsdp_plugin.state_dict_type):
+        state = {"optimizer": FSDP.optim_state_dict(model, optimizer)}
+        dcp.load(state, checkpoint_id=input_dir)
+        if fail:
+            raise ArithmeticError
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optimizer"]))
+"""
+
+
+class Holder:
+    """Of an optimizer, as accelerate's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def step(self) -> None:
+        raise AssertionError("only the optimizer itself steps")
+
+
+def check_accelerate(folder: str, early: bool) -> None:
+    sys.path.insert(0, folder)
+    contexts = contextlib.ExitStack()
+    contexts.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore", FutureWarning)  # torch's, of its formats
+    if not early:
+        contexts.enter_context(patched())
+    accelerates: Any = importlib.import_module("accelerate.utils.fsdp_utils")
+    theirs = accelerates.load_fsdp_optimizer
+    if early:
+        contexts.enter_context(patched())
+    with contexts:
+        plugin: Any = types.SimpleNamespace(state_dict_type=torchs.StateDictType.SHARDED_STATE_DICT)
+        model, other = wrapped(True), wrapped(True)
+        optimizer, fresh = (torch.optim.Adam(m.parameters(), lr=0.1) for m in (model, other))
+        model(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+        with torchs.FullyShardedDataParallel.state_dict_type(model, plugin.state_dict_type):
+            saved = torchs.FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        torch_dcp.save({"optimizer": saved}, checkpoint_id=f"{folder}/saved")
+        with pytest.raises(ArithmeticError):
+            accelerates.load_fsdp_optimizer(plugin, None, fresh, other, f"{folder}/saved", fail=True)
+        assert not fresh.state
+        accelerates.load_fsdp_optimizer(plugin, None, Holder(fresh) if early else fresh, other, f"{folder}/saved")
+        mine, loaded = optimizer.state_dict(), fresh.state_dict()
+        assert mine["state"] and mine["state"].keys() == loaded["state"].keys()
+        for key, values in mine["state"].items():
+            assert_bit_equal(loaded["state"][key], values, f"state of parameter {key}")
+    assert early is (accelerates.load_fsdp_optimizer is theirs)
+    sys.path.remove(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accelerate"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_sharded_optimizer_state_is_loaded_into_an_optimizer_that_has_not_stepped(
+    tmp_path: Path, early: bool
+) -> None:
+    (tmp_path / "accelerate/utils").mkdir(parents=True)
+    for package in ("accelerate", "accelerate/utils"):
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "accelerate/utils/fsdp_utils.py").write_text(FAKE)
+    run_ranks(2, check_accelerate, str(tmp_path), early)
+
+
+SCRIPT = """
+import sys
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+import torch.multiprocessing as mp
+import helper_beside_it
+
+def child(rank):
+    print(FSDP.__module__, "in a child", flush=True)
+
+if __name__ == "__main__":
+    print(FSDP.__module__, sys.argv[1:], helper_beside_it.HELPS, flush=True)
+    mp.spawn(child, nprocs=1)
+"""
+
+
+def test_the_command_runs_a_script_and_what_it_spawns(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "helper_beside_it.py").write_text("HELPS = True\n")
+    command = [sys.executable, "-W", "ignore", "-m", "fsdp.compat", str(tmp_path / "train.py"), "--lr", "-m"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    ours = "fsdp.fully_sharded_data_parallel"
+    assert done.stdout.splitlines() == [f"{ours} ['--lr', '-m'] True", f"{ours} in a child"], done.stderr
+
+
+def test_the_command_runs_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_module.py").write_text("import sys, torch.distributed.fsdp as f\nprint(f.CPUOffload, sys.argv[1:])")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    compat = importlib.import_module("fsdp.compat.__main__")
+    try:
+        compat.main(["-m", "a_module", "x"])
+    finally:
+        unpatch()
+    assert capsys.readouterr().out == f"{fsdp.CPUOffload} ['x']\n"
+    with pytest.raises(SystemExit, match=r"python -m fsdp\.compat"):
+        compat.main([])
