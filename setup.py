@@ -17,6 +17,7 @@ setup(
         "test": ["pytest>=8", "numpy"],
         "examples": ["tqdm", "numpy"],
         "libraries": ["transformers>=4.40", "peft>=0.10"],  # for tests/test_libraries.py, which is skipped without
+        "clients": ["accelerate>=1.0", "transformers>=4.40", "peft>=0.10", "lightning>=2.4", "numpy"],
         "dev": ["ruff==0.17.5", "mypy==2.4.1"],
     },
     classifiers=[

@@ -1,6 +1,8 @@
-# Sourced by the other scripts: `ensure_env demo`, `ensure_env test` or `ensure_env libraries` (test, and what others wrote
-# for it to be tested with) makes .venv at the repository root, with what that kind needs, and sets `python` to its interpreter. It installs only when something is missing, so later runs need no
-# network. PYTHON=/path/to/python3 chooses the interpreter that .venv is made from.
+# Sourced by the other scripts: `ensure_env demo`, `ensure_env test` or `ensure_env libraries` (test, and what others
+# wrote for it to be tested with) makes .venv at the repository root, `ensure_env clients` (the tools that
+# test_clients.sh runs) makes .venv-clients, with what that kind needs, and sets `python` to its interpreter. It installs
+# only when something is missing, so later runs need no network. PYTHON=/path/to/python3 chooses the interpreter that the
+# environment is made from.
 # shellcheck shell=bash
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -34,7 +36,8 @@ ensure_env() {
     demo) extras="examples" ;;
     test) extras="test,examples,dev" ;;
     libraries) extras="test,examples,dev,libraries" ;;
-    *) echo "error: ensure_env takes demo, test or libraries, got '$kind'" >&2; return 1 ;;
+    clients) extras="clients" venv="$_root/.venv-clients" ;;
+    *) echo "error: ensure_env takes demo, test, libraries or clients, got '$kind'" >&2; return 1 ;;
   esac
   python="$venv/bin/python"
   stamp="$venv/.installed-$kind"
@@ -45,11 +48,11 @@ ensure_env() {
   fi
   if ! { [ -x "$python" ] && _suitable "$python"; }; then
     base=$(_find_python) || return 1
-    echo "Making .venv with $("$base" --version)" >&2
+    echo "Making ${venv##*/} with $("$base" --version)" >&2
     "$base" -m venv --clear "$venv"
   fi
-  echo "Installing $_torch and the packages that '$kind' needs into .venv (once)" >&2
-  # The build runs in .venv (--no-build-isolation): an isolated one would download setuptools again at every change.
+  echo "Installing $_torch and the packages that '$kind' needs into ${venv##*/} (once)" >&2
+  # The build runs in there (--no-build-isolation): an isolated one would download setuptools again at every change.
   local pip=("$python" -m pip --disable-pip-version-check --no-input install --quiet)
   "${pip[@]}" "setuptools>=77" </dev/null
   "${pip[@]}" --no-build-isolation "$_torch" -e "$_root[$extras]" </dev/null

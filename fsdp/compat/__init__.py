@@ -210,7 +210,7 @@ def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> di
     names: dict[nn.Parameter, list[str]] = {}
     for path, param in model.named_parameters(remove_duplicate=False):
         name = clean(path)
-        inside = param._fqns if isinstance(param, FlatParameter) else ()
+        inside: Sequence[str] = vars(param).get("_fqns", ())  # of a flat one
         found = [name.rpartition("_flat_param")[0] + fqn for fqn in inside] or [name]
         if param not in names or not dedup_shared_params:
             names.setdefault(param, []).extend(found)
@@ -330,7 +330,7 @@ def _make(changes: Iterable[_Change], noted: list[_Change]) -> None:
 def _check_kept(function: str, changes: Sequence[_Change]) -> None:
     foreign = [str(change) for change in changes if getattr(change.owner, change.name, None) is not change.mine]
     if foreign:
-        raise RuntimeError(f"{function}(): {', '.join(foreign)} was replaced by something else meanwhile; undo that first")
+        raise RuntimeError(f"{function}(): {', '.join(foreign)} was replaced by something else since; undo that first")
 
 
 def _take_back(changes: list[_Change]) -> None:

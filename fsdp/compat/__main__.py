@@ -1,8 +1,5 @@
-"""Runs a script or a module of a program that was written for torch's FSDP1, under :func:`fsdp.compat.patch`.
-
-    python -m fsdp.compat SCRIPT ARGUMENTS
-    python -m fsdp.compat -m MODULE ARGUMENTS
-"""
+"""``python -m fsdp.compat SCRIPT ARGUMENTS``, or ``python -m fsdp.compat -m MODULE ARGUMENTS``: runs a program that was
+written for torch's FSDP1, under :func:`fsdp.compat.patch`."""
 
 from __future__ import annotations
 
