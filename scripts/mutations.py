@@ -27,6 +27,7 @@ DESCRIBE = ("tests/test_describe.py::test_it_says_what_the_ranks_hold",) + (
 )
 COMPILE = ("tests/test_compile.py::test_fd23_compiled_models_train_as_eager_ones",)
 COMM_HOOKS = ("tests/test_comm_hooks.py",)
+MIGRATE = ("tests/test_migrate.py::test_it_says_what_to_change",)
 NAMES = ("tests/test_names.py",)
 GRAD_SCALER = ("tests/test_grad_scaler.py",)
 CASTS = ("tests/test_precision_casts.py",)
@@ -55,6 +56,34 @@ MUTATIONS = [
         "if False:",
         "any reason for being gathered may follow any other",
         ("tests/test_residency.py",),
+    ),
+    Mutation(
+        "fsdp/tools/migrate.py",
+        "safe = len(call.args) <= (2 if",
+        "safe = len(call.args) <= (0 if",
+        "a scaler with its device is not replaced",
+        MIGRATE,
+    ),
+    Mutation(
+        "fsdp/tools/migrate.py",
+        "        return not any(self._conditional(node) for node in wraps)\n",
+        "        return True\n",
+        "methods of the wrapper are proposed for a model that may be plain",
+        MIGRATE,
+    ),
+    Mutation(
+        "fsdp/tools/migrate.py",
+        "        if others:\n",
+        "        if False:\n",
+        "state dicts are asked for at every step",
+        _tests("migrate", "state_dicts_are_asked_for_on_every_rank_when_they_are_saved"),
+    ),
+    Mutation(
+        "fsdp/tools/migrate.py",
+        'return made.rpartition(".")[0] == "torch.optim"',
+        "return True",
+        "a learning rate scheduler is taken for an optimizer",
+        MIGRATE,
     ),
     Mutation(
         "fsdp/tools/step_memory.py",

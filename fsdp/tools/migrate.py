@@ -1,0 +1,546 @@
+"""``python -m fsdp.migrate script.py``: what a training script has to change to train with this package, line by line.
+
+The script is read, not run. It may come from ``DistributedDataParallel`` or from torch's own FSDP1. What follows from
+the text alone is proposed as a diff (``--diff``); what depends on what the program means is said, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
+_FSDP1 = "torch.distributed.fsdp"
+_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_STATE_DICT_NAMES = {"StateDictOptions"} | {
+    f"{verb}_{what}" for verb in ("get", "set") for what in ("state_dict", "model_state_dict", "optimizer_state_dict")
+}
+_FSDP2 = {"fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy"} | {
+    "register_fsdp_forward_method",
+    "UnshardHandle",
+}
+_SCALERS = ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler")
+_CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
+_OF_ONE_RANK = re.compile(r"rank|is_main|is_master|master_process|main_process")
+_OURS = "FSDP"
+_WRAPPER_IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
+_KEPT_ARGUMENTS = ("module", "process_group")
+_DROPPED = {
+    "output_device": "outputs stay where the module computes",
+    "dim": "there is no scattering of inputs",
+    "broadcast_buffers": "buffers are not sent from rank 0 at each forward; sync_module_states sends them once",
+    "bucket_cap_mb": "what is reduced together is a unit: choose them by auto_wrap_policy",
+    "gradient_as_bucket_view": "gradients are always sharded views",
+    "static_graph": "nothing has to be promised about the graph",
+}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Replace what is between two places, (line from 1, byte from 0), by ``text``."""
+
+    start: tuple[int, int]
+    end: tuple[int, int]
+    text: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to change, or to know.
+
+    Attributes:
+        line: where, from 1.
+        says: what to change, and why.
+        edits: how, where that is safe to propose.
+    """
+
+    line: int
+    says: str
+    edits: tuple[Edit, ...] = ()
+
+
+class Script:
+    """A training script, and what is found in it.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+
+    def __init__(self, text: str, name: str = "script.py") -> None:
+        self.text, self.name = text, name
+        self._lines = text.encode().splitlines(keepends=True)
+        self._tree = ast.parse(text, name)
+        self._parents = {child: node for node in ast.walk(self._tree) for child in ast.iter_child_nodes(node)}
+        self._nodes: list[ast.stmt | ast.expr | ast.comprehension] = [
+            node for node in ast.walk(self._tree) if isinstance(node, (ast.stmt, ast.expr, ast.comprehension))
+        ]
+        self._aliases = self._read_imports()
+        self._added: list[str] = []  # imports
+        self._wrapped, self._wrap_lines = self._assigned_from(*_DDP, f"{_FSDP1}.FullyShardedDataParallel")
+        self._inside = {  # names of what is in a wrapper: raw_model = model.module
+            ast.unparse(target)
+            for node in self._nodes
+            if isinstance(node, ast.Assign) and any(self._is_inside(each) for each in ast.walk(node.value))
+            if not isinstance(node.value, ast.Call)
+            for target in node.targets
+        }
+        self._from_ddp = any(self._full(node) in _DDP for node in self._nodes)
+        self._optimizers, self._optimizer_lines = self._assigned_from("torch.optim.")
+        self._runners = {  # functions that run the model
+            node.name
+            for node in self._nodes
+            if isinstance(node, ast.FunctionDef)
+            if any(isinstance(each, ast.Call) and self._is_model(each.func) for each in ast.walk(node))
+        }
+        self.findings = sorted(self._find(), key=lambda finding: finding.line)
+
+    # -- what the script has -------------------------------------------------------------------------------------------
+
+    def _read_imports(self) -> dict[str, str]:
+        aliases = {}
+        for node in self._nodes:
+            if isinstance(node, ast.Import):
+                aliases.update(
+                    {a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names}
+                )
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                aliases.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+        return aliases
+
+    def _full(self, node: ast.AST) -> str:
+        """``torch.nn.Linear`` for ``nn.Linear``; "" for what does not start at an import."""
+        if isinstance(node, ast.Name):
+            return self._aliases.get(node.id, "")
+        if isinstance(node, ast.Attribute):
+            base = self._full(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return ""
+
+    def _assigned_from(self, *makers: str) -> tuple[set[str], dict[str, int]]:
+        """What is assigned from calls of ``makers``, as it is written, and the line of each."""
+        lines: dict[str, int] = {}
+        for node in self._nodes:
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+                made = self._full(node.value.func)
+                for target in map(ast.unparse, node.targets):
+                    if made in makers or ("torch.optim." in makers and _is_optimizer(made, target)):
+                        lines[target] = node.lineno
+        return set(lines), lines
+
+    def _is_inside(self, node: ast.AST) -> bool:
+        """Whether it is ``model.module`` of a wrapped ``model``."""
+        return isinstance(node, ast.Attribute) and node.attr == "module" and ast.unparse(node.value) in self._wrapped
+
+    def _is_model(self, node: ast.AST) -> bool:
+        return self._is_inside(node) or ast.unparse(node) in self._wrapped | self._inside
+
+    def _wrapper_of(self, node: ast.AST) -> str:
+        """The wrapped model, as it is written, of which this is all or the inside."""
+        if self._is_inside(node) and isinstance(node, ast.Attribute):
+            return ast.unparse(node.value)
+        words = ast.unparse(node)
+        return words if words in self._wrapped else min(self._wrapped)
+
+    def _source(self, node: ast.AST) -> str:
+        return ast.get_source_segment(self.text, node) or ast.unparse(node)
+
+    @property
+    def _always_wrapped(self) -> bool:
+        """Whether the model is wrapped under no condition."""
+        wraps = [
+            node for node in self._nodes if isinstance(node, ast.Assign) and node.lineno in self._wrap_lines.values()
+        ]
+        return not any(self._conditional(node) for node in wraps)
+
+    def _conditional(self, node: ast.AST) -> bool:
+        outer = self._parents.get(node)
+        return outer is not None and (isinstance(outer, ast.If) or self._conditional(outer))
+
+    def _replace(self, node: ast.AST, text: str) -> Edit:
+        where: ast.expr = node  # type: ignore[assignment]
+        assert where.end_lineno is not None and where.end_col_offset is not None
+        return Edit((where.lineno, where.col_offset), (where.end_lineno, where.end_col_offset), text)
+
+    def _insert_before(self, node: ast.stmt, lines: list[str]) -> Edit:
+        indent = self._lines[node.lineno - 1][: node.col_offset].decode()
+        return Edit((node.lineno, 0), (node.lineno, 0), "".join(f"{indent}{line}\n" for line in lines))
+
+    def _guards(self, node: ast.AST) -> Iterator[ast.If]:
+        """The conditions around it that only some ranks meet, innermost first."""
+        inner = node
+        while (outer := self._parents.get(inner)) is not None:
+            if isinstance(outer, ast.If) and inner in outer.body and _OF_ONE_RANK.search(ast.unparse(outer.test)):
+                yield outer
+            inner = outer
+
+    # -- what is to change ---------------------------------------------------------------------------------------------
+
+    def _find(self) -> Iterator[Finding]:
+        for node in self._nodes:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                yield from self._import(node)
+            elif isinstance(node, (ast.Name, ast.Attribute)):
+                yield from self._named(node)
+            elif not self._from_ddp:
+                continue
+            elif isinstance(node, ast.Call):
+                yield from self._call(node)
+            elif isinstance(node, ast.If):
+                yield from self._saved_by_one_rank(node)
+            elif isinstance(node, (ast.For, ast.comprehension)):
+                yield from self._shapes(node)
+        if self._from_ddp and not self._always_wrapped:
+            yield Finding(
+                min(self._wrap_lines.values()),
+                "wrap the model in any case, as one process can, too: what follows calls methods of the wrapper. Only "
+                "then more than this can be proposed as a diff",
+            )
+        for name, line in self._optimizer_lines.items():
+            if self._from_ddp and self._wrapped and line < min(self._wrap_lines.values()):
+                yield Finding(
+                    line,
+                    f"{name} is made before the model is wrapped: that works with use_orig_params=True, where "
+                    "parameters stay the same objects. Without it, make the optimizer after wrapping",
+                )
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> Iterator[Finding]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name == _FSDP1 or alias.name.startswith(f"{_FSDP1}."):
+                    ours = alias.name.replace(_FSDP1, "fsdp")
+                    binds = "" if any(self._imports_torch(other) for other in self._nodes) else "import torch\n"
+                    text = f"import {ours} as {alias.asname}" if alias.asname else f"{binds}import {ours}"
+                    edits = (self._replace(node, text),) if len(node.names) == 1 else ()
+                    yield Finding(node.lineno, f"import {ours} instead: the same names, arguments and values", edits)
+            return
+        module, names = node.module or "", {alias.name for alias in node.names}
+        if module == "torch.distributed" and "fsdp" in names:
+            yield Finding(node.lineno, "import fsdp instead of torch.distributed.fsdp")
+        elif module == _FSDP1 or module.startswith(f"{_FSDP1}."):
+            other = sorted(names & _FSDP2)
+            if other:
+                yield Finding(
+                    node.lineno, f"{', '.join(other)}: of torch's FSDP2, which has another interface: not here"
+                )
+                return
+            ours = module.replace(_FSDP1, "fsdp")
+            text = self._source(node).replace(module, ours, 1)
+            yield Finding(
+                node.lineno, f"import from {ours}: the same names, arguments and values", (self._replace(node, text),)
+            )
+        elif module == _STATE_DICT:
+            safe = names <= _STATE_DICT_NAMES
+            edits = (self._replace(node, self._source(node).replace(module, "fsdp.checkpoint", 1)),) if safe else ()
+            yield Finding(
+                node.lineno,
+                "import these from fsdp.checkpoint, or call fsdp.compat.enable_dcp() once: torch's own take a wrapped "
+                "model for a plain one",
+                edits,
+            )
+        elif any(f"{module}.{name}" in _DDP for name in names):
+            rest = [alias for alias in node.names if f"{module}.{alias.name}" not in _DDP]
+            kept = [f"from {module} import {', '.join(ast.unparse(alias) for alias in rest)}"] if rest else []
+            yield Finding(
+                node.lineno,
+                "import FullyShardedDataParallel in place of DistributedDataParallel",
+                (self._replace(node, "\n".join([*kept, _WRAPPER_IMPORT])),),
+            )
+
+    @staticmethod
+    def _imports_torch(node: ast.AST) -> bool:
+        return isinstance(node, ast.Import) and any(alias.name == "torch" and not alias.asname for alias in node.names)
+
+    def _call(self, call: ast.Call) -> Iterator[Finding]:
+        made, method = self._full(call.func), call.func.attr if isinstance(call.func, ast.Attribute) else ""
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if made in _DDP:
+            yield from self._wrap(call)
+        elif made in _CLIP:
+            yield from self._clip(call)
+        elif made in _SCALERS:
+            self._add_import("from fsdp.sharded_grad_scaler import ShardedGradScaler")
+            safe = len(call.args) <= (2 if made == "torch.amp.GradScaler" else 0)
+            yield Finding(
+                call.lineno,
+                "use ShardedGradScaler: it skips a step on all ranks alike, where the plain one looks at this rank's "
+                "shards alone and lets the ranks drift apart",
+                (self._replace(call.func, "ShardedGradScaler"),) if safe else (),
+            )
+        elif self._wrapped and method == "load_state_dict" and owner is not None:
+            yield from self._load(call, owner)
+        elif made == "copy.deepcopy" and call.args and self._is_inside(call.args[0]):
+            whole = self._wrapper_of(call.args[0])
+            yield Finding(
+                call.lineno,
+                f"copy {whole}, not what is inside of it: a part of a unit cannot be copied alone",
+                (self._replace(call.args[0], whole),),
+            )
+        elif (
+            self._is_model(call.func)
+            or self._runs_model(call)
+            or (owner is not None and self._is_inside(owner) and method not in _HARMLESS)
+        ):
+            yield from self._called(call, method)
+        elif owner is not None and self._is_model(owner) and method == "join":
+            yield Finding(call.lineno, "join() is not there: give all ranks the same number of batches")
+        elif made == "torch.distributed.algorithms.join.Join":
+            yield Finding(call.lineno, "Join does not know this wrapper: give all ranks the same number of batches")
+        elif method == "register_comm_hook" and owner is not None and self._is_model(owner):
+            yield Finding(call.lineno, "hooks get the unit's flat gradient; torch's DDP hooks for buckets do not fit")
+
+    def _wrap(self, call: ast.Call) -> Iterator[Finding]:
+        """``DDP(...)``."""
+        arguments = [self._source(arg) for arg in call.args[:1]]
+        notes, safe = [], len(call.args) < 3 and not any(isinstance(arg, ast.Starred) for arg in call.args)
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        if len(call.args) == 2:
+            keywords["device_ids"] = call.args[1]
+        for name, value in keywords.items():
+            if name in _KEPT_ARGUMENTS:
+                arguments.append(f"{name}={self._source(value)}")
+            elif name == "device_ids":
+                device = self._only_device(value)
+                safe = safe and device is not None
+                arguments += [f"device_id={device}"] if device and device != "None" else []
+            elif name == "find_unused_parameters":
+                if ast.unparse(value) != "False":
+                    arguments.append(f"reduce_unused={self._source(value)}")
+                    notes.append("find_unused_parameters is reduce_unused here")
+            elif name in _DROPPED:
+                notes.append(f"without {name}: {_DROPPED[name]}")
+            else:
+                safe = False
+                notes.append(f"{'**' if name is None else name}: not known here")
+        arguments += ["use_orig_params=True", "sync_module_states=True"]
+        says = "wrap by FullyShardedDataParallel, with parameters as the optimizer knows them and the values of rank 0"
+        yield Finding(
+            call.lineno,
+            "; ".join([says, *notes]),
+            (self._replace(call, f"{_OURS}({', '.join(arguments)})") if safe else self._replace(call.func, _OURS),),
+        )
+        yield Finding(
+            call.lineno,
+            "without auto_wrap_policy= the whole model is gathered at once: pass ModuleWrapPolicy({...}), of "
+            "fsdp.wrap, with the class of the model's layers",
+        )
+
+    def _only_device(self, value: ast.AST) -> str | None:
+        """The one element of a list; None where that is not what it is."""
+        if isinstance(value, ast.List) and len(value.elts) == 1:
+            return self._source(value.elts[0])
+        if isinstance(value, ast.IfExp):
+            both = self._only_device(value.body), self._only_device(value.orelse)
+            if both[0] is not None and both[1] is not None:
+                return f"{both[0]} if {self._source(value.test)} else {both[1]}"
+        return "None" if isinstance(value, ast.Constant) and value.value is None else None
+
+    def _clip(self, call: ast.Call) -> Iterator[Finding]:
+        if not self._wrapped:
+            return
+        says = "torch's own clip_grad_norm_ sees this rank's shards alone; the wrapped model's is over all ranks"
+        of, *rest = call.args or [ast.Constant(None)]
+        edits: tuple[Edit, ...] = ()
+        if isinstance(of, ast.Call) and isinstance(of.func, ast.Attribute) and of.func.attr == "parameters":
+            known = {"max_norm", "norm_type", "error_if_nonfinite"}
+            if self._is_model(of.func.value) and {keyword.arg for keyword in call.keywords} <= known:
+                arguments = [self._source(each) for each in rest]
+                arguments += [f"{keyword.arg}={self._source(keyword.value)}" for keyword in call.keywords]
+                text = f"{self._wrapper_of(of.func.value)}.clip_grad_norm_({', '.join(arguments)})"
+                edits = (self._replace(call, text),) if self._always_wrapped else ()
+        yield Finding(call.lineno, says, edits)
+
+    def _load(self, call: ast.Call, owner: ast.expr) -> Iterator[Finding]:
+        if ast.unparse(owner) in self._optimizers and len(call.args) == 1:
+            model = min(self._wrapped)
+            text = f"FSDP.optim_state_dict_to_load({model}, {self._source(owner)}, {self._source(call.args[0])})"
+            yield Finding(
+                call.lineno,
+                "the optimizer holds this rank's shards: FSDP.optim_state_dict_to_load takes each rank's part of a "
+                "state dict of FSDP.optim_state_dict. One of DistributedDataParallel, by numbers, goes through "
+                "FSDP.rekey_optim_state_dict first",
+                (self._replace(call.args[0], text),) if self._always_wrapped else (),
+            )
+        elif self._is_model(owner):
+            yield Finding(
+                call.lineno,
+                "every rank calls it, with the whole state dict; one that DistributedDataParallel itself made, not its "
+                '.module, has names with "module." in front: take that away',
+            )
+
+    def _runs_model(self, call: ast.Call) -> bool:
+        """Whether some rank alone calls a function of the script that runs the model, or is given it."""
+        if not isinstance(call.func, ast.Name) or self._full(call.func) or not any(self._guards(call)):
+            return False
+        return call.func.id in self._runners or any(self._is_model(each) for each in call.args)
+
+    def _called(self, call: ast.Call, method: str) -> Iterator[Finding]:
+        for guard in self._guards(call):
+            yield Finding(
+                call.lineno,
+                f"the model runs under `if {ast.unparse(guard.test)}`: gathering its parameters takes all ranks. Run "
+                "it on every rank, and print or save on one",
+            )
+            return
+        if self._is_inside(call.func):
+            whole = self._wrapper_of(call.func)
+            says = f"call {whole}, not what is inside of it: the wrapper gathers the parameters"
+            yield Finding(call.lineno, says, (self._replace(call.func, whole),))
+        elif self._is_inside(getattr(call.func, "value", call)):
+            yield Finding(
+                call.lineno,
+                f"{method}() past the wrapper meets sharded parameters: fsdp.register_forward_method(model, "
+                f"{method!r}), and call it on the wrapped model",
+            )
+
+    def _named(self, node: ast.Name | ast.Attribute) -> Iterator[Finding]:
+        of_call = isinstance(parent := self._parents[node], ast.Call) and parent.func is node
+        if self._full(node) in _DDP:
+            self._add_import(_WRAPPER_IMPORT)
+            if not of_call:
+                yield Finding(node.lineno, "FullyShardedDataParallel instead", (self._replace(node, _OURS),))
+        elif isinstance(node, ast.Attribute) and node.attr == "require_backward_grad_sync":
+            yield Finding(node.lineno, "require_backward_grad_sync has no effect: use `with model.no_sync():`")
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == self._full(node) == _FSDP1:
+            yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", (self._replace(node, "fsdp"),))
+
+    def _saved_by_one_rank(self, guard: ast.If) -> Iterator[Finding]:
+        """State dicts that one rank alone asks for."""
+        if not _OF_ONE_RANK.search(ast.unparse(guard.test)):
+            return
+        lines, edits = [], []
+        for node in (node for statement in guard.body for node in ast.walk(statement)):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            owner = node.func.value
+            if node.func.attr != "state_dict" or next(self._guards(node)) is not guard:
+                continue
+            if self._is_model(owner):
+                name, value = "model_state", f"{self._wrapper_of(owner)}.state_dict()"
+            elif ast.unparse(owner) in self._optimizers and self._wrapped:
+                name, value = "optim_state", f"FSDP.optim_state_dict({min(self._wrapped)}, {ast.unparse(owner)})"
+            else:
+                continue
+            lines.append(f"{name} = {value}  # on every rank")
+            edits.append(self._replace(node, name))
+        if not lines:
+            return
+        others = [value for value in self._conditions(guard.test) if not _OF_ONE_RANK.search(ast.unparse(value))]
+        if others:
+            lines = [f"if {' and '.join(ast.unparse(value) for value in others)}:", *(f"    {line}" for line in lines)]
+        is_elif = self._lines[guard.lineno - 1][guard.col_offset :].startswith(b"elif")
+        yield Finding(
+            guard.lineno,
+            "a state dict takes all ranks: ask for it before the condition, and save it on one; or use "
+            "fsdp.checkpoint.save on all, which gathers nothing",
+            ()
+            if is_elif or not self._always_wrapped
+            else (self._insert_before(guard, list(dict.fromkeys(lines))), *edits),
+        )
+
+    @staticmethod
+    def _conditions(test: ast.expr) -> list[ast.expr]:
+        return test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+
+    def _shapes(self, loop: ast.For | ast.comprehension) -> Iterator[Finding]:
+        """Decisions by the shapes of parameters, which are 1-D shards once the model is wrapped."""
+        if not re.search(r"\bparameters\(|named_parameters\(|param_dict", ast.unparse(loop.iter)):
+            return
+        scope: ast.AST = loop if isinstance(loop, ast.For) else self._parents[loop]
+        for node in (each for each in ast.walk(scope) if isinstance(each, ast.Attribute)):
+            asked = node.attr
+            if asked in ("dim", "ndim", "ndimension", "shape") and self._is_late(loop.iter):
+                yield Finding(
+                    node.lineno,
+                    f".{asked} of a parameter is that of this rank's 1-D part once the model is wrapped: choose before "
+                    "wrapping, or ask fsdp.global_shape(p); for weight decay there is fsdp.param_groups(model, ...)",
+                )
+                return
+            if asked == "numel" and self._is_late(loop.iter):
+                yield Finding(node.lineno, "counts this rank's part once the model is wrapped: fsdp.num_params(model)")
+                return
+
+    def _is_late(self, iterated: ast.expr) -> bool:
+        """Whether the model may be wrapped by then: in a function of its own, or below the wrapping."""
+        lines = set(self._wrap_lines.values())
+        wrapping = {self._function_of(n) for n in self._nodes if isinstance(n, ast.Assign) and n.lineno in lines}
+        return bool(lines) and (iterated.lineno > min(lines) or self._function_of(iterated) not in wrapping)
+
+    def _function_of(self, node: ast.AST) -> ast.AST | None:
+        outer = self._parents.get(node)
+        while outer is not None and not isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            outer = self._parents.get(outer)
+        return outer
+
+    # -- what is proposed ----------------------------------------------------------------------------------------------
+
+    def _add_import(self, line: str) -> None:
+        if line not in self._added:
+            self._added.append(line)
+
+    def migrated(self) -> str:
+        """The script with all edits made."""
+        edits = [edit for finding in self.findings for edit in finding.edits]
+        added = list(self._added)
+        if "FSDP." in "".join(edit.text for edit in edits):
+            added.append(_WRAPPER_IMPORT)
+        added = [line for line in dict.fromkeys(added) if all(line not in edit.text for edit in edits)]
+        top = [node for node in self._tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+        if added and top:
+            place = ((top[-1].end_lineno or 0) + 1, 0)
+            edits.append(Edit(place, place, "".join(f"{line}\n" for line in added)))
+        lines = list(self._lines) + [b""]
+        for edit in sorted(edits, key=lambda edit: (edit.start, edit.end), reverse=True):
+            (first, left), (last, right) = edit.start, edit.end
+            joined = lines[first - 1][:left] + edit.text.encode() + lines[last - 1][right:]
+            lines[first - 1 : last] = [joined, *[b""] * (last - first)]
+        return b"".join(lines).decode()
+
+    def diff(self) -> str:
+        """From the script to what is proposed; "" where nothing is."""
+        before, after = self.text.splitlines(keepends=True), self.migrated().splitlines(keepends=True)
+        return "".join(difflib.unified_diff(before, after, self.name, f"{self.name} (migrated)"))
+
+
+_HARMLESS = {"parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers", "children"} | {
+    *("state_dict", "load_state_dict", "train", "eval", "requires_grad_", "zero_grad", "to", "register_comm_hook")
+}
+
+
+def _is_optimizer(made: str, target: str) -> bool:
+    """Whether what ``made`` makes is an optimizer; what is called one is, whoever makes it."""
+    if made.startswith("torch.optim."):
+        return made.rpartition(".")[0] == "torch.optim"
+    return re.fullmatch(r"(self\.)?opt(im(izer)?)?", target) is not None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command. 0 if it could read the script, 2 if not."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp.migrate",
+        description="Reads a training script for DistributedDataParallel or torch's FSDP1, and says what to change.",
+    )
+    parser.add_argument("script", type=Path)
+    parser.add_argument("--diff", action="store_true", help="propose what is safe as a diff; the rest goes to stderr")
+    options = parser.parse_args(arguments)
+    try:
+        script = Script(options.script.read_text(), str(options.script))
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        print(f"python -m fsdp.migrate: {options.script}: {error}", file=sys.stderr)
+        return 2
+    if options.diff:
+        print(script.diff(), end="")
+    for finding in script.findings:
+        where = f"{options.script}:{finding.line}: "
+        if not options.diff:
+            print(f"{where}{finding.says}{' (--diff)' * bool(finding.edits)}")
+        elif not finding.edits:
+            print(f"{where}{finding.says}", file=sys.stderr)
+    if not script.findings and not options.diff:
+        print(f"{options.script}: nothing of DistributedDataParallel or torch.distributed.fsdp found")
+    return 0
