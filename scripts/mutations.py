@@ -450,6 +450,27 @@ MUTATIONS = [
         _tests("shared_memory", "memory_is_not_used_again_before_all_have_read_it"),
     ),
     Mutation(
+        "fsdp/comm/collectives.py",
+        " if {other for other, _ in said} == {number} else None\n",
+        "\n",
+        "ranks that ask different things in shared memory agree",
+        _tests("shared_memory", "questions_are_answered_in_shared_memory"),
+    ),
+    Mutation(
+        "fsdp/comm/shared_memory.py",
+        "        self.questions.renew()\n",
+        "",
+        "what one rank has asked in vain is answered by what the ranks ask after they have met",
+        _tests("shared_memory", "questions_are_answered_in_shared_memory"),
+    ),
+    Mutation(
+        "fsdp/comm/segment.py",
+        "            if not keep and block.is_read:\n                self._give_back(block)\n",
+        "",
+        "the memory of accumulated gradients is kept after users have dropped them",
+        _tests("shared_memory", "memory_of_a_backward_is_bounded"),
+    ),
+    Mutation(
         "fsdp/flat/memory.py",
         "        return lent is None or lent.is_read\n",
         "        return True\n",
@@ -458,7 +479,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "            self._gather_as_it_is(unit, Residence.IN_USE, private=True)\n",
+        "            self._gather_as_it_is(unit, Residence.IN_USE, to_write=True)\n",
         "            self._gather_as_it_is(unit, Residence.IN_USE)\n",
         "a slower rank gathers what another one writes into summoned parameters",
         _tests("shared_memory", "what_is_written_reaches_no_rank_that_reads_late"),
@@ -486,7 +507,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/segment.py",
-        "                self.mapping.give_back(block.offset, block.nbytes)\n",
+        "        self.mapping.give_back(block.offset, block.nbytes)\n",
         "",
         "shared memory is kept at rest",
         _tests("shared_memory", "memory_has_no_name_and_is_given_back_at_rest"),
@@ -507,8 +528,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/collectives.py",
-        "        if not are_torchs_own():\n",
-        "        if False:\n",
+        "    if are_torchs_own():\n",
+        "    if True:\n",
         "who records collectives does not see those that go through shared memory",
         _tests("shared_memory", "memory_is_used_where_all_ranks_can"),
     ),
@@ -621,8 +642,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "        self.gathers_follow_compute()\n        self.gather(unit, why, private=private)\n",
-        "        self.gather(unit, why, private=private)\n",
+        "        self.gathers_follow_compute()\n        self.gather(unit, why, to_write=to_write)\n",
+        "        self.gather(unit, why, to_write=to_write)\n",
         "a gather by hand, or of what is summoned, does not wait for what was written to the shard",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),

@@ -6,6 +6,7 @@ memory adds: ranks that die, that part, that have no room, that fork, and what i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -13,6 +14,7 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -22,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
-from fsdp.comm import shared_memory
-from fsdp.comm.collectives import Communicator, Tag
-from fsdp.comm.groups import Groups
+from fsdp.comm import ledger, shared_memory
+from fsdp.comm.collectives import Communicator, Tag, Vote
+from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.segment import Segment
 from fsdp.comm.shared_memory import Channel
 from fsdp.comm.streams import streams_for
@@ -116,7 +118,7 @@ def train_both_ways() -> None:
             options = {"strategy": strategy, "use_orig_params": use_orig_params, "mixed_precision": precision}
             options["no_sync"] = [name != "lora", False]  # with accumulators, which are no memory of the segment
             steps.append(run_fsdp(ZOO[name], adamw, schedule, process_group=group, **options))
-        assert channel_of(group)._number >= 6, "nothing went through shared memory"
+        assert channel_of(group).collectives.number >= 6, "nothing went through shared memory"
         for number, (direct, shared) in enumerate(zip(*steps)):
             what = f"{name}, step {number}"
             assert_bit_equal({"loss": shared.loss}, {"loss": direct.loss}, what)
@@ -201,16 +203,18 @@ def write_before_all_have_read() -> None:
 
     def late(gather: Any, *args: Any, **options: Any) -> None:
         gather(*args, **options)
-        if rank == 1:
-            dist.barrier()
+        with contextlib.suppress(RuntimeError):  # it has to wait for this rank
+            if rank == 1:
+                store.wait(["written"], timedelta(seconds=0.5))
 
+    store = dist.PrefixStore("late", group_store(dist.group.WORLD))
     root: Any = model
     delayed = mock.patch.object(own.tree.residency, "gather", functools.partial(late, own.tree.residency.gather))
     with delayed, root.summon_full_params(root, recurse=False):
-        for parameter in own.handles[0].leaves:
+        for name, parameter in zip(("3.weight", "3.bias"), own.handles[0].leaves):
             parameter.data.mul_(2)
-        if rank == 0:
-            dist.barrier()
+            assert torch.equal(parameter.data, before[name] * 2), name
+        store.set("written", "")
     for name, after in full_parameters(model).items():
         factor = 2 if name in ("3.weight", "3.bias") else 1
         assert torch.equal(after, before[name] * factor), name
@@ -218,6 +222,46 @@ def write_before_all_have_read() -> None:
 
 def test_what_is_written_reaches_no_rank_that_reads_late() -> None:
     run_ranks(2, write_before_all_have_read)
+
+
+def ask_questions() -> None:
+    share()
+    group, rank = new_group(), dist.get_rank()
+    full, communicator = torch.empty(2), Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    communicator.gather(full, torch.ones(1), Tag("gather", 1)).wait()
+    issued = ledger.issued_in(group)
+    assert Vote(7, group, CPU, "the same", largest=-5 - rank).result() == -5
+    assert Vote(rank, group, CPU, "another").result() is None
+    several = [Vote(1 << 61, group, CPU, f"question {number}", largest=rank + number) for number in range(20)]
+    gathered = communicator.gather(full, torch.ones(1), Tag("gather", 2))
+    if rank == 0:
+        dist.barrier()
+    gathered.wait()  # whoever waits for that answers, too
+    if rank == 1:
+        dist.barrier()
+    assert [vote.result() for vote in several] == list(range(1, 21))
+    for number in range(100):
+        vote = Vote(number, group, CPU, "many", largest=number)
+        if rank or number % 30 == 0:
+            assert vote.result() == number
+    assert ledger.issued_in(group) == issued
+    for recorded in ([0, 1], [1], []):
+        with record_collectives() if rank in recorded else nullcontext() as log:
+            assert Vote(3, group, CPU, "recorded", largest=rank).result() == 1
+        if recorded == [0, 1]:
+            assert log.labels("all_reduce") == ["recorded"]
+    if rank == 0:
+        asked = Vote(3, group, CPU, "alone")
+    dist.barrier()
+    shared_memory.renew(group)
+    assert Vote(4, group, CPU, "together", largest=rank).result() == 1
+    if rank == 0:
+        assert asked.result() is None
+
+
+def test_questions_are_answered_in_shared_memory() -> None:
+    """As by gloo: in order, whatever is asked before it is answered, with nothing issued; after a failure anew."""
+    run_ranks(2, ask_questions)
 
 
 # -- ranks that part, fail and die ---------------------------------------------------------------------------------
@@ -334,7 +378,8 @@ def test_a_dead_rank_is_seen_within_a_second_where_nobody_looks_around() -> None
 @impatient
 def run_out_of_memory() -> None:
     share()
-    model = make_model(new_group())
+    group = new_group()
+    model = make_model(group)
     step(model)
     model.zero_grad()
     expected = full_parameters(model)
@@ -342,16 +387,16 @@ def run_out_of_memory() -> None:
     def full_system(file: int, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with mock.patch.object(os, "posix_fallocate", full_system):
-        with pytest.raises(OSError, match="bytes that the ranks of this host share") as error:
-            step(model)
-        model.zero_grad()
-        with pytest.raises(OSError, match="bytes that the ranks of this host share"), model.summon_full_params(model):
-            pass
-    assert error.value.errno == errno.ENOSPC
-    model.zero_grad()
-    step(model)
-    assert_bit_equal(full_parameters(model), expected)
+    with mock.patch.dict(os.environ, FSDP_DEBUG="1"):  # its full buffers lie outside of the segment
+        debugged = make_model(group)
+    for tried in (model, debugged):
+        no_room = pytest.raises(OSError, match="bytes that the ranks of this host share")
+        with mock.patch.object(os, "posix_fallocate", full_system), no_room as error:
+            step(tried)
+        assert error.value.errno == errno.ENOSPC
+        tried.zero_grad()
+        step(tried)
+        assert_bit_equal(full_parameters(tried), expected)
     assert held_at_rest() <= HEADERS
 
 
@@ -411,7 +456,7 @@ def test_a_fork_takes_no_part() -> None:
 
 def measure_backward() -> None:
     """With as many buffers as there can be: two units are gathered, one gradient is written, one waits for its
-    reduction, one for a slower rank. Gathers need nothing beside."""
+    reduction and for slower ranks. Then with accumulators, which users hold."""
     share()
     torch.manual_seed(0)
     units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(8)]
@@ -425,6 +470,15 @@ def measure_backward() -> None:
         model.zero_grad()
     assert len(found) > 30
     assert 3 * whole < max(found) < 5 * whole + HEADERS, (max(found) / whole, whole)
+    with model.no_sync():
+        model(torch.ones(2, 300, requires_grad=True)).sum().backward()
+    accumulated = own_segment().held_nbytes - _held_before
+    assert 8 * whole <= accumulated < 8 * whole + HEADERS, accumulated / whole
+    found.clear()
+    model(torch.ones(2, 300, requires_grad=True)).sum().backward()
+    assert max(found) < 10 * whole + HEADERS, max(found) / whole  # what is reduced is not copied
+    model.zero_grad()
+    assert own_segment().held_nbytes - _held_before < HEADERS
     assert held_at_rest() <= HEADERS
 
 
@@ -452,7 +506,7 @@ def interrupt_the_decision() -> None:
     full = torch.empty(4)
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     communicator.gather(full, torch.full((2,), float(rank)), Tag("gather", 1)).wait()
-    assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group)._number == 1
+    assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group).collectives.number == 1
 
 
 def test_a_rank_that_is_interrupted_in_the_decision_has_decided_as_the_others() -> None:
@@ -478,10 +532,10 @@ def choose() -> None:
     model = make_model(group)
     assert not any(unit.shares_memory for unit in shard_info(model)), "known before the first collective"
     for recorded in ([], [0, 1], [1], [], [0], [0, 1], []):
-        posts = channel_of(group)._number if group in shared_memory._channels else 0
+        posts = channel_of(group).collectives.number if group in shared_memory._channels else 0
         with record_collectives() if rank in recorded else nullcontext() as log:
             step(model)
-        moved = channel_of(group)._number - posts
+        moved = channel_of(group).collectives.number - posts
         if recorded == [0, 1]:
             assert moved == 0 and log.count("all_gather") > 3 and log.count("reduce_scatter") == 4
         else:

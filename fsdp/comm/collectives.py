@@ -28,7 +28,7 @@ from fsdp.comm.groups import Groups, backend_of, control_device
 from fsdp.comm.ledger import Transfer as Transfer
 from fsdp.comm.ledger import are_torchs_own, issue, issue_in_memory, issue_transfers
 from fsdp.comm.ledger import current_label as current_label
-from fsdp.comm.shared_memory import Channel, connect
+from fsdp.comm.shared_memory import Channel, Posts, channel_of, connect
 from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import OutOfStep as OutOfStep
@@ -89,26 +89,27 @@ class Communicator:
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Pending:
+    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag, *, to_write: bool = False) -> Pending:
         """Start filling ``full`` (shard_size * n elements) with every rank's ``shard`` (n), in rank order.
 
-        Runs on the current stream; neither tensor may be touched before ``wait()``.
+        Runs on the current stream; neither tensor may be touched before ``wait()``. ``full`` may only be read after
+        that, as others may still do; unless it is ``to_write``, on all ranks.
         """
         if not self.groups.sharded:
             full.copy_(shard)
             return Pending(None, self.streams)
         if (channel := self._memory(full, tag)) is not None:
-            start = functools.partial(channel.gather, full, shard, tag.label, tag.number)
-            work = issue_in_memory("gather", start, full, self.groups.shard, tag.label)
+            start = functools.partial(channel.gather, full, shard, tag.label, tag.number, until_read=to_write)
+            work = issue_in_memory(start, full.device, self.groups.shard, tag.label)
         elif self._goes_direct(full):
             work = self._direct_gather(full, shard, tag)
         else:
             work = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=self.groups.shard)
         return Pending(work, self.streams)
 
-    def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> Pending:
+    def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag, *, to_write: bool = False) -> Pending:
         """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``. ``full`` is used up. With
-        ``divisor`` it is the sum, divided by that, and so on.
+        ``divisor`` it is the sum, divided by that, and so on. ``to_write``: as for ``gather``.
 
         Sharded: ``out`` has ``full.numel() / shard_size`` elements, and the mean is that of the shard group; where
         there are replicas, ``average`` comes next. Not sharded: ``out`` is ``full``, which is averaged.
@@ -120,8 +121,9 @@ class Communicator:
         if before != 1:
             full.div_(before)
         if (channel := self._memory(full, tag)) is not None:
-            start = functools.partial(channel.reduce, out, full, tag.label, tag.number, sum_in_rank_order)
-            return self._divided(issue_in_memory("reduce", start, full, self.groups.shard, tag.label), out, after)
+            what = functools.partial(channel.reduce, out, full, tag.label, tag.number)
+            start = functools.partial(what, sum_in_rank_order, until_read=to_write)
+            return self._divided(issue_in_memory(start, full.device, self.groups.shard, tag.label), out, after)
         if self._goes_direct(full):
             work, finish = self._direct_reduce(out, full, tag)
             return self._divided(work, out, after, finish)
@@ -171,10 +173,7 @@ class Communicator:
         channel = self._channel
         if channel is None or not channel.usable:
             return None
-        if not are_torchs_own():
-            Work([channel.propose_elsewhere()], self.groups.shard, tag.label, full.device, ends_alone=True).wait()
-            return None if channel.goes_elsewhere() else channel
-        return channel
+        return channel if _go_through(channel.collectives, self.groups.shard, tag.label) else None
 
     def _choose(self, device: torch.device) -> None:
         if self._direct_min is None:
@@ -212,6 +211,14 @@ class Communicator:
         received.insert(rank, pieces[rank])
         work = self._exchange(tag, [_wire(piece) for piece in pieces], [_wire(piece) for piece in received])
         return work, lambda: sum_in_rank_order(out, received)
+
+
+def _go_through(posts: Posts, group: Any, label: str) -> bool:
+    """Whether what all ranks of ``group`` do next is posted, and not done by calling ``torch.distributed``."""
+    if are_torchs_own():
+        return True
+    issue_in_memory(posts.propose_elsewhere, torch.device("cpu"), group, label).wait()
+    return not posts.goes_elsewhere()
 
 
 def _averaging(group: Any, size: int, values: torch.Tensor, divisor: float | None) -> tuple[Any, float, float]:
@@ -315,10 +322,23 @@ class Vote:
 
     def __init__(self, number: int, group: Any, device: torch.device, label: str, *, largest: int = 0) -> None:
         """``device`` is where the ranks' models compute."""
-        self._number = number
-        self._votes = torch.tensor([number, -number, largest], device=control_device(group, device))
+        self._largest: Callable[[], int | None]  # once the work is over
+        on, channel = control_device(group, device), channel_of(group)
+        if channel is not None and on.type == "cpu" and _go_through(channel.questions, group, label):
+            said: list[tuple[int, int]] = []  # by all ranks
+            ask = functools.partial(channel.ask, number, largest, label, said)
+            self._work = issue_in_memory(ask, on, group, label)
+            self._largest = lambda: max(each for _, each in said) if {other for other, _ in said} == {number} else None
+            return
+        votes = torch.tensor([number, -number, largest], device=on)
         options: dict[str, Any] = {"asynchronous": True, "control": True, "op": dist.ReduceOp.MAX}
-        self._work = issue("all_reduce", self._votes, group=group, label=label, **options)
+        self._work = issue("all_reduce", votes, group=group, label=label, **options)
+
+        def from_votes() -> int | None:
+            *numbers, found = votes.tolist()
+            return int(found) if numbers == [number, -number] else None
+
+        self._largest = from_votes
 
     def is_completed(self) -> bool:
         """Whether nobody has to wait for the result."""
@@ -327,8 +347,7 @@ class Vote:
     def result(self) -> int | None:
         """The ``largest`` of all ranks; None if some rank has another number. The host waits."""
         self._work.wait()
-        *numbers, largest = self._votes.tolist()
-        return int(largest) if numbers == [self._number, -self._number] else None
+        return self._largest()
 
 
 def combine(values: torch.Tensor, group: Any, streams: Streams, label: str, *, largest: bool = False) -> None:

@@ -22,9 +22,10 @@ from fsdp.comm.groups import backend_of, serving_group
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import HostWork, Work, watcher
 
-IN_MEMORY = "shared memory: "  # names of what ``torch.distributed`` has no part in begin with it
 _KEPT = 64  # of the latest of each group: ranks that agree are never so far apart
-_TORCHS_OWN = {name: getattr(distributed_c10d, name) for name in (ALL_GATHER, REDUCE_SCATTER, "batch_isend_irecv")}
+_TORCHS_OWN = {
+    name: getattr(distributed_c10d, name) for name in (ALL_GATHER, REDUCE_SCATTER, "batch_isend_irecv", "all_reduce")
+}
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
 
@@ -102,16 +103,16 @@ def issue(
     return Work([work] if work is not None else [], group, label, first.device, ends_alone=ends_alone)
 
 
-def issue_in_memory(name: str, start: Callable[[], HostWork], like: torch.Tensor, group: Any, label: str) -> Work:
-    """What ``start`` does in memory that the ranks of ``group`` share, with a message ``like`` that tensor."""
-    _note(group, Issued(IN_MEMORY + name, "cpu", None, str(like.dtype), [like.numel()]))
+def issue_in_memory(start: Callable[[], HostWork], device: torch.device, group: Any, label: str) -> Work:
+    """What ``start`` does in memory that the ranks of ``group`` share. It is not written down: nobody waits for it once
+    all have met."""
     with labelled(label):
-        return Work([start()], group, label, like.device, ends_alone=True)
+        return Work([start()], group, label, device, ends_alone=True)
 
 
 def are_torchs_own() -> bool:
-    """Whether a gather and a reduction would call ``torch.distributed``'s functions, and nobody has put others in their
-    place to see them: a recorder, a profiler, a test."""
+    """Whether a gather, a reduction and a question would call ``torch.distributed``'s functions, and nobody has put
+    others in their place to see them: a recorder, a profiler, a test."""
     return all(getattr(dist, name) is own for name, own in _TORCHS_OWN.items())
 
 
@@ -198,9 +199,6 @@ def _by_number(said: list[Any]) -> dict[int, Issued]:
 def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, label: str) -> Work:
     """What the ranks ``ahead`` have issued, with memory of its own."""
     what = next(iter(ahead.values()))
-    if what.name.startswith(IN_MEMORY):  # nobody waits for it once all have met
-        _note(group, what)
-        return Work([], group, label, where)
     if what.name == "messages":  # what they expect of this rank, and what they send to it
         transfers = [
             Transfer(not sent, other, torch.zeros(numel, dtype=_dtype(dtype), device=where), number)

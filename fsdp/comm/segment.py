@@ -29,7 +29,6 @@ SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasat
 HEADER = 1 << 13  # bytes for the posts of a channel
 
 _HEADERS = 1 << 26  # bytes at the start of a segment for headers; but few pages of it are ever used
-_UNREAD = 2  # blocks of a size that may wait for slow readers before a fast rank waits for them
 
 
 class Readers(Protocol):
@@ -141,8 +140,9 @@ class Segment:
         self._headers += 1
         return offset
 
-    def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """At least ``nbytes`` bytes, undefined, until nothing holds the storage any more.
+    def allocate(self, nbytes: int, *, keep: bool = True) -> torch.UntypedStorage:
+        """At least ``nbytes`` bytes, undefined, until nothing holds the storage any more; then without ``keep`` the
+        system gets them back at once, if they are read.
 
         Raises:
             OSError: the system has not so much.
@@ -153,6 +153,8 @@ class Segment:
 
         def come_back(_: object) -> None:
             del self._lent[address]
+            if not keep and block.is_read:
+                self._give_back(block)
             self._free.append(block)
 
         self._lent[address] = block
@@ -172,7 +174,7 @@ class Segment:
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         fitting = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
         read = [block for block in fitting if block.is_read]
-        if not read and len(fitting) >= _UNREAD:
+        if fitting and not read:  # a fast rank waits for slow readers, so as not to need more than they do
             fitting[0].wait()
             read = [block for block in fitting if block.is_read]
         if read:
@@ -203,15 +205,23 @@ class Segment:
         """Bytes that there is memory behind, headers included."""
         return os.fstat(self.file).st_blocks * 512
 
+    def keep(self, nbytes: int, block_nbytes: int) -> None:
+        """Keep of the memory that nothing holds no more than ``nbytes``, in blocks of up to ``block_nbytes``."""
+        with self._lock:
+            for block in [block for block in self._free if block.reserved and block.nbytes > block_nbytes]:
+                block.wait()
+                if block.is_read:
+                    self._give_back(block)
+            self._shrink_to(nbytes)
+
     def trim(self, *, patient: bool = False) -> None:
         """Give back the memory that nothing holds and nobody reads. ``patient``: the others are about to have read
         it."""
         if not self._lock.acquire(blocking=False):
             return  # in the middle of ``take``
         try:
-            if patient:
-                for block in tuple(self._free):
-                    block.wait()
+            for block in tuple(self._free) if patient else ():
+                block.wait()
             self._shrink_to(0)
             while self._blocks and self._blocks[-1] in self._free and not self._blocks[-1].reserved:
                 block = self._blocks.pop()
@@ -224,6 +234,9 @@ class Segment:
         total = sum(block.nbytes for block in self._free if block.reserved)
         for block in self._free:
             if total > nbytes and block.reserved and block.is_read:
-                self.mapping.give_back(block.offset, block.nbytes)
-                block.reserved = False
+                self._give_back(block)
                 total -= block.nbytes
+
+    def _give_back(self, block: Block) -> None:
+        self.mapping.give_back(block.offset, block.nbytes)
+        block.reserved = False

@@ -5,7 +5,7 @@ allocated from it (``flat/memory.py``). A :class:`Channel` is what the ranks of 
 communicate a rank *posts*: it writes down, in its own segment, where its part of the collective lies. Once all have
 posted each reads the others' parts: a gather copies the slice that each has of its own shard in its own full buffer, a
 reduction adds up this rank's slice of every buffer in rank order 0..N-1, so its result has the bits of the direct
-exchange. What lies outside of the segment, because users may write it or debugging does, is copied into it first.
+exchange. What lies outside of the segment is copied into it first.
 
 [Note: Posts]
 Every rank of a group posts the same collectives in the same order, and numbers them. A post has the number, what it is
@@ -14,11 +14,15 @@ once. The number is written last, and processors on which this file works (x86-6
 waits for nothing but a slot, of which there are many, and whoever waits, for whatever, finishes all that it has issued
 as far as the others have posted: so no wait depends on itself. Collectives end in order; ``_DONE`` is the number of the
 last one that a rank has read, and tells the others that the memory behind their posts is theirs again.
+
+What the ranks ask each other (:class:`fsdp.comm.collectives.Vote`) goes the same way, in :class:`Posts` of its own:
+different questions that meet are no error here, but an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import weakref
@@ -35,11 +39,12 @@ from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.segment import HEADER, SUPPORTED, Block, Mapping, Peer, Segment
 from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
 
-_SLOT = 128  # bytes of a post: four words, and a label
-_LABEL, _TEXT = 32, _SLOT - 32
-_SLOTS = HEADER // _SLOT - 1  # the first has what is not a post
+_SLOT = 128  # bytes of a post: five words, and a label
+_LABEL, _TEXT = 40, _SLOT - 40
+_HALF = HEADER // 2  # of collectives, and of questions
+_SLOTS = _HALF // _SLOT - 1  # the first has what is not a post
 _DONE, _ELSEWHERE = 0, 1  # words of the first
-_EVENT, _NBYTES, _WHERE = 1, 2, 3  # words of a post, behind its number
+_EVENT, _NBYTES, _WHERE, _LARGEST = 1, 2, 3, 4  # words of a post, behind its number
 _NEVER = 1 << 62
 _EPOCH = 1 << 32  # posts of a channel between two failures
 
@@ -68,7 +73,7 @@ class _Condition(HostWork):
 
 
 class _UnderWay(NamedTuple):
-    """A collective that this rank has posted."""
+    """What this rank has posted."""
 
     number: int
     event: int
@@ -77,112 +82,70 @@ class _UnderWay(NamedTuple):
     work: weakref.ref[_Condition]
 
 
-class Channel:
-    """The ranks of one group, which all share memory. Used by one thread at a time; see [Note: Posts].
+class Posts:
+    """What the ranks of a channel post one after the other, all of them the same; see [Note: Posts]."""
 
-    Attributes:
-        timeout: seconds that a collective may take.
-        broken: why nothing more comes from the others, until ``renew``.
-        usable: whether this is the process that made it, not one that was forked from that.
-    """
-
-    def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
-        """``headers``: where each rank's header lies in its segment, in bytes."""
-        self.timeout = group_timeout(group).total_seconds()
-        self.broken: RuntimeError | None = None
-        self.usable = True
-        self._rank, self._names = group.rank(), group_ranks(group)
-        self._segment, self._words = own, own.mapping.words
-        self._mappings = [peer.mapping for peer in peers]
-        self._headers = headers
-        self._place = headers[self._rank] // 8  # of this rank's header, in words
-        self._others = [rank for rank in range(len(peers)) if rank != self._rank]
-        self._peers = peers
-        self._firsts = {rank: (m.words, headers[rank] // 8) for rank, m in enumerate(self._mappings)}
-        self._number = 0  # of the last post
-        self._elsewhere = 0  # how many collectives went another way
+    def __init__(self, channel: Channel, rank: int, mappings: Sequence[Mapping], headers: Sequence[int]) -> None:
+        """``headers``: where each rank has its posts in its segment, in bytes."""
+        self.number = 0  # of the last post
+        self._channel, self._rank = channel, rank
+        self._own = mappings[rank]
+        self._words = [mapping.words for mapping in mappings]
+        self._mappings, self._headers = mappings, headers
+        self._others = [other for other in range(len(mappings)) if other != rank]
+        self._place = headers[rank] // 8  # of what is not a post, in words
+        self._firsts = {other: (mapping.words, headers[other] // 8) for other, mapping in enumerate(mappings)}
+        self._elsewhere = 0  # how many went another way
         self._under_way: deque[_UnderWay] = deque()
-
-    # -- the two collectives -------------------------------------------------------------------------------------------
-
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, label: str, event: int) -> HostWork:
-        """Fill ``full`` with every rank's ``shard``. Where ``full`` lies in the segment, the others copy this rank's
-        part out of it. ``event``: what it is for, the same on all ranks."""
-        number, target, nbytes = self._next(label), full.view(torch.uint8), shard.nbytes
-        start = self._rank * nbytes
-        target[start : start + nbytes].copy_(shard.view(torch.uint8))
-        lent = self._segment.lent_at(full.data_ptr())
-        if lent is not None:
-            lent.posted(self, number)
-
-        def finish() -> None:
-            for rank in self._others:
-                part = self._mappings[rank].piece(self._where(rank, number), nbytes, torch.uint8)
-                target[rank * nbytes : (rank + 1) * nbytes].copy_(part)
-
-        where = lent.offset + start if lent is not None else self._copy_out(shard, number)
-        return self._post(number, event, nbytes, label, where, finish)
-
-    def reduce(
-        self,
-        out: torch.Tensor,
-        full: torch.Tensor,
-        label: str,
-        event: int,
-        add_up: Callable[[torch.Tensor, Sequence[torch.Tensor]], None],
-    ) -> HostWork:
-        """Have ``add_up`` write the sum of all ranks' pieces of ``full``, in rank order, into ``out``. Nothing is
-        copied where ``full`` lies in the segment. ``event``: what it is for, the same on all ranks."""
-        number, start = self._next(label), self._rank * out.nbytes
-        lent = self._segment.lent_at(full.data_ptr())
-        if lent is not None:
-            lent.posted(self, number)
-
-        def finish() -> None:
-            several = enumerate(self._mappings)
-            add_up(out, [m.piece(self._where(rank, number) + start, out.numel(), out.dtype) for rank, m in several])
-
-        where = lent.offset if lent is not None else self._copy_out(full, number)
-        return self._post(number, event, full.nbytes, label, where, finish)
-
-    def _copy_out(self, source: torch.Tensor, number: int) -> int:
-        """Where the others find a copy of ``source`` from the post of that ``number`` until they have read it."""
-        block = self._segment.take(source.nbytes)
-        self._segment.mapping.piece(block.offset, source.numel(), source.dtype).copy_(source)
-        block.posted(self, number)
-        self._segment.leave(block)
-        return block.offset
-
-    # -- posts ---------------------------------------------------------------------------------------------------------
-
-    def _next(self, label: str) -> int:
-        """The number of the next post, once its slot may be written."""
-        number = self._number + 1
-        if self.broken is None:
-            self._advance()  # what can be read by now is memory that others wait for
-        if not self.is_read(number - _SLOTS) and not self.until(lambda: self.is_read(number - _SLOTS), self.timeout):
-            raise RuntimeError(f"{label}: other ranks are too far behind")
-        return number
 
     def _slot(self, rank: int, number: int) -> int:
         """Where ``rank`` has its post of that number, in bytes."""
         return self._headers[rank] + _SLOT * (1 + number % _SLOTS)
 
-    def _post(
-        self, number: int, event: int, nbytes: int, label: str, where: int, finish: Callable[[], None]
+    def said(self, rank: int, number: int, word: int) -> int:
+        """A word of the post of that number."""
+        return self._words[rank][self._slot(rank, number) // 8 + word]
+
+    def next(self, label: str) -> int:
+        """The number of the next post, once its slot may be written."""
+        number, channel = self.number + 1, self._channel
+        if channel.broken is None:
+            channel.advance()  # what can be read by now is memory that others wait for
+        if not self.is_read(number - _SLOTS) and not channel.until(
+            lambda: self.is_read(number - _SLOTS), channel.timeout
+        ):
+            raise RuntimeError(f"{label}: other ranks are too far behind")
+        return number
+
+    def post(
+        self,
+        number: int,
+        event: int,
+        nbytes: int,
+        label: str,
+        where: int,
+        finish: Callable[[], None],
+        *,
+        largest: int = 0,
+        until_read: bool = False,
     ) -> HostWork:
-        words, done, slot = self._words, self._place + _DONE, self._slot(self._rank, number)
-        self._segment.mapping.memory[slot + _LABEL : slot + _SLOT] = label.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        """``number``: what ``next`` has returned. It is over when this rank has read the others' posts, or with
+        ``until_read`` when all have."""
+        words, done, slot = self._own.words, self._place + _DONE, self._slot(self._rank, number)
+        self._own.memory[slot + _LABEL : slot + _SLOT] = label.encode()[:_TEXT].ljust(_TEXT, b"\0")
         at = slot // 8
-        words[at + _EVENT], words[at + _NBYTES], words[at + _WHERE] = event, nbytes, where
-        work = _Condition(self, lambda: words[done] >= number, finish)
-        self._number = number
+        words[at + _EVENT], words[at + _NBYTES], words[at + _WHERE], words[at + _LARGEST] = (
+            event,
+            nbytes,
+            where,
+            largest,
+        )
+        holds = functools.partial(self.is_read, number) if until_read else lambda: words[done] >= number
+        work = _Condition(self._channel, holds, finish)
+        self.number = number
         self._under_way.append(_UnderWay(number, event, nbytes, label, weakref.ref(work)))
         words[at] = number
         return work
-
-    def _where(self, rank: int, number: int) -> int:
-        return self._mappings[rank].words[self._slot(rank, number) // 8 + _WHERE]
 
     def is_read(self, number: int) -> bool:
         """Whether all, this one among them, have read what this rank has posted up to there."""
@@ -195,36 +158,175 @@ class Channel:
         """
         all_have = True
         for rank in self._others:
-            words, at = self._mappings[rank].words, self._slot(rank, what.number) // 8
+            words, at = self._words[rank], self._slot(rank, what.number) // 8
             number = words[at]
             if number < what.number:
                 all_have = False
             elif (number, words[at + _EVENT], words[at + _NBYTES]) != what[:3]:
                 text = bytes(self._mappings[rank].memory[at * 8 + _LABEL : at * 8 + _SLOT]).rstrip(b"\0")
                 theirs = f"{text.decode(errors='replace')!r} ({words[at + _NBYTES]} bytes)"
-                own = f"rank {self._names[self._rank]} is at {what.label!r} ({what.nbytes} bytes)"
-                raise OutOfStep(f"the ranks are out of step: {own}, and rank {self._names[rank]} is at {theirs}")
+                names = self._channel.names
+                own = f"rank {names[self._rank]} is at {what.label!r} ({what.nbytes} bytes)"
+                raise OutOfStep(f"the ranks are out of step: {own}, and rank {names[rank]} is at {theirs}")
         return all_have
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Finish what all have posted, in order."""
-        if self.broken is not None:
-            raise self.broken
-        done = self._place + _DONE
+        words, done = self._own.words, self._place + _DONE
         while self._under_way:
             what = self._under_way[0]
-            if what.number > self._words[done]:  # else an interrupt came right here
-                try:
-                    if not self._have_posted(what):
-                        return
-                except OutOfStep as error:
-                    self.broken = error
-                    raise
+            if what.number > words[done]:  # else an interrupt came right here
+                if not self._have_posted(what):
+                    return
                 work = what.work()
                 if work is not None and work.finish is not None:
                     work.finish()
-                self._words[done] = what.number  # from here on it is over, for this rank and for the others
+                words[done] = what.number  # from here on it is over, for this rank and for the others
             self._under_way.popleft()
+
+    def renew(self) -> None:
+        """What only some have posted is forgotten."""
+        self._under_way.clear()
+        self.number = self._elsewhere = (self.number // _EPOCH + 1) * _EPOCH
+        self._own.words[self._place + _DONE] = self._own.words[self._place + _ELSEWHERE] = self.number
+
+    def read_no_more(self) -> None:
+        """The others need not wait for this rank to read what they post."""
+        self._own.words[self._place + _DONE] = _NEVER
+
+    def miss(self, rank: int) -> None:
+        """Its process has ended: nobody waits for it."""
+        self._firsts.pop(rank, None)
+
+    # -- other ways ----------------------------------------------------------------------------------------------------
+
+    def propose_elsewhere(self) -> HostWork:
+        """This rank has to communicate in another way next. It can if all have to, which ``goes_elsewhere`` tells after
+        the wait for this."""
+        self._own.words[self._place + _ELSEWHERE] = proposal = self._elsewhere + 1
+        return _Condition(self._channel, lambda: self._first_to_post() or self._all_propose(proposal))
+
+    def goes_elsewhere(self) -> bool:
+        """Whether the next one goes another way, on all ranks; see ``propose_elsewhere``."""
+        elsewhere = not self._first_to_post()
+        self._elsewhere += elsewhere
+        self._own.words[self._place + _ELSEWHERE] = self._elsewhere
+        return elsewhere
+
+    def _first_to_post(self) -> bool:
+        """Whether some rank has posted what this one has yet to post."""
+        number = self.number + 1
+        return any(self.said(rank, number, 0) >= number for rank in self._others)
+
+    def _all_propose(self, proposal: int) -> bool:
+        return all(words[place + _ELSEWHERE] >= proposal for words, place in self._firsts.values())
+
+
+class Channel:
+    """The ranks of one group, which all share memory. Used by one thread at a time; see [Note: Posts].
+
+    Attributes:
+        timeout: seconds that a collective may take.
+        names: what people call its ranks.
+        broken: why nothing more comes from the others, until ``renew``.
+        usable: whether this is the process that made it, not one that was forked from that.
+        collectives, questions: what its ranks post.
+    """
+
+    def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
+        """``headers``: where each rank's header lies in its segment, in bytes."""
+        self.timeout = group_timeout(group).total_seconds()
+        self.names = group_ranks(group)
+        self.broken: RuntimeError | None = None
+        self.usable = True
+        self._rank, self._segment, self._peers = group.rank(), own, peers
+        self._mappings = [peer.mapping for peer in peers]
+        self._others = [rank for rank in range(len(peers)) if rank != self._rank]
+        self.collectives = Posts(self, self._rank, self._mappings, headers)
+        self.questions = Posts(self, self._rank, self._mappings, [header + _HALF for header in headers])
+
+    # -- what the ranks do together ------------------------------------------------------------------------------------
+
+    def gather(
+        self, full: torch.Tensor, shard: torch.Tensor, label: str, event: int, *, until_read: bool = False
+    ) -> HostWork:
+        """Fill ``full`` with every rank's ``shard``. Where ``full`` lies in the segment, the others copy this rank's
+        part out of it; with ``until_read`` the wait is for them as well. ``event``: what it is for, the same on all
+        ranks."""
+        posts, nbytes = self.collectives, shard.nbytes
+        number, target, start = posts.next(label), full.view(torch.uint8), self._rank * nbytes
+        target[start : start + nbytes].copy_(shard.view(torch.uint8))
+        lent = self._segment.lent_at(full.data_ptr())
+        if lent is not None:
+            lent.posted(self, number)
+
+        def finish() -> None:
+            for rank in self._others:
+                part = self._mappings[rank].piece(posts.said(rank, number, _WHERE), nbytes, torch.uint8)
+                target[rank * nbytes : (rank + 1) * nbytes].copy_(part)
+
+        where = lent.offset + start if lent is not None else self._copy_out(shard, number)
+        return posts.post(number, event, nbytes, label, where, finish, until_read=until_read)
+
+    def reduce(
+        self,
+        out: torch.Tensor,
+        full: torch.Tensor,
+        label: str,
+        event: int,
+        add_up: Callable[[torch.Tensor, Sequence[torch.Tensor]], None],
+        *,
+        until_read: bool = False,
+    ) -> HostWork:
+        """Have ``add_up`` write the sum of all ranks' pieces of ``full``, in rank order, into ``out``. Nothing is
+        copied where ``full`` lies in the segment. ``event``, ``until_read``: as for ``gather``."""
+        posts, start = self.collectives, self._rank * out.nbytes
+        number, lent = posts.next(label), self._segment.lent_at(full.data_ptr())
+        if lent is not None:
+            lent.posted(self, number)
+
+        def finish() -> None:
+            several = enumerate(self._mappings)
+            wheres = [(mapping, posts.said(rank, number, _WHERE) + start) for rank, mapping in several]
+            add_up(out, [mapping.piece(where, out.numel(), out.dtype) for mapping, where in wheres])
+
+        where = lent.offset if lent is not None else self._copy_out(full, number)
+        return posts.post(number, event, full.nbytes, label, where, finish, until_read=until_read)
+
+    def ask(self, number: int, largest: int, label: str, said: list[tuple[int, int]]) -> HostWork:
+        """Have ``said`` become what each rank says: its ``number`` and ``largest``."""
+        posts, several = self.questions, range(len(self._mappings))
+        post = posts.next(label)
+
+        def finish() -> None:
+            said[:] = [(posts.said(rank, post, _WHERE), posts.said(rank, post, _LARGEST)) for rank in several]
+
+        return posts.post(post, 0, 0, label, number, finish, largest=largest)
+
+    def _copy_out(self, source: torch.Tensor, number: int) -> int:
+        """Where the others find a copy of ``source`` from the post of that ``number`` until they have read it."""
+        block = self._segment.take(source.nbytes)
+        self._segment.mapping.piece(block.offset, source.numel(), source.dtype).copy_(source)
+        block.posted(self, number)
+        self._segment.leave(block)
+        return block.offset
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def is_read(self, number: int) -> bool:
+        """Whether all have read the collectives of this rank up to there."""
+        return self.collectives.is_read(number)
+
+    def advance(self) -> None:
+        """Finish what all have posted, in order."""
+        if self.broken is not None:
+            raise self.broken
+        try:
+            self.collectives.advance()
+        except OutOfStep as error:
+            self.broken = error
+            raise
+        self.questions.advance()
 
     def until(self, holds: Callable[[], bool], seconds: float) -> bool:
         """Wait until something ``holds`` that the others bring about, and finish meanwhile what they have posted;
@@ -235,7 +337,7 @@ class Channel:
             OutOfStep: the ranks do different things.
         """
         for _ in range(_SPINS):
-            self._advance()
+            self.advance()
             if holds():
                 return True
         started = looked = now = time.monotonic()
@@ -244,13 +346,14 @@ class Channel:
             now, ended = time.monotonic(), list[int]()
             if now - looked > _LOOK_AROUND:  # before the last look at what they have posted
                 looked, ended = now, [rank for rank in self._others if self._peers[rank].has_ended]
-            self._advance()
+            self.advance()
             if holds():
                 return True
             if ended:
-                names = ", ".join(f"rank {self._names[rank]}" for rank in ended)
                 for rank in ended:
-                    self._firsts.pop(rank, None)
+                    self.collectives.miss(rank)
+                    self.questions.miss(rank)
+                names = ", ".join(f"rank {self.names[rank]}" for rank in ended)
                 self.broken = RuntimeError(f"the process of {names} has ended")
                 raise self.broken
             if now - started > seconds:
@@ -260,44 +363,21 @@ class Channel:
         """All ranks have met after a failure: what all have posted is finished, what only some have is forgotten."""
         self.broken = None
         with contextlib.suppress(RuntimeError):
-            self._advance()
+            self.advance()
         self.broken = None
-        self._under_way.clear()
-        self._number = self._elsewhere = (self._number // _EPOCH + 1) * _EPOCH
-        self._words[self._place + _DONE] = self._words[self._place + _ELSEWHERE] = self._number
+        self.collectives.renew()
+        self.questions.renew()
 
     def reads_no_more(self) -> Callable[[], None]:
         """To be called, in the end, so that the others need not wait for this rank to read what they have posted."""
-        words, done, process = self._words, self._place + _DONE, os.getpid()
+        several, process = (self.collectives, self.questions), os.getpid()
 
         def tell() -> None:
             if os.getpid() == process:  # a fork would speak for another
-                words[done] = _NEVER
+                for posts in several:
+                    posts.read_no_more()
 
         return tell
-
-    # -- other ways ----------------------------------------------------------------------------------------------------
-
-    def propose_elsewhere(self) -> HostWork:
-        """This rank has to communicate in another way next. It can if all have to, which ``goes_elsewhere`` tells after
-        the wait for this."""
-        self._words[self._place + _ELSEWHERE] = proposal = self._elsewhere + 1
-        return _Condition(self, lambda: self._first_to_post() or self._all_propose(proposal))
-
-    def goes_elsewhere(self) -> bool:
-        """Whether the next collective goes another way, on all ranks; see ``propose_elsewhere``."""
-        elsewhere = not self._first_to_post()
-        self._elsewhere += elsewhere
-        self._words[self._place + _ELSEWHERE] = self._elsewhere
-        return elsewhere
-
-    def _first_to_post(self) -> bool:
-        """Whether some rank has posted what this one has yet to post."""
-        number = self._number + 1
-        return any(self._mappings[rank].words[self._slot(rank, number) // 8] >= number for rank in self._others)
-
-    def _all_propose(self, proposal: int) -> bool:
-        return all(words[place + _ELSEWHERE] >= proposal for words, place in self._firsts.values())
 
 
 # -- who shares memory -------------------------------------------------------------------------------------------------
@@ -407,6 +487,13 @@ def _peer(process: int, file: int, nonce: int, nbytes: int) -> Peer:
 def segment() -> Segment | None:
     """This process's, if it has a channel."""
     return _segments[0] if _segments else None
+
+
+def channel_of(group: Any) -> Channel | None:
+    """The channel of ``group``, if its ranks have decided to have one."""
+    known = group in _channels or group in _connecting  # of what was interrupted, the others may know the end
+    channel = connect(group) if known else None
+    return channel if channel is not None and channel.usable else None
 
 
 def lent_at(address: int) -> Block | None:

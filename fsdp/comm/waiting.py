@@ -203,15 +203,15 @@ class Work:
         if watch is None or not self._on_host or not isinstance(work, (dist.Work, HostWork)):
             work.wait()
             return
-        deadline = time.monotonic() + group_timeout(self.group).total_seconds()
+        started = time.monotonic()
         while True:
             was_over = work.is_completed()  # asked before: it may end just after a wait was given up
             try:
                 work.wait(PATIENCE)
                 return
             except RuntimeError:
-                if was_over or time.monotonic() > deadline:  # failed, not just slow
-                    raise
+                if was_over or time.monotonic() - started > group_timeout(self.group).total_seconds():
+                    raise  # failed, not just slow
             if not work.is_completed():
                 watch.slow()
 

@@ -323,6 +323,7 @@ class FlatParamHandle:
         *,
         keep_cast: bool = False,
         nearby: bool = False,
+        to_write: bool = False,
     ) -> None:
         """Start filling the full buffer, on the current stream; refills it where it is filled already. ``nearby``: from
         the parts that ``communicator``'s ranks have kept.
@@ -354,7 +355,7 @@ class FlatParamHandle:
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
         try:
-            copy.pending = communicator.gather(copy.tensor, shard, tag)
+            copy.pending = communicator.gather(copy.tensor, shard, tag, to_write=to_write)
         except OSError:  # no room for what other ranks are to read: nothing was issued
             copy.state = BufferState.UNSHARDED
             self.release(pool, None)

@@ -87,14 +87,10 @@ class MemoryPool:
             block = self._new_block(buffer.nbytes)
         buffer.attach(block)
 
-    @property
-    def private(self) -> MemoryPool:
-        """The pool of memory that no other rank reads."""
-        return self
-
     def may_refill(self, buffer: PooledTensor) -> bool:
-        """Whether what is in ``buffer``'s memory may be overwritten; else it gets other memory first."""
-        return shared_memory.lent_at(buffer.tensor.data_ptr()) is None
+        """Whether nobody reads what is in ``buffer``'s memory any more; else it gets other memory first."""
+        lent = shared_memory.lent_at(buffer.tensor.data_ptr())
+        return lent is None or lent.is_read
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
         """Take ``buffer``'s memory; other streams have used it until ``last_use``."""
@@ -113,6 +109,10 @@ class MemoryPool:
         self._shrink_to(0)
         if self._device.type == "cpu" and (segment := shared_memory.segment()) is not None:
             segment.trim(patient=shared_memory.segment_of(self._group) is not None)
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of such memory as the buffers have, for users to hold."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def _new_block(self, nbytes: int) -> torch.UntypedStorage:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
@@ -133,21 +133,20 @@ class SharedPool(MemoryPool):
 
     def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
         super().__init__(device, streams, group)
-        self._private = MemoryPool(device, streams)
-
-    @property
-    def private(self) -> MemoryPool:
-        return self._private
-
-    def may_refill(self, buffer: PooledTensor) -> bool:
-        lent = shared_memory.lent_at(buffer.tensor.data_ptr())
-        return lent is None or lent.is_read
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
-        if buffer.nbytes and shared_memory.segment_of(self._group) is not None:
+        if buffer.nbytes and (segment := shared_memory.segment_of(self._group)) is not None:
             buffer.detach()
+            segment.keep(self.kept_nbytes, self.kept_block_nbytes)
         else:
             super().free(buffer, last_use)
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        segment = shared_memory.segment_of(self._group)
+        if segment is None or numel == 0:
+            return super().empty(numel, dtype=dtype, device=device)
+        storage = segment.allocate(numel * dtype.itemsize, keep=False)
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[call-overload]
 
     def _new_block(self, nbytes: int) -> torch.UntypedStorage:
         segment = shared_memory.segment_of(self._group)

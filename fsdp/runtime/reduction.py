@@ -205,8 +205,8 @@ class BucketGradients:
             queue.allocate(self._scratch)
             self._target = self._scratch
         else:  # users will hold this memory as .grad: it cannot be taken back
-            empty = torch.empty(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device)
-            self._target = SlotBuffer(layout, empty)
+            new = queue.pool.empty if self.handle.groups.sharded else torch.empty
+            self._target = SlotBuffer(layout, new(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device))
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Put the gradient of leaf ``index`` into its slot; of the whole vector's leaf, into all slots."""
@@ -275,7 +275,7 @@ class BucketGradients:
             if not sharded and (waits or earlier is not None):
                 pending = Pending(None, streams)
             elif self._hook is None:
-                pending = communicator.reduce(shard, source.flat, tag)
+                pending = communicator.reduce(shard, source.flat, tag, to_write=source.pooled is None)
             else:
                 self._target = source  # until the hook is through: if it raises, this goes where an open one goes
                 self._hook.reduce(shard, source.flat, tag.label)

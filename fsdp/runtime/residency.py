@@ -112,10 +112,9 @@ class Residency(Residences[UnitBuffers]):
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 
-    def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE, *, private: bool = False) -> None:
-        """Start filling the full buffers of ``unit``. Where they are to be written, they have to be ``private``: other
-        ranks may read this one's part until they have passed the gather."""
-        pool, nearby = self.pool.private if private else self.pool, unit.is_nearby
+    def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE, *, to_write: bool = False) -> None:
+        """Start filling the full buffers of ``unit``; see :meth:`Communicator.gather`."""
+        nearby = unit.is_nearby
         if unit.groups.sharded:
             self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
         backward_follows = self.expects_backward and self.passes.forward is not None and not self.passes.in_backward
@@ -125,7 +124,8 @@ class Residency(Residences[UnitBuffers]):
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
         with communicates(what, unit.name, self.generation), self._streams.on_gather_stream():
             for bucket, handle in enumerate(unit.handles):
-                handle.gather(pool, communicator, unit.tag(bucket, "gather"), keep_cast=again, nearby=nearby)
+                tag = unit.tag(bucket, "gather")
+                handle.gather(self.pool, communicator, tag, keep_cast=again, nearby=nearby, to_write=to_write)
         unit.generation, unit.kept_versions = self.generation, None
         self.gathers(unit, why)
 
@@ -164,12 +164,12 @@ class Residency(Residences[UnitBuffers]):
         unit.generation = self.generation + 1
         self.settle_offloaded()
 
-    def _gather_as_it_is(self, unit: UnitBuffers, why: Residence, *, private: bool = False) -> None:
+    def _gather_as_it_is(self, unit: UnitBuffers, why: Residence, *, to_write: bool = False) -> None:
         """As ``gather``, outside of the passes: what an earlier one has kept of the shards may be out of date."""
         for handle in unit.handles:
             handle.forget_kept()
         self.gathers_follow_compute()
-        self.gather(unit, why, private=private)
+        self.gather(unit, why, to_write=to_write)
 
     def gathers_follow_compute(self) -> None:
         """Gathers from now on read what has been written on the current stream, by the optimizer for instance."""
@@ -306,7 +306,7 @@ class Residency(Residences[UnitBuffers]):
         """Gather, fresh, and stay gathered until ``end_summon``; forwards inside compute with what is there."""
         self.cast_parameters(unit, True)
         if unit.gathers:
-            self._gather_as_it_is(unit, Residence.IN_USE, private=True)
+            self._gather_as_it_is(unit, Residence.IN_USE, to_write=True)
             unit.wait()
         unit.summoned = Summoned.HERE
 
