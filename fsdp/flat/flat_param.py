@@ -412,9 +412,10 @@ class FlatParamHandle:
         this rank's part of the full buffer is not its shard's bits. Waits for the device."""
         start, end = self.layout.shard_range(self.groups.shard_rank)
         kept, dtype = self._cast, self.full.dtype
-        if self.has_part and self._part is not None:  # which has this rank's shard at its place among those nearby
-            several = self._part.view(-1, self.layout.shard_numel)
-            kept = several[self.groups.shard_rank % len(several)]
+        if self.has_part and self._part is not None:  # what was gathered may have come from the parts of those nearby
+            kept, several = self._part, self.layout.padded_numel // self._part.numel()
+            start = self.groups.shard_rank % several * kept.numel()
+            end = start + kept.numel()
         gathered = kept if kept is not None and kept.dtype == dtype else self._shard.to(self.device).to(dtype)
         now = self.full[start:end].view(torch.uint8)
         if torch.equal(now, gathered.view(torch.uint8)):
