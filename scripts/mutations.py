@@ -2589,6 +2589,20 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
+        "            backward_follows = backward_follows and unit.generation == self.generation\n",
+        "",
+        "what stays with the ranks nearby is what an earlier forward has gathered",
+        NEARBY,
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "            start = self.groups.shard_rank % several * kept.numel()\n",
+        "            start = 0\n",
+        "a rank compares another part than it has kept with what was gathered from nearby",
+        _tests("reshard_ranks", "ranks_go_on_after_one_of_them_has_failed_between_gathers_nearby"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
         """        for handle in unit.handles:
             handle.forget_kept()
         self.gathers_follow_compute()

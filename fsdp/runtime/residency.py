@@ -193,8 +193,8 @@ class Residency(Residences[UnitBuffers]):
     def reshard(self, unit: UnitBuffers, *, backward_follows: bool = False) -> None:
         """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays.
 
-        Where ``backward_follows``, this rank keeps its part of what its policy has stay with the ranks nearby. It is
-        cut on the stream that has filled the buffer, and that will gather it.
+        Where ``backward_follows``, this rank keeps its part of what its policy has stay with the ranks nearby, unless
+        an earlier forward has gathered it. It is cut on the stream that has filled the buffer, and will gather it.
         """
         unit.use_resting()
         if unit.is_summoned or unit.in_output:
@@ -202,6 +202,7 @@ class Residency(Residences[UnitBuffers]):
         if self.becomes(unit, Residence.SHARDED):
             unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
             last_use = self._streams.record()
+            backward_follows = backward_follows and unit.generation == self.generation
             nearby = unit.nearby if backward_follows and unit.policy.unshard_in_backward else None
             with self._streams.on_gather_stream():
                 for handle in unit.handles:
