@@ -5,21 +5,37 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import fsdp as torch_api
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import StateDictType as TorchKind
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import MixedPrecision, ShardingStrategy, full_grad, full_tensor, global_shape, num_params
+from fsdp import (
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    api,
+    checkpoint,
+    full_grad,
+    full_tensor,
+    global_shape,
+    num_params,
+)
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.oracle import clean_name, sgd_of_halves
+from tests.harness.oracle import adamw, clean_name, sgd_of_halves
 from tests.harness.pool import run_ranks
 
 WIDTH, HIDDEN, LENGTH = 6, 10, 4
@@ -368,3 +384,176 @@ def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
 
 def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
     run_ranks(4, check_uses)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def state_of(library: Any, model: Any, kind: str, **config: Any) -> dict[str, Any]:
+    kinds, configs = (StateDictType, api) if library is FSDP else (TorchKind, torch_api)
+    made = getattr(configs, "FullStateDictConfig" if kind == "FULL_STATE_DICT" else "ShardedStateDictConfig")(**config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with library.state_dict_type(model, kinds[kind], made):
+            return dict(model.state_dict())
+
+
+def load_state(library: Any, model: Any, kind: str, state: dict[str, Any]) -> None:
+    kinds = StateDictType if library is FSDP else TorchKind
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with library.state_dict_type(model, kinds[kind]):
+            assert model.load_state_dict(state) == ([], [])
+
+
+def optim_state(library: Any, model: Any, optimizer: Any, kind: str) -> dict[str, dict[str, Any]]:
+    kinds = StateDictType if library is FSDP else TorchKind
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with library.state_dict_type(model, kinds[kind]):
+            return library.optim_state_dict(model, optimizer)
+
+
+def like(found: Any, expected: Any, what: str) -> None:
+    """Equal in all that a tensor of a state dict is."""
+    assert type(found) is type(expected), f"{what}: {type(found)} instead of {type(expected)}"
+    if isinstance(expected, DTensor):
+        assert found.placements == expected.placements, f"{what}: {found.placements}, {expected.placements}"
+        assert found.device_mesh == expected.device_mesh, what
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride()), what
+        found, expected = found.to_local(), expected.to_local()
+    if isinstance(expected, torch.Tensor):
+        assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype), what
+        assert torch.equal(found, expected), f"{what}: {found} instead of {expected}"
+    else:
+        assert found == expected, what
+
+
+def trained_with(model: Any, replica: int, steps: int = 2) -> torch.optim.Optimizer:
+    optimizer = adamw([param for param in model.parameters() if param.requires_grad])
+    for step in range(steps):
+        loss_of(model, step, replica).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def check_state(path: Path) -> None:
+    mesh = grid()
+    dp, tp = dp_tp(mesh)
+    replica = dp.get_local_rank()
+    theirs = TorchFSDP(
+        parallel(Net().requires_grad_(), tp),
+        device_mesh=dp,
+        auto_wrap_policy=TorchPolicy({Block}),
+        device_id=torch.device("cpu"),
+    )
+    their_optimizer = trained_with(theirs, replica)
+    kinds = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
+    expected = {kind: state_of(TorchFSDP, theirs, kind) for kind in kinds}
+    values = {name: whole(value) for name, value in expected[kinds[0]].items()}
+    moments = {kind: optim_state(TorchFSDP, theirs, their_optimizer, kind) for kind in kinds}
+    of_all = {
+        (name, key): whole(value) for name, its in moments[kinds[0]]["state"].items() for key, value in its.items()
+    }
+    for uop in (False, True):
+        model = wrapped(parallel(Net().requires_grad_(), tp), dp, use_orig_params=uop)
+        optimizer = trained_with(model, replica)
+        full, sharded = (state_of(FSDP, model, kind) for kind in kinds)
+        assert list(full) == list(expected[kinds[0]]) and list(sharded) == list(full)
+        for name in full:  # torch's full ones are DTensors of tensor parallelism
+            like(full[name], values[name], f"full {name}")
+            like(sharded[name], expected[kinds[1]][name], f"sharded {name}")
+        alone = state_of(FSDP, model, kinds[0], rank0_only=True, offload_to_cpu=True)
+        assert set(alone) == (set(full) if replica == 0 else set())
+        for name in alone:
+            like(alone[name], values[name], f"rank0_only {name}")
+        with FSDP.summon_full_params(model):
+            for name, value in state_of(FSDP, model, kinds[1]).items():
+                like(value, expected[kinds[1]][name], f"sharded while it is summoned {name}")
+        # and back, whoever made it
+        plain = {name: value.clone() for name, value in values.items()}
+        givens = [(kinds[0], full), (kinds[0], plain), (kinds[0], expected[kinds[0]]), (kinds[1], sharded)]
+        for kind, given in givens:
+            noise = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=uop)
+            load_state(FSDP, noise, kind, given)
+            same(summoned(noise), values, f"loaded from {kind}")
+        load_state(TorchFSDP, theirs, kinds[1], sharded)
+        # optimizer state
+        for kind in kinds:
+            found = optim_state(FSDP, model, optimizer, kind)
+            assert {(name, key) for name, its in found["state"].items() for key in its} == set(of_all)
+            for name, key in of_all:
+                value, theirs_value = found["state"][name][key], moments[kind]["state"][name][key]
+                like(value, of_all[name, key] if kind == kinds[0] else theirs_value, f"{kind}, {key} of {name}")
+            other = wrapped(parallel(Net(1).requires_grad_(), tp), dp, use_orig_params=not uop)
+            fresh = trained_with(other, replica, steps=1)
+            with FSDP.state_dict_type(other, StateDictType[kind]):
+                fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, found))
+            again = optim_state(FSDP, other, fresh, kinds[0])["state"]
+            for name, key in of_all:
+                like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
+        check_files(path / str(uop), model, optimizer, values, of_all, dp, tp)
+    check_state_refused(model, optimizer)
+    check_odd_state(path / "odd", dp, tp)
+
+
+def check_files(
+    path: Path, model: FSDP, optimizer: Any, values: Any, of_all: Any, dp: DeviceMesh, tp: DeviceMesh
+) -> None:
+    """Checkpoints from 2 x 2 ranks into 2 x 2 and 4 ranks, plain models, and back."""
+    checkpoint.save(path / "first", model, optimizer, progress=False)
+    found = checkpoint.load_plain(path / "first", progress=False)
+    same(found.model, values, "load_plain")
+    assert found.optimizer is not None
+    for name, key in of_all:
+        like(found.optimizer["state"][name][key], of_all[name, key], f"load_plain: {key} of {name}")
+    replica = dp.get_local_rank()
+    flat = FSDP(Net(1).requires_grad_(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    of_flat = trained_with(flat, replica, steps=1)
+    checkpoint.load(path / "first", flat, of_flat, progress=False)
+    same(summoned(flat), values, "loaded by four ranks")
+    checkpoint.save(path / "second", flat, of_flat, progress=False)
+    uop = not model.blocks[0]._fsdp_unit.policy.use_orig_params
+    back = wrapped(parallel(Net(2).requires_grad_(), tp), dp, use_orig_params=uop)
+    of_back = trained_with(back, replica, steps=1)
+    checkpoint.load(path / "second", back, of_back, progress=False)
+    same(summoned(back), values, "loaded from four ranks")
+    again = optim_state(FSDP, back, of_back, "FULL_STATE_DICT")["state"]
+    for name, key in of_all:
+        like(again[name][key], of_all[name, key], f"loaded from four ranks: {key} of {name}")
+
+
+def check_state_refused(model: FSDP, optimizer: Any) -> None:
+    refused = pytest.raises(NotImplementedError, match="only rank 0 has")
+    configs = api.FullStateDictConfig(rank0_only=True), api.FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
+        with refused:
+            model.load_state_dict({})
+        with refused:
+            FSDP.optim_state_dict_to_load(model, optimizer, {"state": {}})
+
+
+def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
+    plain = Odd(tp)
+    values = {name: whole(param) for name, param in plain.named_parameters()}
+    for uop in (False, True):
+        model, noise = (FSDP(Odd(tp), device_mesh=dp, use_orig_params=uop) for _ in range(2))
+        like(state_of(FSDP, model, "FULL_STATE_DICT")["weight"], values["weight"], "odd sizes")
+        checkpoint.save(path / str(uop), model, progress=False)
+        same(checkpoint.load_plain(path / str(uop), progress=False).model, values, "odd sizes, load_plain")
+        sharded = state_of(FSDP, model, "SHARDED_STATE_DICT")
+        same({name: whole(value) for name, value in sharded.items()}, values, "odd sizes, sharded")
+        for of_files in (True, False):
+            with FSDP.summon_full_params(noise), torch.no_grad():
+                for param in noise.parameters():
+                    param.zero_()
+            if of_files:
+                checkpoint.load(path / str(uop), noise, progress=False)
+            else:
+                load_state(FSDP, noise, "SHARDED_STATE_DICT", sharded)
+            same(summoned(noise), values, "odd sizes, loaded")
+
+
+def test_state_is_what_torch_has_and_goes_to_any_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(4, check_state, tmp_path)

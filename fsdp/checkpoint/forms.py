@@ -13,23 +13,33 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch._utils import _get_device_module
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
-from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp.api import OptimStateDictConfig, RaggedOptimStateDictConfig, RaggedStateDictConfig, StateDictType
-from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, memory_order
+from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, dense_stride, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel, Channels, Item, redistribute
-from fsdp.comm.groups import Groups, default_group, group_ranks
-from fsdp.comm.versions import root_of
+from fsdp.checkpoint.sharded_tensors import (
+    box_at,
+    check_no_mesh,
+    cut_dims,
+    dim_of,
+    dims_of_tp,
+    group_of,
+    group_that_has,
+    is_sharded,
+    kind_of,
+    one_chunk_each,
+    rows_of_dtensor,
+    rows_of_shards,
+    rows_on,
+)
+from fsdp.comm.groups import Groups, group_ranks
 from fsdp.flat.layout import contiguous_stride
+from fsdp.flat.tensor_parallel import TensorParallel
 from fsdp.runtime.unit import Unit
 
 
@@ -39,25 +49,42 @@ class Held(NamedTuple):
     Attributes:
         part: this rank's interval of it.
         spans: gives the (rank, start, end) of every rank's; None if each has all of it.
+        tp: how tensor parallelism has placed it, if it has: all of this is about a part of it then, and the ranks of
+            another group hold the rest.
     """
 
     part: RaggedTensor
     spans: Callable[[], Sequence[tuple[int, int, int]]] | None
+    tp: TensorParallel | None = None
 
     def placement(self, ranks: int) -> Placement | None:
         """Of its elements on so many ranks; None if each has all of it."""
         if self.spans is None:
             return None
-        return Placement.intervals(self.part.shape, self.part.stride(), self.spans(), ranks)
+        part, within = self.part, self.part.within
+        if self.tp is None:
+            return Placement.intervals(part.shape, part.stride(), self.spans(), ranks)
+        stride = dense_stride(within.sizes, memory_order(part.shape, part.stride()))
+        return Placement.intervals(within.sizes, stride, self.spans(), ranks).moved(within.offsets)
+
+    @property
+    def shares(self) -> Placement:
+        """What each rank of tensor parallelism holds parts of."""
+        tp = self.tp
+        assert tp is not None
+        return Placement(tuple((Box(tp.offsets(rank), tp.local_shape(rank)),) for rank in range(tp.group.size())))
 
 
 class Source(NamedTuple):
     """What this rank has of a tensor; ``placement`` is None if every rank has what it needs. ``group`` are the ranks
-    that have it, if others than those that hold the parts of the tensor that it goes to."""
+    that have it, if others than those that hold the parts of the tensor that it goes to. If it is ``spread`` over a
+    group, that of tensor parallelism, its ranks have, as the placement there says, together what ``placement`` says of
+    this rank."""
 
     placement: Placement | None
     parts: Sequence[Part]
     group: Any = None
+    spread: tuple[Any, Placement] | None = None
 
     @classmethod
     def of_first(cls, value: torch.Tensor | None, shape: Sequence[int], ranks: int) -> Source:
@@ -109,15 +136,25 @@ class Form(ABC):
         """What it is for ``unit``; whole where each rank would get a part and there are no parts (not ``cut``).
 
         Raises:
-            RuntimeError: flat vectors, and the unit has a device mesh.
+            RuntimeError: flat vectors, and the unit has a device mesh; or there is no mesh with tensor parallelism.
         """
         if self.is_cut and not cut:
             return Full(self.rank0_only, self.offload_to_cpu)
-        if unit.mesh is None or not self.is_cut:
+        mesh = unit.mesh
+        if mesh is None:
+            mesh = next((tp.spec.mesh for handle in unit.handles for tp in handle.tp if tp is not None), None)
+        if mesh is None or not self.is_cut:
             return self
         if self.is_flat:
             check_no_mesh(unit)
-        return replace(self, rows=_rows_on(unit.mesh, group_of(unit.groups)))
+            return self
+        rows = rows_on(mesh, group_of(unit.groups))
+        if unit.groups.tp is not None and dim_of(rows[0], unit.groups.tp) is None:
+            raise RuntimeError(
+                f"no dimension of {rows[0]} has the ranks of the tensor parallelism of {unit.name}, "
+                f"{group_ranks(unit.groups.tp)}: sharded state needs one mesh that has both dimensions"
+            )
+        return replace(self, rows=rows)
 
     def device(self, channel: Channel) -> torch.device | None:
         """Where tensors go; None for where they are."""
@@ -126,6 +163,10 @@ class Form(ABC):
     @abstractmethod
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         """Which of so many ranks gets what of a tensor of this shape; None if it stays where it is."""
+
+    def share(self, held: Held, box: Box) -> Placement:
+        """Which rank of tensor parallelism gets what of ``box``, of a tensor that it has cut."""
+        return Placement(((box,),) * len(held.shares.boxes))
 
     @abstractmethod
     def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
@@ -182,25 +223,42 @@ class Rows(Form):
         return Placement.rows(shape, chunk_rows(shape[0], ranks))
 
     def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
-        shape = tuple(held.part.shape)
+        shape, tp = tuple(held.part.shape), held.tp
         if not shape or 0 in shape:
             return local
         if local is None:
-            local = torch.empty((0, *shape[1:]), dtype=held.part.dtype, device=self.device(channel))
+            sizes = shape if tp is None else tp.local_shape(tp.group.rank())
+            local = torch.empty((0, *sizes[1:]), dtype=held.part.dtype, device=self.device(channel))
         rows = local.contiguous()  # as torch's sharded tensors have to be, whatever the parameter is
         if self.rows is None:
             return one_chunk_each(rows, chunk_rows(shape[0], channel.size), shape, channel.group)
         mesh, dim = self.rows
-        layout = tuple(ShardOf(0) if at == dim else Replicate() for at in range(mesh.ndim))
+        layout: list[Any] = [ShardOf(0) if at == dim else Replicate() for at in range(mesh.ndim)]
+        if tp is not None:
+            at = dim_of(mesh, tp.group)
+            assert at is not None
+            layout[at] = tp.spec.placements[0]
         meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), rows.dtype)
         # not from_local(), which would take to the mesh's device what was offloaded
-        return DTensor(rows, DTensorSpec(mesh, layout, meta), requires_grad=False)
+        return DTensor(rows, DTensorSpec(mesh, tuple(layout), meta), requires_grad=False)
+
+    def share(self, held: Held, box: Box) -> Placement:
+        """As a ``DTensor`` has it that is cut into rows before: of rows, chunks."""
+        assert held.tp is not None
+        if held.tp.dim != 0:
+            return held.shares.inside(box)
+        (first, *offsets), (count, *sizes) = box
+        ranges = chunk_rows(count, len(held.shares.boxes))
+        chunks = [Box((first + start, *offsets), (end - start, *sizes)) for start, end in ranges]
+        return Placement(tuple((chunk,) if chunk.numel else () for chunk in chunks))
 
     @staticmethod
     def read(value: Any, groups: Groups) -> Source:
         shape = kind_of(value)[1]
-        group = _ranks_of(value, groups)
-        ranges, rows = _rows_of_dtensor(value, group) if isinstance(value, DTensor) else _rows_of_shards(value, group)
+        if isinstance(value, DTensor) and (of_tp := dims_of_tp(value, groups)):
+            return _read_spread(value, groups, of_tp[0])
+        group = group_that_has(value, groups)
+        ranges, rows = rows_of_dtensor(value, group) if isinstance(value, DTensor) else rows_of_shards(value, group)
         if sum(end - start for start, end in ranges) != shape[0]:
             raise AssertionError(f"the ranks of the group have rows {ranges} of a tensor of shape {shape}")
         placement = Placement.rows(shape, ranges)
@@ -225,8 +283,7 @@ class Ragged(Form):
         return None
 
     def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
-        part = held.part
-        return RaggedTensor(part.local.to(device=self.device(channel)), part.shape, part.start, part.stride())
+        return held.part.with_local(held.part.local.to(device=self.device(channel)))
 
     @staticmethod
     def read(value: Any, groups: Groups) -> Source:
@@ -285,9 +342,27 @@ def read(value: torch.Tensor, groups: Groups) -> Source:
     return form_of(value).read(value, groups)
 
 
-def group_of(groups: Groups) -> Any:
-    """The group whose ranks have a unit's chunks: those that it is sharded over, or else replicated over."""
-    return groups.shard or groups.replica or default_group()
+def _read_spread(value: DTensor, groups: Groups, of_tp: int) -> Source:
+    """What this rank has in ``value``, which is cut along dimension ``of_tp`` of its mesh by tensor parallelism.
+
+    Raises:
+        AssertionError: it is cut along others as well, and not into rows over the ranks of the parameter.
+    """
+    mesh, rest, own = value.device_mesh, [dim for dim in cut_dims(value) if dim != of_tp], group_of(groups)
+    rows = [dim for dim in rest if value.placements[dim] == ShardOf(0)]
+    if len(rest) > 1 or rows != rest or any(group_ranks(mesh.get_group(dim)) != group_ranks(own) for dim in rest):
+        raise AssertionError(
+            f"a DTensor placed as {tuple(value.placements)} on {mesh}; expected rows over the ranks that the parameter "
+            "is sharded over, or no cut but that of tensor parallelism"
+        )
+    here = dict(enumerate(mesh.get_coordinate() or ()))
+    tp: Any = groups.tp
+    has = Placement(tuple(box_at(value, here | {of_tp: rank}, sorted([*rows, of_tp])) for rank in range(tp.size())))
+    placement = None
+    if rows:
+        placement = Placement(tuple(box_at(value, here | {rows[0]: rank}, rows) for rank in range(own.size())))
+    local = value.to_local().detach()
+    return Source(placement, [(box, local) for box in has.boxes[tp.rank()]], None, (tp, has))
 
 
 # -- out and in --------------------------------------------------------------------------------------------------------
@@ -311,12 +386,14 @@ class _NewMemory(Sequence[Part]):
 
 
 class Leaving(NamedTuple):
-    """A tensor on its way into a state dict."""
+    """A tensor on its way into a state dict; ``wanted`` is what this rank gets of it, or with tensor parallelism its
+    ranks together."""
 
     form: Form
     held: Held
     memory: Sequence[Part]
     channel: Channel
+    wanted: tuple[Box, ...]
 
     def value(self, *, again: bool = False) -> Any:
         """What stands in the state dict, when the channel has been flushed. ``again``: under one more name."""
@@ -331,19 +408,44 @@ def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, fi
     for held in tensors:
         part, target = held.part, form.place(tuple(held.part.shape), channel.size)
         gets: Sequence[Part] = ()
+        wanted: tuple[Box, ...] = ()
         if target is not None:
             assert device is not None
             if form.rank0_only:
                 target = Placement.whole(part.shape, channel.size, only=first)
+            wanted = target.boxes[channel.rank]
+            if held.tp is not None:
+                target = target.inside(part.within)
             gets = _NewMemory(target.boxes[channel.rank], part, device)
             source = held.placement(channel.size)
             if source is None:
                 copy_parts(part.parts, gets)
             else:
                 items.append(Item(part.dtype, part.stride(), source, target, part.parts, gets))
-        leaving.append(Leaving(form, held, gets, channel))
+        leaving.append(Leaving(form, held, gets, channel, wanted))
     redistribute(items, channel, label)
     return leaving
+
+
+def finish(leaving: Iterable[Leaving], channels: Channels, label: str) -> list[Leaving]:
+    """What has been flushed, with what the ranks of tensor parallelism have for each other."""
+    finished: list[Leaving] = []
+    items: dict[Channel, list[Item]] = {}
+    for one in leaving:
+        held, part = one.held, one.held.part
+        if held.tp is not None and held.tp.dim is not None and one.wanted:
+            source, target = held.shares.inside(one.wanted[0]), one.form.share(held, one.wanted[0])
+            if source != target:
+                channel, device = channels.over(held.tp.group, one.channel.device), one.form.device(one.channel)
+                assert device is not None
+                gets = _NewMemory(target.boxes[channel.rank], part, device)
+                items.setdefault(channel, []).append(Item(part.dtype, part.stride(), source, target, one.memory, gets))
+                one = one._replace(memory=gets)
+        finished.append(one)
+    for channel, several in items.items():
+        redistribute(several, channel, label)
+        channel.flush()
+    return finished
 
 
 def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) -> None:
@@ -356,15 +458,40 @@ def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) 
             copy_parts(source.parts, part.parts)
             continue
         target = held.placement(channel.size) or Placement.whole(part.shape, channel.size)
-        items.append(Item(part.dtype, part.stride(), source.placement, target, source.parts, part.parts))
+        placement = source.placement if source.spread is None else source.placement.inside(part.within)
+        items.append(Item(part.dtype, part.stride(), placement, target, source.parts, part.parts))
     redistribute(items, channel, label)
+
+
+def _gathered(
+    arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str
+) -> list[tuple[Held, Source]]:
+    """The same, but what is spread over the ranks of tensor parallelism has come to those that need it."""
+    gathered: list[tuple[Held, Source]] = []
+    items: dict[Channel, list[Item]] = {}
+    for held, source in arriving:
+        if source.spread is not None:
+            part, (group, has) = held.part, source.spread
+            channel = channels.over(group, unit.device)
+            needs = held.shares if held.tp is not None else Placement.whole(part.shape, channel.size)
+            if source.placement is not None:
+                rows = source.placement.boxes[group_of(unit.groups).rank()]
+                needs = needs.inside(rows[0]) if rows else Placement(((),) * channel.size)
+            gets = _NewMemory(needs.boxes[channel.rank], part, unit.device)
+            items.setdefault(channel, []).append(Item(part.dtype, part.stride(), has, needs, source.parts, gets))
+            source = source._replace(parts=gets)
+        gathered.append((held, source))
+    for channel, several in items.items():
+        redistribute(several, channel, label)
+        channel.flush()
+    return gathered
 
 
 def fill_each(arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str) -> None:
     """Start moving what each source has to where the unit's ranks hold the tensor. Of what other ranks have than those
     that it is sharded over, or cut in another way among them, each gets all, a batch at a time."""
     by_group: dict[Any, list[tuple[Held, Source]]] = {}
-    for held, source in arriving:
+    for held, source in _gathered(arriving, unit, channels, label):
         group = None  # nothing travels
         if source.placement is not None:
             group = source.group or group_of(unit.groups)
@@ -388,136 +515,3 @@ def _memory_for(box: Box, like: torch.Tensor, device: torch.device) -> torch.Ten
     order = memory_order(like.shape, like.stride())
     memory = torch.empty([box.sizes[dim] for dim in order], dtype=like.dtype, device=device)
     return memory.permute([order.index(dim) for dim in range(len(order))])
-
-
-# -- torch's own sharded tensors ---------------------------------------------------------------------------------------
-
-
-def one_chunk_each(
-    local: torch.Tensor, ranges: Sequence[tuple[int, int]], shape: Sequence[int], group: Any
-) -> ShardedTensor:
-    """A ``ShardedTensor`` of ``shape`` of which rank i of ``group`` has the rows of ``ranges[i]``, an empty range
-    nothing. ``local`` are this rank's rows; they are not copied."""
-    metadata = []
-    for rank, (start, end) in enumerate(ranges):
-        if start < end:
-            placement = _placement(dist.get_global_rank(group, rank), local.device.type)
-            offsets, sizes = [start, *(0 for _ in shape[1:])], [end - start, *shape[1:]]
-            metadata.append((rank, ShardMetadata(offsets, sizes, placement)))
-    own = [Shard(local, shard) for rank, shard in metadata if rank == group.rank()]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        own,
-        sharded_tensor_metadata=ShardedTensorMetadata(
-            shards_metadata=[shard for _, shard in metadata],
-            size=torch.Size(shape),
-            tensor_properties=TensorProperties(
-                dtype=local.dtype,
-                layout=torch.strided,
-                requires_grad=False,
-                memory_format=torch.contiguous_format,
-                pin_memory=False,
-            ),
-        ),
-        process_group=group,
-    )
-
-
-def _placement(rank: int, device_type: str) -> str:
-    if device_type == "cpu":
-        return f"rank:{rank}/cpu"
-    return f"rank:{rank}/{device_type}:{rank % _get_device_module(device_type).device_count()}"
-
-
-def is_sharded(value: Any) -> bool:
-    """Whether ``value`` is one of torch's sharded tensors, of which this rank has not all."""
-    if not isinstance(value, DTensor):
-        return isinstance(value, ShardedTensor)
-    return bool(_cut_dims(value))
-
-
-def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape of a tensor, or of what a sharded one is a part of."""
-    if isinstance(value, ShardedTensor):  # its own methods warn that it is deprecated
-        return value.metadata().tensor_properties.dtype, tuple(value.metadata().size)
-    return value.dtype, tuple(value.shape)
-
-
-def _rows_on(mesh: DeviceMesh, group: Any) -> tuple[DeviceMesh, int]:
-    """The dimension that has the ranks of ``group``: of the mesh that ``mesh`` is a slice of, as in torch's FSDP1, or
-    of itself, where several dimensions were made one.
-
-    Raises:
-        RuntimeError: there is none.
-    """
-    ranks = group_ranks(group)
-    for one in (root_of(mesh), mesh):
-        for dim in range(one.ndim):
-            if group_ranks(one.get_group(dim)) == ranks:
-                return one, dim
-    raise RuntimeError(f"no dimension of {mesh} has the ranks that the parameters are sharded over, {ranks}")
-
-
-def check_no_mesh(unit: Unit) -> None:
-    """
-    Raises:
-        RuntimeError: the unit has a device mesh, of which flat parameters know nothing.
-    """
-    if unit.mesh is not None:
-        raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
-
-
-def _cut_dims(tensor: DTensor) -> list[int]:
-    """The dimensions of its mesh along which not every rank has the same of it."""
-    mesh, several = tensor.device_mesh, enumerate(tensor.placements)
-    return [dim for dim, its in several if not its.is_replicate() and mesh.size(dim) > 1]
-
-
-def _ranks_of(value: Any, groups: Groups) -> Any:
-    """The group whose ranks have the rows of ``value``, which goes to a unit of ``groups``: the one that has its chunks
-    if they are the same.
-
-    Raises:
-        AssertionError: not rows; or of others than the unit's ranks, which do not take part.
-    """
-    if isinstance(value, DTensor):
-        mesh, cut = value.device_mesh, _cut_dims(value)
-        if [value.placements[dim] for dim in cut] != [ShardOf(0)]:
-            raise AssertionError(
-                f"a DTensor placed as {tuple(value.placements)}; expected rows over one dimension of the mesh"
-            )
-        group = mesh.get_group(cut[0])
-    else:
-        group = value._process_group
-    own, ranks = group_of(groups), group_ranks(group)
-    if ranks == group_ranks(own):
-        return own
-    near = {*group_ranks(own), *(group_ranks(groups.replica) if groups.replica is not None else ())}
-    if near.issuperset(ranks) or (near.issubset(ranks) and len(ranks) == groups.data_parallel_size):
-        return group
-    if isinstance(value, DTensor):
-        raise AssertionError(f"a DTensor over the ranks {ranks}, which are not those of the parameter")
-    return own  # what was loaded from a file is of the default group
-
-
-def _rows_of_dtensor(tensor: DTensor, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """Which rows each rank of ``group`` has, and this rank's."""
-    return chunk_rows(tensor.shape[0], group.size()), tensor.to_local().detach()
-
-
-def _rows_of_shards(tensor: Any, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """The same of a ``ShardedTensor``, whoever made it."""
-    dtype, shape = kind_of(tensor)
-    shards = tensor.local_shards()
-    if len(shards) > 1:
-        raise AssertionError(f"Expects 0 or 1 shard per rank but got {len(shards)} shards on this rank")
-    ranks, ranges = group_ranks(group), [(0, 0)] * group.size()
-    for metadata in tensor.metadata().shards_metadata:
-        rank = metadata.placement.rank()
-        if rank not in ranks or any(metadata.shard_offsets[1:]) or metadata.shard_sizes[1:] != [*shape[1:]]:
-            raise AssertionError(
-                f"a chunk at {metadata.shard_offsets} of size {metadata.shard_sizes} on rank {rank}; expected "
-                "rows, on the ranks that the parameter is sharded over"
-            )
-        start = metadata.shard_offsets[0]
-        ranges[ranks.index(rank)] = (start, start + metadata.shard_sizes[0])
-    return ranges, shards[0].tensor.detach() if shards else torch.empty((0, *shape[1:]), dtype=dtype)

@@ -443,7 +443,7 @@ def _empty(what: TensorStorageMetadata | BytesStorageMetadata, like: Any) -> Any
         return None
     if isinstance(like, RaggedTensor) and like.shape == what.size and like.dim() > 0:
         local = torch.empty(like.local.numel(), dtype=what.properties.dtype, device="cpu")
-        return RaggedTensor(local, like.shape, like.start, like.stride())
+        return like.with_local(local)
     if isinstance(like, DTensor) and like.shape == what.size:
         return torch.empty_like(like, dtype=what.properties.dtype, device="cpu")
     return torch.empty(what.size, dtype=what.properties.dtype, device="cpu")

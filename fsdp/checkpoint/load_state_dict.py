@@ -236,7 +236,7 @@ def problem_elsewhere(
     alike: dict[Any, list[str]] = {}
     for unit in units:
         unit.announce()
-        for group in (unit.groups.shard, unit.groups.replica):
+        for group in (unit.groups.shard, unit.groups.replica, unit.groups.tp):
             alike.setdefault(group, []).extend(given.get(unit, ()))
     device = next((unit.device for unit in units), torch.device("cpu"))
     failures = failures_in(list(alike), error, "load a state dict", device, alike)
@@ -359,12 +359,17 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
     Raises, on every rank, before anything is loaded: as ``prepare`` does on rank 0.
     """
     units = units_of(model)
-    groups = _ranks_of(model, units)
     for unit in units:
+        if unit.groups.tp is not None:
+            raise NotImplementedError(
+                f"loading a state dict that only rank 0 has, where {unit.name} has parameters of tensor parallelism: "
+                "pass the dict on every rank"
+            )
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"loading what only rank 0 has while {unit.name} is in {unit.phase.name}: load it outside"
             )
+    groups = _ranks_of(model, units)
     loading: Loading | None = None
     with contextlib.ExitStack() as undo:
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Held, Source, fill, fill_each, fill_replicas, is_sharded, kind_of, read
+from fsdp.checkpoint.forms import Held, Source, fill, fill_each, fill_replicas, read
 from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
@@ -36,6 +36,7 @@ from fsdp.checkpoint.optim_names import (
 )
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channels
+from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.flat.names import bare
@@ -145,7 +146,7 @@ class _Plan:
             key
             for name, states in contents.states.items()
             for key, value in states.items()
-            if name in params.by_name and params.by_name[name][1].record.shape and not isinstance(value, Whole)
+            if name in params.by_name and params.by_name[name][1].shape and not isinstance(value, Whole)
         }
         for holder in params.holders.values():
             self._plan(holder)
@@ -190,7 +191,7 @@ class _Plan:
     def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
         """Its states; as ``Whole`` also what is an element-wise state of a parameter without dimensions."""
         states = dict(self._contents.states[member.name])
-        if member.record.shape == () and (holder.sharded or holder.is_flat):
+        if member.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
                     states[state] = Whole(value.dtype, ())
@@ -207,10 +208,9 @@ class _Plan:
                 part = holder.part(member, memory)
                 part.zero_() if (kept := self._kept_of(holder, member, state)) is None else part.copy_(kept)
         for member, value in zip(present, values):
-            if value.shape != member.record.shape:
+            if value.shape != member.shape:
                 self._problems.append(
-                    f"state {state!r} of {member.name!r} has shape {value.shape}, and the parameter has "
-                    f"{member.record.shape}"
+                    f"state {state!r} of {member.name!r} has shape {value.shape}, and the parameter has {member.shape}"
                 )
             arrival = _Arrival(member.name, state, value, holder.held(member, memory))
             self.arrivals.setdefault(holder.unit, []).append(arrival)
@@ -241,7 +241,7 @@ class _Plan:
 
 def _is_whole_by_nature(value: Whole, member: Member) -> bool:
     """Whether a state may be another thing than one element per element, as rows and columns are."""
-    shape, of_param = value.shape, member.record.shape
+    shape, of_param = value.shape, member.shape
     if shape == of_param:
         return False
     return len(shape) != len(of_param) or all(a in (1, b) for a, b in zip(shape, of_param))
@@ -270,7 +270,9 @@ class _Given(NamedTuple):
             return Source.of_first(value, arrival.what.shape, ranks)
         value = self.states[name][state]
         if isinstance(value, RaggedTensor) and (
-            value.stride() != part.stride() or part.start < value.start or part.end > value.end
+            (value.stride(), value.within) != (part.stride(), part.within)
+            or part.start < value.start
+            or part.end > value.end
         ):
             raise ValueError(
                 f"state {state!r} of {name!r}: expected its elements {part.start} to {part.end} on this rank, but "
@@ -349,6 +351,11 @@ def optim_state_dict_to_load(
         RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
     """
     params = ModelParams(model)
+    if from_rank0 and any(unit.groups.tp is not None for unit in params.units):
+        raise NotImplementedError(
+            "loading optimizer state that only rank 0 has into a model with parameters of tensor parallelism: pass the "
+            "dict on every rank"
+        )
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
     states = None if optim_state_dict is None else optim_state_dict.get("state")

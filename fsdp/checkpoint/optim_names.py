@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint.forms import Held
-from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.ragged import elements_of
 from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord, Piece
@@ -33,12 +33,13 @@ OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """An original parameter: its names in the model, the first of which is its own, its place in the bucket's
-    layout."""
+    """An original parameter: its names in the model, the first of which is its own, its place in the bucket's layout,
+    and its whole shape, of which the layout has with tensor parallelism this rank's part."""
 
     names: tuple[str, ...]
     index: int
     record: ParamRecord
+    shape: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -100,7 +101,7 @@ class Holder:
     def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
         """This rank's elements of ``member`` in an element-wise state: 1-D, in memory order, a view where it can be."""
         if not self.is_flat:
-            return state if self.sharded else RaggedTensor.of_whole(state, member.record.stride).local
+            return state if self.sharded else elements_of(state, member.record.stride)
         piece = self.piece(member)
         return state[piece.shard_offset : piece.shard_offset + piece.numel]
 
@@ -120,7 +121,7 @@ def holders_of(unit: Unit, prefix: str = "") -> Iterator[Holder]:
             for index in visible.members[: len(handle.layout.params)]:  # the flat vector may be one more
                 record = handle.layout.params[index]
                 names = tuple(clean(joined(prefix, name)) for name in (record.name, *record.aliases))
-                members.append(Member(names, index, record))
+                members.append(Member(names, index, record, (handle.tp[index] or record).shape))
             yield Holder(visible.param, tuple(members), unit, handle, isinstance(views, FlatViews))
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fsdp.checkpoint.forms import Form, Leaving, export, group_of
+from fsdp.checkpoint.forms import Form, Leaving, export, finish
 from fsdp.checkpoint.optim_names import (
     Holder,
     Key,
@@ -35,6 +35,7 @@ from fsdp.checkpoint.optim_names import (
     state_order,
 )
 from fsdp.checkpoint.redistribute import Channel, Channels
+from fsdp.checkpoint.sharded_tensors import group_of, rows_on
 from fsdp.comm.consensus import Failure, all_gather_object, failures_in, joint_error
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.runtime.unit import Unit
@@ -171,7 +172,8 @@ def _agree(
         )
     elif different:
         error = AssertionError("expected states without elements to agree, but " + "; ".join(different))
-    groups = dict.fromkeys(group for unit in params.units for group in (unit.groups.shard, unit.groups.replica))
+    of_units = [unit.groups for unit in params.units]
+    groups = dict.fromkeys(group for its in of_units for group in (its.shard, its.replica, its.tp))
     several_groups = [group for group in groups if group is not None]
     if len(several_groups) > 1:
         alike = {group: list(_words(local, agreed, group)) for group in several_groups}
@@ -182,10 +184,12 @@ def _agree(
     return {holder: states for holder in local if (states := agreed[holder]) is not None}
 
 
-def _words(holders: Iterable[Holder], agreed: Mapping[Holder, States | None], replica: Any) -> Iterator[str]:
-    """What the ranks of ``replica`` have agreed on, each in its shard group: replicas have the same."""
+def _words(holders: Iterable[Holder], agreed: Mapping[Holder, States | None], group: Any) -> Iterator[str]:
+    """What the ranks of ``group`` have agreed on, each in its shard group: replicas have the same, and so has what
+    tensor parallelism has parts of."""
     for holder in holders:
-        for name, value in (agreed.get(holder) or {}).items() if holder.unit.groups.replica is replica else ():
+        alike = group in (holder.unit.groups.replica, holder.unit.groups.tp)
+        for name, value in (agreed.get(holder) or {}).items() if alike else ():
             what = value if isinstance(value, (Elementwise, Scalar)) else type(value).__name__
             yield f"state {name!r} of {holder}: {what}"
 
@@ -260,6 +264,8 @@ def optim_state_dict(
             channel = channels.over(group_of(unit.groups), unit.device)
             leaving.update(_send(unit, of_unit, state_of, form, group, channel, f"optimizer state of {called}"))
     channels.flush()
+    finished = finish(leaving.values(), channels, "optimizer state of tensor parallelism")
+    leaving = dict(zip(leaving, finished))
     if form.rank0_only and group.rank() != 0:
         return {}
     to_cpu = form.offload_to_cpu
@@ -354,9 +360,20 @@ def _send(
     over_group = (groups.shard or groups.replica) is not None and (unit.mesh is None or unit.mesh.ndim == 1)
     cut = groups.sharded or (next(iter(states)).is_flat and over_group)
     form = form.within(unit, cut=cut)
-    saving, ranks = group_ranks(group)[0], group_ranks(channel.group)
-    leaving = export(tensors, form, channel, label, first=ranks.index(saving) if saving in ranks else -1)
+    leaving = export(tensors, form, channel, label, first=_first(group_ranks(group)[0], unit, channel))
     return {(member, name): one for (_, member, name), one in zip(keys, leaving)}
+
+
+def _first(saving: int, unit: Unit, channel: Channel) -> int:
+    """The rank of ``channel`` that gets what rank ``saving`` gets alone: itself, or its counterpart, that has other
+    parts of parameters by tensor parallelism. -1 is none."""
+    ranks = group_ranks(channel.group)
+    if unit.groups.tp is not None and saving not in ranks:
+        of_tp = next(tp for handle in unit.handles for tp in handle.tp if tp is not None)
+        mesh, dim = rows_on(of_tp.spec.mesh, channel.group)
+        found = (mesh.mesh == saving).nonzero()
+        return int(found[0, dim]) if len(found) else -1
+    return ranks.index(saving) if saving in ranks else -1
 
 
 def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:

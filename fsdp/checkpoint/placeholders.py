@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp.api import StateDictType
-from fsdp.checkpoint.forms import Local, check_no_mesh, fill_each, form_of, is_sharded, kind_of, read
+from fsdp.checkpoint.forms import Local, fill_each, form_of, read
 from fsdp.checkpoint.redistribute import Channels
+from fsdp.checkpoint.sharded_tensors import check_no_mesh, is_sharded, kind_of
 from fsdp.checkpoint.state_dict import Key, UnitTensors
 from fsdp.flat.registration import register_instead, registered_params
 from fsdp.runtime.unit import Unit
@@ -127,7 +128,10 @@ class UnitLoading(UnitTensors):
         """What this rank was given, in words: equal on all ranks, which then exchange alike."""
         for key, source in self.sources.items():
             kind = "rows of " if isinstance(source, (ShardedTensor, DTensor)) else ""
-            place = f" ({source.placements} on {source.device_mesh})" if isinstance(source, DTensor) else ""
+            place = ""
+            if isinstance(source, DTensor):  # the ranks of a shard group have meshes of tensor parallelism of their own
+                mesh = source.device_mesh if source.device_mesh.ndim > 1 or self.unit.groups.tp is None else "a mesh"
+                place = f" ({source.placements} on {mesh})"
             yield f"{kind}{self.name(key)!r} of {self.unit.name}{place}"
 
     def problems(self, *, assign: bool) -> Iterator[str]:

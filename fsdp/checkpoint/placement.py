@@ -37,6 +37,10 @@ class Box(NamedTuple):
         """The elements that are in both; None if there are none."""
         return _overlap(self, other)
 
+    def moved(self, offsets: Sequence[int]) -> Box:
+        """The box as far away as these say."""
+        return Box(tuple(map(sum, zip(self.offsets, offsets))), self.sizes)
+
     def cut(self, inner: Box, values: torch.Tensor) -> torch.Tensor:
         """The elements of ``inner``, which lies in this box, as a view of ``values``, this box's."""
         if inner == self:
@@ -87,6 +91,15 @@ class Placement:
     ) -> Placement:
         """Of each (rank, start, end) these elements, counted in memory order."""
         return _intervals(tuple(shape), tuple(stride), tuple(spans), ranks)
+
+    def moved(self, offsets: Sequence[int]) -> Placement:
+        """That of a part of a tensor, which begins there, as one of the whole."""
+        return Placement(tuple(tuple(box.moved(offsets) for box in boxes) for boxes in self.boxes))
+
+    def inside(self, box: Box) -> Placement:
+        """What of it lies in ``box``."""
+        both = ((one.overlap(box) for one in boxes) for boxes in self.boxes)
+        return Placement(tuple(tuple(one for one in boxes if one is not None) for boxes in both))
 
     def __str__(self) -> str:
         of_ranks = (
@@ -187,6 +200,15 @@ def memory_order(shape: Sequence[int], stride: Sequence[int] | None) -> list[int
     if stride is None:
         return list(range(len(shape)))
     return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim], dim))
+
+
+def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor of this shape whose dimensions lie in memory in this order, the outermost first."""
+    stride, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        stride[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(stride)
 
 
 def box_view(local: torch.Tensor, box: Box, position: int, stride: Sequence[int]) -> torch.Tensor:

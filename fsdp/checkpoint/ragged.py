@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fsdp.checkpoint.placement import Box, Part, box_view, rectangles
+from fsdp.checkpoint.placement import Box, Part, box_view, dense_stride, memory_order, rectangles
 from fsdp.flat.layout import contiguous_stride
 
 if TYPE_CHECKING:  # importing it loads torch's FSDP; whoever calls what needs it here has done so
@@ -32,12 +32,17 @@ class RaggedTensor(torch.Tensor):
     ``torch.distributed.checkpoint`` saves the rectangles of ``boxes`` and loads them in place, so into whatever
     memory ``local`` lies in. Copies (``detach``, ``clone``, ``to``, ``copy_`` from one of the same interval,
     ``copy.deepcopy``) work on ``local``. Everything else raises, since the rest of the elements is on other ranks.
+
+    With tensor parallelism the interval is one of the box ``within``, a part of the whole; and what several ranks of it
+    have alike is ``saved_elsewhere`` but on the first.
     """
 
     local: torch.Tensor
     start: int
     boxes: tuple[Box, ...]
     origin: Any
+    within: Box
+    saved_elsewhere: bool
 
     @staticmethod
     def __new__(
@@ -47,6 +52,9 @@ class RaggedTensor(torch.Tensor):
         start: int,
         stride: Sequence[int] | None = None,
         origin: Any = None,
+        *,
+        within: Box | None = None,
+        saved_elsewhere: bool = False,
     ) -> RaggedTensor:
         """``local`` is kept, not copied. ``stride`` is that of the whole; None means row-major. ``origin`` is whatever
         the maker wants to know the tensor by; copies keep it.
@@ -59,20 +67,26 @@ class RaggedTensor(torch.Tensor):
                 f"expected the elements of a flat interval, but got a tensor of shape {tuple(local.shape)}"
             )
         shape = tuple(shape)
-        boxes = rectangles(shape, start, start + local.numel(), stride)
         strides = contiguous_stride(shape) if stride is None else tuple(stride)
+        if within is None or within.sizes == shape:
+            within, boxes = Box.whole(shape), rectangles(shape, start, start + local.numel(), stride)
+        else:
+            inner = dense_stride(within.sizes, memory_order(shape, strides))
+            of_part = rectangles(within.sizes, start, start + local.numel(), inner)
+            boxes = tuple(box.moved(within.offsets) for box in of_part)
         self: RaggedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides, 0, dtype=local.dtype, device=local.device
         )
         self.local, self.start, self.boxes, self.origin = local.detach(), start, boxes, origin
+        self.within, self.saved_elsewhere = within, saved_elsewhere
         return self
 
-    @classmethod
-    def of_whole(cls, value: torch.Tensor, stride: tuple[int, ...]) -> RaggedTensor:
-        """All elements of ``value``, in its own memory if they lie there as ``stride`` tells."""
-        if value.stride() != stride and value.numel() > 0:
-            value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-        return cls(value.as_strided((value.numel(),), (1,)), value.shape, 0, stride)
+    def with_local(self, local: torch.Tensor, origin: Any = None) -> RaggedTensor:
+        """The same interval, of which this rank's elements are ``local``."""
+        within, elsewhere = self.within, self.saved_elsewhere
+        return RaggedTensor(
+            local, self.shape, self.start, self.stride(), origin, within=within, saved_elsewhere=elsewhere
+        )
 
     @property
     def end(self) -> int:
@@ -80,11 +94,12 @@ class RaggedTensor(torch.Tensor):
 
     def same_interval(self, other: RaggedTensor) -> bool:
         """Whether both hold the same elements of tensors of one shape and memory order."""
-        return (self.shape, self.start, self.end, self.stride()) == (
+        return (self.shape, self.start, self.end, self.stride(), self.within) == (
             other.shape,
             other.start,
             other.end,
             other.stride(),
+            other.within,
         )
 
     @property
@@ -121,8 +136,7 @@ class RaggedTensor(torch.Tensor):
         local = func(*tree_map(lambda v: v.local if isinstance(v, RaggedTensor) else v, args), **kwargs)
         if func is torch.ops.aten.copy_.default:
             return ragged[0]
-        first = ragged[0]
-        return RaggedTensor(local, first.shape, first.start, first.stride(), first.origin)
+        return ragged[0].with_local(local, ragged[0].origin)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
@@ -135,6 +149,8 @@ class RaggedTensor(torch.Tensor):
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         metadata, planner = torch.distributed.checkpoint.metadata, torch.distributed.checkpoint.planner
         properties = metadata.TensorProperties.create_from_tensor(self.local)
+        if self.saved_elsewhere:
+            return []
         return [
             planner.WriteItem(
                 index=metadata.MetadataIndex(fqn, chunk.offsets),
@@ -159,6 +175,13 @@ class RaggedTensor(torch.Tensor):
         if self.numel() == 0:
             return (Box(tuple(0 for _ in self.shape), tuple(self.shape)),)
         return self.boxes
+
+
+def elements_of(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """All elements of ``value``, 1-D, in its own memory if they lie there as ``stride`` tells."""
+    if value.stride() != stride and value.numel() > 0:
+        value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+    return value.as_strided((value.numel(),), (1,))
 
 
 _aten = torch.ops.aten

@@ -447,7 +447,7 @@ def _staged(state: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, torch.Tensor):
             return copy.deepcopy(value)
         if isinstance(value, RaggedTensor):
-            return RaggedTensor(staged(value.local), value.shape, value.start, value.stride())
+            return value.with_local(staged(value.local))
         if not _is_on_accelerator(value):
             return value.detach().to("cpu", copy=True)
         device, size = value.device, _aligned(value.nbytes)

@@ -21,12 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.checkpoint.forms import Form, Held, Leaving, export
-from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.forms import Form, Held, Leaving, export, finish
+from fsdp.checkpoint.placement import Box, dense_stride, memory_order
+from fsdp.checkpoint.ragged import RaggedTensor, elements_of
 from fsdp.checkpoint.redistribute import Channels
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, clean, joined, own_modules, unit_of, wrappers_in
 from fsdp.flat.registration import registered_params
+from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.agreement import GATHER
 from fsdp.runtime.build import inside_checkpoint, join
 from fsdp.runtime.context import RootContext
@@ -199,14 +201,16 @@ class UnitSaving(UnitTensors):
         held = self._shown() if unit.phase is Phase.SUMMONED else self.held
         if unit.phase is not Phase.SUMMONED and groups.sharded and not self._form.stays:
             self._context.passes.about_to(GATHER, unit)
-        leaving = export(held.values(), self._form, channel, f"gather {unit.name}")
+        label = f"gather {unit.name}"
+        leaving = export(held.values(), self._form, channel, label)
         channel.flush()
+        leaving = finish(leaving, self._walk.channels, label)
         return dict(zip(held, leaving)) if self._receives else {}
 
     def _shown(self) -> dict[Key, Held]:
         """What summoned parameters show, with the changes made to it; on ranks where they do."""
         held = {
-            (bucket, index): Held(RaggedTensor.of_whole(param.detach(), views.handle.layout.params[index].stride), None)
+            (bucket, index): held_param(views.handle, index, local_of(param.detach()), shown=True)
             for bucket, views in enumerate(self.unit.views)
             for index, (_, param) in enumerate(views.summoned())
         }
@@ -218,19 +222,29 @@ class UnitSaving(UnitTensors):
         return held
 
 
-def held_param(handle: FlatParamHandle, index: int, elements: torch.Tensor | None = None) -> Held:
+def held_param(handle: FlatParamHandle, index: int, values: torch.Tensor | None = None, *, shown: bool = False) -> Held:
     """What the ranks hold of one parameter, in the shards' own memory; or of what has one element per element of it, of
-    which this rank's are ``elements`` (1-D)."""
-    layout, groups = handle.layout, handle.groups
-    if handle.tp[index] is not None:
-        raise NotImplementedError(
-            f"state dicts of parameters of tensor parallelism, as is {handle.name_of(index)!r} of {handle.unit_name}"
-        )
-    record, piece = layout.params[index], layout.piece(index, groups.shard_rank)
-    if elements is None:
-        elements = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel]
-    spans = partial(layout.owners, index) if groups.sharded else None
-    return Held(RaggedTensor(elements, record.shape, piece.start, record.stride), spans)
+    which this rank's are ``values`` (1-D), or with ``shown`` each rank's, in the parameter's shape."""
+    layout, groups, tp = handle.layout, handle.groups, handle.tp[index]
+    record, start = layout.params[index], 0
+    spans = partial(layout.owners, index) if groups.sharded and not shown else None
+    if shown:
+        assert values is not None
+        values = elements_of(values, record.stride)
+    else:
+        piece = layout.piece(index, groups.shard_rank)
+        start = piece.start
+        if values is None:
+            values = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel]
+    # the ranks of tensor parallelism have the same of what it has not cut, but may share it in another way
+    elsewhere = handle.tp_group is not None and handle.tp_group.rank() > 0 and not handle.is_cut(index)
+    shape, stride, within = record.shape, record.stride, None
+    if tp is not None:
+        rank = tp.group.rank()
+        shape, within = tp.shape, Box(tp.offsets(rank), tp.local_shape(rank))
+        stride = dense_stride(shape, memory_order(record.shape, record.stride))
+    part = RaggedTensor(values, shape, start, stride, within=within, saved_elsewhere=elsewhere)
+    return Held(part, spans, tp)
 
 
 def held_flat(handle: FlatParamHandle) -> Held:

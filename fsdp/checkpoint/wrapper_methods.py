@@ -22,8 +22,9 @@ from fsdp.api import (
     as_state_dict_settings,
 )
 from fsdp.checkpoint import optim_load, optim_names, optim_state
-from fsdp.checkpoint.forms import Form, Full, Rows, check_no_mesh
+from fsdp.checkpoint.forms import Form, Full, Rows
 from fsdp.checkpoint.load_state_dict import load
+from fsdp.checkpoint.sharded_tensors import check_no_mesh
 from fsdp.checkpoint.state_dict import calling, collecting, strip_wrapper
 from fsdp.flat.names import unit_of, wrappers_in
 from fsdp.runtime.unit import Unit, units_in, units_of

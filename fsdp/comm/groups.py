@@ -38,6 +38,7 @@ class Groups:
     replica_size: int
     forced: bool = False  # communicate and keep separate buffers even in a shard group of one rank
     hybrid: bool = False  # the strategy is: what reduces inside the shard group leaves the replicas to the engine
+    tp: Any | None = None  # the ranks that tensor parallelism has placed the unit's parameters on
 
     @property
     def sharded(self) -> bool:

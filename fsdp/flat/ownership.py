@@ -75,6 +75,12 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Gr
             owned.append(OwnedParam(local, places, tp, param))
         else:
             owned.append(OwnedParam(param, places))
+    several = {tuple(item.tp.spec.mesh.mesh.tolist()): item.name for item in owned if item.tp is not None}
+    if len(several) > 1:
+        raise NotImplementedError(
+            f"{unit_name} has parameters of tensor parallelism over different ranks: "
+            f"{', '.join(f'{name!r} over {list(ranks)}' for ranks, name in several.items())}"
+        )
     return owned
 
 

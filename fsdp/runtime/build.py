@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,7 +96,8 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
         if submodule not in ignored.modules:
             submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
             submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
-    return Unit(module, name, buckets, options.groups, device, options.policy, precision)
+    groups = replace(options.groups, tp=next((item.tp.group for item in owned if item.tp is not None), None))
+    return Unit(module, name, buckets, groups, device, options.policy, precision)
 
 
 def unit_policy(

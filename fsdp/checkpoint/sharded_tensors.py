@@ -1,0 +1,183 @@
+"""torch's own sharded tensors: which ranks have what of a ``DTensor`` or a ``ShardedTensor``, and how one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._utils import _get_device_module
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardOf
+
+from fsdp.checkpoint.placement import Box, chunk_rows
+from fsdp.comm.groups import Groups, default_group, group_ranks
+from fsdp.comm.versions import root_of
+from fsdp.runtime.unit import Unit
+
+
+def group_of(groups: Groups) -> Any:
+    """The group whose ranks have a unit's chunks: those that it is sharded over, or else replicated over."""
+    return groups.shard or groups.replica or default_group()
+
+
+def one_chunk_each(
+    local: torch.Tensor, ranges: Sequence[tuple[int, int]], shape: Sequence[int], group: Any
+) -> ShardedTensor:
+    """A ``ShardedTensor`` of ``shape`` of which rank i of ``group`` has the rows of ``ranges[i]``, an empty range
+    nothing. ``local`` are this rank's rows; they are not copied."""
+    metadata = []
+    for rank, (start, end) in enumerate(ranges):
+        if start < end:
+            placement = _placement(dist.get_global_rank(group, rank), local.device.type)
+            offsets, sizes = [start, *(0 for _ in shape[1:])], [end - start, *shape[1:]]
+            metadata.append((rank, ShardMetadata(offsets, sizes, placement)))
+    own = [Shard(local, shard) for rank, shard in metadata if rank == group.rank()]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        own,
+        sharded_tensor_metadata=ShardedTensorMetadata(
+            shards_metadata=[shard for _, shard in metadata],
+            size=torch.Size(shape),
+            tensor_properties=TensorProperties(
+                dtype=local.dtype,
+                layout=torch.strided,
+                requires_grad=False,
+                memory_format=torch.contiguous_format,
+                pin_memory=False,
+            ),
+        ),
+        process_group=group,
+    )
+
+
+def _placement(rank: int, device_type: str) -> str:
+    if device_type == "cpu":
+        return f"rank:{rank}/cpu"
+    return f"rank:{rank}/{device_type}:{rank % _get_device_module(device_type).device_count()}"
+
+
+def is_sharded(value: Any) -> bool:
+    """Whether ``value`` is one of torch's sharded tensors, of which this rank has not all."""
+    if not isinstance(value, DTensor):
+        return isinstance(value, ShardedTensor)
+    return bool(cut_dims(value))
+
+
+def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of a tensor, or of what a sharded one is a part of."""
+    if isinstance(value, ShardedTensor):  # its own methods warn that it is deprecated
+        return value.metadata().tensor_properties.dtype, tuple(value.metadata().size)
+    return value.dtype, tuple(value.shape)
+
+
+def rows_on(mesh: DeviceMesh, group: Any) -> tuple[DeviceMesh, int]:
+    """The dimension that has the ranks of ``group``: of the mesh that ``mesh`` is a slice of, as in torch's FSDP1, or
+    of itself, where several dimensions were made one.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    for one in (root_of(mesh), mesh):
+        if (dim := dim_of(one, group)) is not None:
+            return one, dim
+    ranks = group_ranks(group)
+    raise RuntimeError(f"no dimension of {mesh} has the ranks that the parameters are sharded over, {ranks}")
+
+
+def dim_of(mesh: DeviceMesh, group: Any) -> int | None:
+    """The dimension of ``mesh`` that has the ranks of ``group``."""
+    ranks = group_ranks(group)
+    return next((dim for dim in range(mesh.ndim) if group_ranks(mesh.get_group(dim)) == ranks), None)
+
+
+def check_no_mesh(unit: Unit) -> None:
+    """
+    Raises:
+        RuntimeError: the unit has a device mesh, of which flat parameters know nothing.
+    """
+    if unit.mesh is not None:
+        raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
+
+
+def cut_dims(tensor: DTensor) -> list[int]:
+    """The dimensions of its mesh along which not every rank has the same of it."""
+    mesh, several = tensor.device_mesh, enumerate(tensor.placements)
+    return [dim for dim, its in several if not its.is_replicate() and mesh.size(dim) > 1]
+
+
+def dims_of_tp(value: DTensor, groups: Groups) -> list[int]:
+    """Those of the dimensions along which it is cut that have the ranks of the unit's tensor parallelism."""
+    if groups.tp is None or not {type(placement) for placement in value.placements} <= {ShardOf, Replicate}:
+        return []
+    ranks = group_ranks(groups.tp)
+    return [dim for dim in cut_dims(value) if group_ranks(value.device_mesh.get_group(dim)) == ranks]
+
+
+def box_at(value: DTensor, position: Mapping[int, int], dims: Sequence[int]) -> tuple[Box, ...]:
+    """What the rank at this position of the mesh has of ``value`` if it is cut along these dimensions of it alone."""
+    box = Box.whole(value.shape)
+    for dim in dims:
+        placement: Any = value.placements[dim]
+        along, offsets, sizes = placement.dim % value.dim(), list(box.offsets), list(box.sizes)
+        start, end = chunk_rows(sizes[along], value.device_mesh.size(dim))[position[dim]]
+        offsets[along], sizes[along] = offsets[along] + start, end - start
+        box = Box(tuple(offsets), tuple(sizes))
+    return (box,) if box.numel else ()
+
+
+def group_that_has(value: Any, groups: Groups) -> Any:
+    """The group whose ranks have the rows of ``value``, which goes to a unit of ``groups``: the one that has its chunks
+    if they are the same.
+
+    Raises:
+        AssertionError: not rows; or of others than the unit's ranks, which do not take part.
+    """
+    if isinstance(value, DTensor):
+        mesh, cut = value.device_mesh, cut_dims(value)
+        if [value.placements[dim] for dim in cut] != [ShardOf(0)]:
+            raise AssertionError(
+                f"a DTensor placed as {tuple(value.placements)}; expected rows over one dimension of the mesh"
+            )
+        group = mesh.get_group(cut[0])
+    else:
+        group = value._process_group
+    own, ranks = group_of(groups), group_ranks(group)
+    if ranks == group_ranks(own):
+        return own
+    others = [each for each in (groups.replica, groups.tp) if each is not None]
+    near = {*group_ranks(own), *(rank for each in others for rank in group_ranks(each))}
+    everyone = groups.data_parallel_size * (groups.tp.size() if groups.tp is not None else 1)
+    if near.issuperset(ranks) or (near.issubset(ranks) and len(ranks) == everyone):
+        return group
+    if isinstance(value, DTensor):
+        raise AssertionError(f"a DTensor over the ranks {ranks}, which are not those of the parameter")
+    return own  # what was loaded from a file is of the default group
+
+
+def rows_of_dtensor(tensor: DTensor, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """Which rows each rank of ``group`` has, and this rank's."""
+    return chunk_rows(tensor.shape[0], group.size()), tensor.to_local().detach()
+
+
+def rows_of_shards(tensor: Any, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
+    """The same of a ``ShardedTensor``, whoever made it."""
+    dtype, shape = kind_of(tensor)
+    shards = tensor.local_shards()
+    if len(shards) > 1:
+        raise AssertionError(f"Expects 0 or 1 shard per rank but got {len(shards)} shards on this rank")
+    ranks, ranges = group_ranks(group), [(0, 0)] * group.size()
+    for metadata in tensor.metadata().shards_metadata:
+        rank = metadata.placement.rank()
+        if rank not in ranks or any(metadata.shard_offsets[1:]) or metadata.shard_sizes[1:] != [*shape[1:]]:
+            raise AssertionError(
+                f"a chunk at {metadata.shard_offsets} of size {metadata.shard_sizes} on rank {rank}; expected "
+                "rows, on the ranks that the parameter is sharded over"
+            )
+        start = metadata.shard_offsets[0]
+        ranges[ranks.index(rank)] = (start, start + metadata.shard_sizes[0])
+    return ranges, shards[0].tensor.detach() if shards else torch.empty((0, *shape[1:]), dtype=dtype)
