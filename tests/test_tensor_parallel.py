@@ -380,6 +380,12 @@ def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
     linear.weight = nn.Parameter(local)
     with pytest.raises(ValueError, match=r"expected the chunks of torch\.chunk"):
         FSDP(linear, device_mesh=dp)
+    model = FSDP(parallel(Net(), tp), process_group=dp.get_group())
+    with (
+        FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
+        pytest.raises(NotImplementedError, match="LOCAL_STATE_DICT of .* parameters of tensor parallelism"),
+    ):
+        model.state_dict()
 
 
 def test_summoning_clipping_copies_precision_and_ignored_parameters() -> None:
@@ -493,8 +499,8 @@ def check_state(path: Path) -> None:
             again = optim_state(FSDP, other, fresh, kinds[0])["state"]
             for name, key in of_all:
                 like(again[name][key], of_all[name, key], f"loaded from {kind}, {key} of {name}")
+        check_first(model, optimizer, other, fresh, values, of_all)
         check_files(path / str(uop), model, optimizer, values, of_all, dp, tp)
-    check_state_refused(model, optimizer)
     check_odd_state(path / "odd", dp, tp)
 
 
@@ -524,14 +530,19 @@ def check_files(
         like(again[name][key], of_all[name, key], f"loaded from four ranks: {key} of {name}")
 
 
-def check_state_refused(model: FSDP, optimizer: Any) -> None:
-    refused = pytest.raises(NotImplementedError, match="only rank 0 has")
+def check_first(model: FSDP, optimizer: Any, other: FSDP, fresh: Any, values: Any, of_all: Any) -> None:
+    """What rank 0 alone has been given comes to all."""
     configs = api.FullStateDictConfig(rank0_only=True), api.FullOptimStateDictConfig(rank0_only=True)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, *configs):
-        with refused:
-            model.load_state_dict({})
-        with refused:
-            FSDP.optim_state_dict_to_load(model, optimizer, {"state": {}})
+        given, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    assert set(states) == ({"state", "param_groups"} if dist.get_rank() == 0 else set())
+    with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT, *configs):
+        other.load_state_dict(given if dist.get_rank() == 0 else {})
+        fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, states))
+    same(summoned(other), values, "loaded from rank 0")
+    again = optim_state(FSDP, other, fresh, "FULL_STATE_DICT")["state"]
+    for name, key in of_all:
+        like(again[name][key], of_all[name, key], f"loaded from rank 0, {key} of {name}")
 
 
 def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:

@@ -87,12 +87,15 @@ class Source(NamedTuple):
     spread: tuple[Any, Placement] | None = None
 
     @classmethod
-    def of_first(cls, value: torch.Tensor | None, shape: Sequence[int], ranks: int) -> Source:
-        """Of a tensor that rank 0 has as ``value``, and the others, where it is None, not at all."""
+    def of_first(cls, value: torch.Tensor | None, shape: Sequence[int], ranks: int, tp: Any = None) -> Source:
+        """Of a tensor that rank 0 has as ``value``, and the others, where it is None, not at all; with ``tp``, the
+        ranks of tensor parallelism, it is rank 0 of them that has it, and the others have parts to get from it."""
         placement = Placement.whole(shape, ranks, only=0)
+        spread = None if tp is None else (tp, Placement.whole(shape, tp.size(), only=0))
         if value is None:
-            return cls(placement, [])
-        return cls(placement, [(Box.whole(shape), value.to_local() if isinstance(value, DTensor) else value)])
+            return cls(placement, [], spread=spread)
+        whole = value.to_local() if isinstance(value, DTensor) else value
+        return cls(placement, [(Box.whole(shape), whole)], spread=spread)
 
 
 @dataclass(frozen=True)
@@ -463,11 +466,11 @@ def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) 
     redistribute(items, channel, label)
 
 
-def _gathered(
+def gathered(
     arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str
 ) -> list[tuple[Held, Source]]:
     """The same, but what is spread over the ranks of tensor parallelism has come to those that need it."""
-    gathered: list[tuple[Held, Source]] = []
+    found: list[tuple[Held, Source]] = []
     items: dict[Channel, list[Item]] = {}
     for held, source in arriving:
         if source.spread is not None:
@@ -480,18 +483,18 @@ def _gathered(
             gets = _NewMemory(needs.boxes[channel.rank], part, unit.device)
             items.setdefault(channel, []).append(Item(part.dtype, part.stride(), has, needs, source.parts, gets))
             source = source._replace(parts=gets)
-        gathered.append((held, source))
+        found.append((held, source))
     for channel, several in items.items():
         redistribute(several, channel, label)
         channel.flush()
-    return gathered
+    return found
 
 
 def fill_each(arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str) -> None:
     """Start moving what each source has to where the unit's ranks hold the tensor. Of what other ranks have than those
     that it is sharded over, or cut in another way among them, each gets all, a batch at a time."""
     by_group: dict[Any, list[tuple[Held, Source]]] = {}
-    for held, source in _gathered(arriving, unit, channels, label):
+    for held, source in gathered(arriving, unit, channels, label):
         group = None  # nothing travels
         if source.placement is not None:
             group = source.group or group_of(unit.groups)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -25,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp.api import FullStateDictConfig, StateDictType
-from fsdp.checkpoint.forms import Source, fill, fill_replicas
+from fsdp.checkpoint.forms import Source, fill, fill_replicas, gathered
 from fsdp.checkpoint.placeholders import Opaque, RestLoading, UnitLoading, persistent_buffers
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.redistribute import Channel
+from fsdp.checkpoint.redistribute import Channel, Channels
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_at_rest, held_tensors
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import Failure, broadcast_object, failures_in
@@ -359,12 +360,8 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
     Raises, on every rank, before anything is loaded: as ``prepare`` does on rank 0.
     """
     units = units_of(model)
+    tp = _tp_of(units)
     for unit in units:
-        if unit.groups.tp is not None:
-            raise NotImplementedError(
-                f"loading a state dict that only rank 0 has, where {unit.name} has parameters of tensor parallelism: "
-                "pass the dict on every rank"
-            )
         if unit.phase is not Phase.IDLE:
             raise RuntimeError(
                 f"loading what only rank 0 has while {unit.name} is in {unit.phase.name}: load it outside"
@@ -390,7 +387,7 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
         undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
         for position, unit in enumerate(units):
-            _scatter(unit, present[position], loading.units[position].sources if loading is not None else {})
+            _scatter(unit, present[position], loading.units[position].sources if loading is not None else {}, tp)
             unit.shards_were_written()
         if loading is not None and loading.rest is not None:
             loading.rest.commit(assign=False)
@@ -404,15 +401,21 @@ def _ranks_of(model: nn.Module, units: list[Unit]) -> list[Any]:
     """The groups over which, one after the other, what rank 0 has comes to all."""
     if not units:
         return [default_group()]
-    root = units[0].groups
-    if any(unit.groups != root for unit in units) or (
-        unit_of(model) is None and root.data_parallel_size != default_group().size()
+    root, tp = replace(units[0].groups, tp=None), _tp_of(units)
+    ranks = root.data_parallel_size * (tp.size() if tp is not None else 1)
+    if any(replace(unit.groups, tp=None) != root for unit in units) or (
+        unit_of(model) is None and ranks != default_group().size()
     ):
         raise RuntimeError(
             "loading a state dict that only rank 0 has needs all units to be sharded over the same group, and over all "
             "ranks where the model itself is not wrapped; pass the dict on every rank"
         )
-    return [group for group in (root.shard, root.replica) if group is not None and group.size() > 1]
+    return [group for group in (root.shard, root.replica, tp) if group is not None and group.size() > 1]
+
+
+def _tp_of(units: Iterable[Unit]) -> Any | None:
+    """The ranks of their tensor parallelism, of which units without such parameters know nothing."""
+    return next((unit.groups.tp for unit in units if unit.groups.tp is not None), None)
 
 
 def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -426,15 +429,15 @@ def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor]) -> None:
+def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor], tp: Any | None) -> None:
     """Give every rank its part of the parameters ``present``, whose values the first rank has in ``sources``."""
     groups, held, label = unit.groups, held_tensors(unit), f"scatter {unit.name}"
     several = [(held[key], sources.get(key)) for key in present]
     if groups.replica_rank == 0:
         channel = Channel(groups.shard, unit.device)
-        arriving = [(held, Source.of_first(value, held.part.shape, channel.size)) for held, value in several]
+        arriving = [(held, Source.of_first(value, held.part.shape, channel.size, tp)) for held, value in several]
         unit.announce()
-        fill(arriving, channel, label)
+        fill(gathered(arriving, unit, Channels(), label), channel, label)
         channel.flush()
     if groups.replica is not None:
         channel = Channel(groups.replica, unit.device)

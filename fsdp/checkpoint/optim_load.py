@@ -351,11 +351,6 @@ def optim_state_dict_to_load(
         RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
     """
     params = ModelParams(model)
-    if from_rank0 and any(unit.groups.tp is not None for unit in params.units):
-        raise NotImplementedError(
-            "loading optimizer state that only rank 0 has into a model with parameters of tensor parallelism: pass the "
-            "dict on every rank"
-        )
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
     states = None if optim_state_dict is None else optim_state_dict.get("state")
