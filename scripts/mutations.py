@@ -2342,7 +2342,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/load_state_dict.py",
-        "_scatter(unit, present[position], loading.units[position].sources if loading is not None else {})",
+        "_scatter(unit, present[position], loading.units[position].sources if loading is not None else {}, tp)",
         "pass",
         "what rank 0 has does not reach the wrapped modules in one that is not",
         _tests("dcp", "what_only_rank_0_has_is_handed_out_to_all_kinds_of_models"),

@@ -409,7 +409,7 @@ def _kind(key: str, value: Any) -> tuple[Any, ...]:
         return key, None
     kind = key, type(value), value.dtype, value.shape, value.stride()
     if isinstance(value, RaggedTensor):
-        return *kind, value.start, value.end
+        return *kind, value.start, value.end, value.within, value.saved_elsewhere
     return (*kind, value.device_mesh, value.placements) if isinstance(value, DTensor) else kind
 
 
