@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -227,6 +229,12 @@ def leaves_are_dtensors(model: FSDP, dtype: torch.dtype) -> list[Any]:
     return [(DTensor, True, (Shard(0),), dtype, (HIDDEN, WIDTH)), (nn.Parameter, dtype)], seen
 
 
+def _start(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+    for param in module.parameters(recurse=False):
+        nn.init.constant_(param, 0.5)
+
+
 def check_uses() -> None:
     mesh = grid()
     dp, tp = dp_tp(mesh)
@@ -283,6 +291,17 @@ def check_uses() -> None:
             with pytest.raises(NotImplementedError, match=r"'up.bias' of .*a DTensor while it is sharded"):
                 twin.blocks[0].up.bias = nn.Parameter(distribute_tensor(torch.ones(HIDDEN), tp, [Shard(0)]))
                 twin(batch(0, 0))
+        model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop, sharding_strategy=ShardingStrategy.NO_SHARD)
+        loss_of(model, 0, replica).backward()
+        assert float(model.clip_grad_norm_(1e-3)) == pytest.approx(norm, rel=1e-6)
+        with mock.patch.dict(os.environ, {"FSDP_DEBUG": "1"}):  # leaves check that they are there
+            model = wrapped(parallel(Net(), tp), dp, use_orig_params=uop)
+            trained(model, replica, 1)
+            same(summoned(model), values, "checked leaves")
+        with torch.device("meta"):
+            net = parallel(Net(), tp)
+        model = wrapped(net, dp, use_orig_params=uop, param_init_fn=_start, device_id="cpu")
+        same(summoned(model), {name: torch.full_like(value, 0.5) for name, value in values.items()}, "from meta")
     check_precision(dp, tp)
     check_ignored(dp, tp, norm)
     check_odd(dp, tp)
@@ -383,7 +402,7 @@ def check_refused(mesh: DeviceMesh, dp: DeviceMesh, tp: DeviceMesh) -> None:
     model = FSDP(parallel(Net(), tp), process_group=dp.get_group())
     with (
         FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT),
-        pytest.raises(NotImplementedError, match="LOCAL_STATE_DICT of .* parameters of tensor parallelism"),
+        pytest.raises(NotImplementedError, match=r"LOCAL_STATE_DICT of .* parameters of tensor parallelism"),
     ):
         model.state_dict()
 
@@ -508,7 +527,7 @@ def check_files(
     path: Path, model: FSDP, optimizer: Any, values: Any, of_all: Any, dp: DeviceMesh, tp: DeviceMesh
 ) -> None:
     """Checkpoints from 2 x 2 ranks into 2 x 2 and 4 ranks, plain models, and back."""
-    checkpoint.save(path / "first", model, optimizer, progress=False)
+    checkpoint.async_save(path / "first", model, optimizer).result()
     found = checkpoint.load_plain(path / "first", progress=False)
     same(found.model, values, "load_plain")
     assert found.optimizer is not None
@@ -548,11 +567,13 @@ def check_first(model: FSDP, optimizer: Any, other: FSDP, fresh: Any, values: An
 def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
     plain = Odd(tp)
     values = {name: whole(param) for name, param in plain.named_parameters()}
-    for uop in (False, True):
-        model, noise = (FSDP(Odd(tp), device_mesh=dp, use_orig_params=uop) for _ in range(2))
+    alike: Any = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    for uop, options in itertools.product((False, True), ({}, alike)):
+        model, noise = (FSDP(Odd(tp), device_mesh=dp, use_orig_params=uop, **options) for _ in range(2))
         like(state_of(FSDP, model, "FULL_STATE_DICT")["weight"], values["weight"], "odd sizes")
-        checkpoint.save(path / str(uop), model, progress=False)
-        same(checkpoint.load_plain(path / str(uop), progress=False).model, values, "odd sizes, load_plain")
+        files = path / f"{uop}, {len(options)}"
+        checkpoint.save(files, model, progress=False)
+        same(checkpoint.load_plain(files, progress=False).model, values, "odd sizes, load_plain")
         sharded = state_of(FSDP, model, "SHARDED_STATE_DICT")
         same({name: whole(value) for name, value in sharded.items()}, values, "odd sizes, sharded")
         for of_files in (True, False):
@@ -560,7 +581,7 @@ def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
                 for param in noise.parameters():
                     param.zero_()
             if of_files:
-                checkpoint.load(path / str(uop), noise, progress=False)
+                checkpoint.load(files, noise, progress=False)
             else:
                 load_state(FSDP, noise, "SHARDED_STATE_DICT", sharded)
             same(summoned(noise), values, "odd sizes, loaded")

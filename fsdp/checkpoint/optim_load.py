@@ -180,7 +180,7 @@ class _Plan:
             values = [states[member][state] for member in present]
             if not all(isinstance(value, Whole) for value in values):
                 local[state] = self._common(holder, present, state, values)
-            elif not holder.is_flat and not holder.sharded and _is_whole_by_nature(values[0], present[0]):
+            elif not (holder.is_flat or holder.sharded or holder.is_cut) and _is_whole_by_nature(values[0], present[0]):
                 local[state] = values[0]
                 self.as_they_are.append((holder.param, present[0].name, state, values[0]))
             else:

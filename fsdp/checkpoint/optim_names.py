@@ -62,6 +62,11 @@ class Holder:
         return self.unit.groups.sharded
 
     @property
+    def is_cut(self) -> bool:
+        """Whether tensor parallelism has cut it: no rank of a shard group has all of it then."""
+        return any(self.handle.is_cut(member.index) for member in self.members)
+
+    @property
     def rank(self) -> int:
         """This process's rank among those that the parameter is sharded over."""
         return self.unit.groups.shard_rank

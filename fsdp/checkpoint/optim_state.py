@@ -82,7 +82,7 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str]) ->
             found[name] = Elementwise(value.dtype)
         elif value.dim() == 0:
             found[name] = Scalar.of(value)
-        elif not holder.sharded and not holder.is_flat:
+        elif not (holder.sharded or holder.is_flat or holder.is_cut):
             found[name] = value  # every rank has all of it, whatever it is
         else:
             problems.append(
