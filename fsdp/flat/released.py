@@ -174,6 +174,9 @@ class CheckedLeaf(torch.Tensor):
                 error = value.explain(any(value is other for other in written))
                 if error is not None:
                     raise RuntimeError(f"{func}: {error}")
+        if any(isinstance(value, torch.Tensor) and type(value) not in _OWN for value in pytree.tree_leaves(args)):
+            args = pytree.tree_map(_unchecked, args)  # a tensor of another kind has its own say
+            return func(*args, **(kwargs or {}))
         with torch._C._DisableTorchDispatch():
             result = func(*args, **(kwargs or {}))
         if not is_view:
@@ -190,6 +193,17 @@ class CheckedLeaf(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"CheckedLeaf(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+_OWN = (torch.Tensor, torch.nn.Parameter, CheckedLeaf)
+
+
+def _unchecked(value: Any) -> Any:
+    """A :class:`CheckedLeaf` as a plain tensor in its memory; anything else as it is."""
+    if not isinstance(value, CheckedLeaf):
+        return value
+    with torch._C._DisableTorchDispatch():
+        return value.detach()
 
 
 def _written(schema: Any, args: Any, kwargs: Any) -> list[Any]:
