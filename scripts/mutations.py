@@ -845,7 +845,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        if any(item.source is buffer for item in self._in_flight):  # its last reduction "
+        "        if any(item.source is buffer for item in self._reading):  # its last reduction "
         "still reads the slots\n"
         "            self._complete_all_but(0)\n",
         "",
@@ -2702,8 +2702,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        for other in earlier if self.streams.asynchronous_work else [item]:  # see [Note: Replicas]\n"
-        "            self._average(other)\n",
+        "        if self.streams.asynchronous_work:  # see [Note: Replicas]\n            self._average_all()\n",
         "",
         "all means over replicas wait for the end of the backward",
         _tests("hybrid", "collectives_and_bytes_of_each_group"),

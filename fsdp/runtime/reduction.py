@@ -41,7 +41,6 @@ class _InFlight:
     pending: Pending  # what reads `source`
     source: SlotBuffer | None
     average: Callable[[], Pending] | None  # begins the mean over replicas of its result, where that is to come
-    bounded: bool  # whether completing it frees memory
     at_once: bool  # whether the result is attached as soon as it is complete, not at the end of the backward
     finish: Callable[[], None]  # attaches the result
     averaged: Pending | None = field(default=None, init=False)  # what ``average`` has begun
@@ -57,10 +56,12 @@ class ReductionQueue:
         self.pool, self.streams, self.max_buffers = pool, streams, max_buffers
         self.outlast_backward = False  # whether a backward has ended with reductions under way
         self._in_flight: deque[_InFlight] = deque()
+        self._reading: deque[_InFlight] = deque()  # those whose completion frees memory
+        self._to_average: deque[_InFlight] = deque()
 
     def allocate(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory; called on the compute stream, which owns it."""
-        if any(item.source is buffer for item in self._in_flight):  # its last reduction still reads the slots
+        if any(item.source is buffer for item in self._reading):  # its last reduction still reads the slots
             self._complete_all_but(0)
         self._complete_all_but(self.max_buffers - 1)
         assert buffer.pooled is not None
@@ -80,21 +81,28 @@ class ReductionQueue:
         finish: Callable[[], None],
         average: Callable[[], Pending] | None,
     ) -> None:
-        earlier = list(self._in_flight)
-        self._in_flight.append(item := _InFlight(pending, source, average, bounded, at_once, finish))
-        for other in earlier if self.streams.asynchronous_work else [item]:  # see [Note: Replicas]
-            self._average(other)
+        self._in_flight.append(item := _InFlight(pending, source, average, at_once, finish))
+        if bounded:
+            self._reading.append(item)
+        if self.streams.asynchronous_work:  # see [Note: Replicas]
+            self._average_all()
+        if average is not None:
+            self._to_average.append(item)
+        if not self.streams.asynchronous_work:
+            self._average_all()
         self._complete_all_but(self.max_buffers)
 
-    def _average(self, item: _InFlight) -> None:
-        if item.average is not None:
+    def _average_all(self) -> None:
+        while self._to_average:
+            item = self._to_average.popleft()
+            assert item.average is not None
             begin, item.average = item.average, None
             item.averaged = begin()
             self._attach_at_once(item)
 
     def _complete_all_but(self, count: int) -> None:
-        waiting = [item for item in self._in_flight if item.bounded and item.source is not None]
-        for item in waiting[: max(0, len(waiting) - count)]:
+        while len(self._reading) > count:
+            item = self._reading[0]
             self._complete(item)
             self._attach_at_once(item)
 
@@ -109,6 +117,8 @@ class ReductionQueue:
             item.pending.wait()  # where that is interrupted, the memory stays in use
             self.free(item.source)
             item.source = None
+            if item in self._reading:
+                self._reading.remove(item)
 
     def _settle(self, item: _InFlight) -> None:
         self._complete(item)
@@ -117,8 +127,9 @@ class ReductionQueue:
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results (or, after an error, drop them)."""
-        for item in list(self._in_flight) if attach else ():  # all are under way before one is waited for
-            self._average(item)
+        if attach:
+            self._average_all()  # all are under way before one is waited for
+        self._to_average.clear()
         while self._in_flight:
             self._settle(self._in_flight[0])
             item = self._in_flight.popleft()
