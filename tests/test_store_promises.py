@@ -112,7 +112,7 @@ class Slow(Disk):
     """Publishing takes longer than the process group's timeout, and nothing can be removed."""
 
     def rename(self, old: Path, new: Path) -> None:
-        time.sleep(2.3 if new.name == "latest" else 0.0)
+        time.sleep(3.0 if new.name == "latest" else 0.0)
         super().rename(old, new)
 
     def remove_file(self, path: Path) -> None:

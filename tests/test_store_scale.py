@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,14 @@ class Watched:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.sent: list[int] = []
+        self.told: list[int] = []  # of how many files' names, in each message
         self.read: list[str] = []
         self.removed: list[str] = []
         send, read, remove = consensus._SideGroup.send, checksums.read_verified, files.Disk.remove_file
 
         def sends(side: Any, rank: int, value: Any) -> None:
             self.sent.append(len(pickle.dumps(value)))
+            self.told.append(len(re.findall(rb"tensors_|extra_|__\d", pickle.dumps(value))))
             send(side, rank, value)
 
         def reads(path: Path, entry: checksums.Entry) -> bytes:
@@ -81,9 +84,11 @@ def few_words(root: str) -> None:
         assert max(watched.sent) < 700  # size and checksum of a rank's three files
         watched.sent.clear()
         watched.read.clear()
+        watched.told.clear()
         optimizer.param_groups[0]["lr"] = 0.5
         extras = load(root, *deep(2))
         assert max(watched.sent) < 2500  # of those that it verifies and reads
+        assert max(watched.told) <= 5  # two files of two ranks, and one of its own
         if rank > 0:
             assert {*watched.read} == {
                 "tensors.json",
