@@ -47,6 +47,7 @@ from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_param
 if TYPE_CHECKING:
     from fsdp.tools.describe import Description, UnitDescription, describe
     from fsdp.tools.plan import Plan, StrategyPlan, plan
+    from fsdp.tools.trace import Trace, trace
 
 __all__ = [
     "BackwardPrefetch",
@@ -73,6 +74,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StrategyPlan",
+    "Trace",
     "UnitDescription",
     "UnitInfo",
     "describe",
@@ -86,18 +88,19 @@ __all__ = [
     "plan",
     "register_forward_method",
     "shard_info",
+    "trace",
 ]
 
 
-_TOOLS = ("Description", "Plan", "StrategyPlan", "UnitDescription", "describe", "plan")
+_TOOLS = ("Description", "Plan", "StrategyPlan", "Trace", "UnitDescription", "describe", "plan", "trace")
 
 
 def __getattr__(name: str) -> Any:
     """The tools, which training does not need: when one is first asked for."""
     if name not in _TOOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.tools import describe, plan
+    from fsdp.tools import describe, plan, trace
 
-    here = {**vars(describe), **vars(plan)}
+    here = {**vars(describe), **vars(plan), **vars(trace)}
     globals().update({tool: here[tool] for tool in _TOOLS})
     return globals()[name]

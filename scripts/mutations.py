@@ -33,6 +33,7 @@ GRAD_SCALER = ("tests/test_grad_scaler.py",)
 CASTS = ("tests/test_precision_casts.py",)
 PLAN = ("tests/test_plan.py::test_two_ranks_hold_and_receive_what_was_planned",)
 REDUCE_UNUSED = ("tests/test_reduce_unused.py",)
+TRACE = ("tests/test_trace.py::test_a_step_is_recorded_as_it_was",)
 VALUES = ("tests/test_precision_values.py",)
 NEARBY = ("tests/test_reshard_ranks.py::test_what_stays_sharded_over_some_ranks_trains_bit_for_bit",)
 
@@ -84,6 +85,27 @@ MUTATIONS = [
         "return True",
         "a learning rate scheduler is taken for an optimizer",
         MIGRATE,
+    ),
+    Mutation(
+        "fsdp/comm/waiting.py",
+        '            with told.span("wait", self.label):\n',
+        '            with told.span("wait", ""):\n',
+        "a trace knows of no wait",
+        TRACE,
+    ),
+    Mutation(
+        "fsdp/tools/trace.py",
+        "                ended.pop(label, None)\n",
+        "",
+        "of two gathers of a unit a trace has one",
+        TRACE,
+    ),
+    Mutation(
+        "fsdp/tools/trace.py",
+        "        tell(None)\n",
+        "        pass\n",
+        "a trace goes on after it was left",
+        TRACE,
     ),
     Mutation(
         "fsdp/tools/step_memory.py",

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.groups import group_timeout
+from fsdp.comm.recording import recorder
 
 logger = logging.getLogger("fsdp")
 
@@ -184,6 +185,13 @@ class Work:
         Raises:
             RuntimeError: the collective failed or timed out, with what it was for and what the ranks did last.
         """
+        if self._works and (told := recorder()) is not None:
+            with told.span("wait", self.label):
+                self._wait_for_all()
+        else:
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
         while self._works:
             work, *rest = self._works
             try:

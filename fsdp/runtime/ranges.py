@@ -3,7 +3,8 @@
 Profilers show it as ranges ``FullyShardedDataParallel.<what> <unit>``: ``forward``, ``_root_pre_forward``,
 ``_pre_forward``, ``_post_forward``, ``_pre_backward_hook``, ``_post_backward_hook``, ``gather``, ``prefetch`` and
 ``reduce``. With ``FSDP_DEBUG=1`` each of the last three is a line in the log ``fsdp``, at level INFO, with the rank and
-the number of the forward of its tree. Where nobody profiles, it costs one question per range.
+the number of the forward of its tree. Inside ``fsdp.trace`` that is told of them, and profilers are not. Where nobody
+asks, it costs two questions per range.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp.comm.recording import recorder
+
 logger = logging.getLogger("fsdp")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -27,6 +30,8 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 def profiled(what: str, unit_name: str) -> AbstractContextManager[Any]:
     """Around what ``unit_name`` does: a range, where a profiler runs."""
+    if (told := recorder()) is not None:
+        return told.span(what, unit_name)
     if not torch.autograd._profiler_enabled():
         return _NOTHING
     return torch.autograd.profiler.record_function(f"FullyShardedDataParallel.{what} {unit_name}")

@@ -1,0 +1,33 @@
+"""Whom a rank tells what it does, and for how long: a recorder, while there is one. Without one it costs a question."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+
+class Recorder(Protocol):
+    """Is told of spans of time."""
+
+    def span(self, what: str, of: str) -> AbstractContextManager[Any]:
+        """Around ``what`` the rank does with, or waits for, ``of``."""
+
+
+class _Told:
+    recorder: Recorder | None = None
+
+
+def recorder() -> Recorder | None:
+    """Who is told now."""
+    return _Told.recorder
+
+
+def tell(new: Recorder | None) -> None:
+    """Tell ``new`` from now on, or nobody.
+
+    Raises:
+        RuntimeError: somebody else is told already.
+    """
+    if new is not None and _Told.recorder is not None:
+        raise RuntimeError("a step is being traced already: leave that trace before another begins")
+    _Told.recorder = new

@@ -1,0 +1,131 @@
+"""`fsdp.trace`: what is recorded of a step is what was issued and waited for, and nothing is recorded outside of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from fsdp.comm.recording import recorder
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+LAYERS = ["0", "1", "2"]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(40, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in LAYERS), nn.Linear(40, 3))
+
+
+def _step(model: nn.Module) -> None:
+    model(torch.ones(4, 40)).square().mean().backward()
+
+
+def _traced() -> None:
+    policy = ModuleWrapPolicy({Layer})
+    model = FullyShardedDataParallel(_build(), auto_wrap_policy=policy)
+    for _ in range(2):
+        model.zero_grad()
+        with fsdp.trace(model) as t, record_collectives() as log:
+            _step(model)
+    planned = fsdp.plan(_build, world_size=2, policy=policy, device="cpu")[fsdp.ShardingStrategy.FULL_SHARD]
+    counted = {phase: [event for event in t.events if event.phase == phase] for phase in ("gather", "reduce")}
+    for phase, events in counted.items():
+        labels = [each.label for each in log.records if (each.label or "").startswith(f"{phase} ")]
+        assert len(events) == len(labels), [event.title for event in events]
+    assert sum(event.nbytes for event in counted["gather"]) == planned.gathered_nbytes
+    assert sum(event.nbytes for event in counted["reduce"]) == planned.reduced_nbytes
+    phases = [(event.phase, event.unit) for event in t.events if event.lane == "compute"]
+    assert phases == [
+        *(("forward", unit) for unit in ["", *LAYERS]),
+        *(("backward", unit) for unit in ["", *reversed(LAYERS)]),
+    ]
+    assert [event.unit for event in counted["reduce"]] == ["", *reversed(LAYERS)]
+    waits = [event for event in t.events if event.phase == "wait"]
+    assert {event.of for event in waits} == {"gather", "reduce"}
+    for wait in waits:  # each is within what it waits for
+        inside = [e for e in t.events if (e.unit, e.phase) == (wait.unit, wait.of) and e.start <= wait.start <= e.end]
+        assert inside and wait.end <= inside[-1].end
+    spent = sum(event.end - event.start for event in waits if event.unit == "1" and event.of == "gather")
+    assert t.exposed("1", "gather") == spent > 0
+    rows = [re.split(r"  +", row.strip()) for row in t.summary().splitlines()]
+    assert [(row[0], row[3], row[6]) for row in rows[1:]] == [
+        ("(root)", "1", "1"),
+        *((unit, "2", "1") for unit in LAYERS),
+    ]
+    known = len(t.events)
+    _step(model)
+    assert recorder() is None and len(t.events) == known  # it is over
+    _saved(t)
+    with fsdp.trace(model), pytest.raises(RuntimeError, match="a step is being traced already"), fsdp.trace(model):
+        pass
+    assert recorder() is None
+    with pytest.raises(ValueError, match=r"trace\(\) is for wrapped models, and nothing in this Layer is"):
+        fsdp.trace(Layer()).__enter__()
+
+
+def _saved(t: fsdp.Trace) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        name = "trace.json" if dist.get_rank() == 0 else "trace.rank1.json"
+        path = t.save(f"{directory}/trace.json")
+        assert path == Path(directory, name)
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+        picture = ElementTree.fromstring(t.save(Path(directory, "step.svg")).read_text())
+        with pytest.raises(ValueError, match=r"expected a name that ends in .json \(for Perfetto\) or .svg"):
+            t.save(Path(directory, "trace.txt"))
+    rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {row.split()[0] for row in rows.values()} == {"compute", "gathers", "reductions", "waits"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == len(t.events) == len(picture.findall("{http://www.w3.org/2000/svg}rect"))
+    for row in rows:  # of one row nothing overlaps but what lies in something else
+        own = sorted((span["ts"], -span["dur"]) for span in spans if span["tid"] == row)
+        ends: list[float] = []
+        for start, negative in own:
+            ends = [end for end in ends if end > start + 1e-6]
+            assert all(end >= start - negative - 1e-6 for end in ends), rows[row]
+            ends.append(start - negative)
+
+
+def _readme(code: str) -> str:
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as directory:
+        os.chdir(directory)
+        try:
+            names: dict[str, Any] = {}
+            exec(code, names)
+            return " ".join(sorted(os.listdir(directory)))
+        finally:
+            os.chdir(before)
+
+
+def test_a_step_is_recorded_as_it_was() -> None:
+    run_ranks(2, _traced)
+
+
+def test_the_readme_runs() -> None:
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fsdp.trace(" in code]
+    code = code.replace("torch.distributed.init_process_group()\n", "")
+    assert run_ranks(2, _readme, code) == ["step.svg trace.json", "step.rank1.svg trace.rank1.json"]
