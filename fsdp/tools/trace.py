@@ -117,7 +117,7 @@ class Trace:
         this rank waited for them, which is what compute has not hidden."""
         head = ["unit", "forward", "backward", "gathers", "received", "exposed", "reductions", "received", "exposed"]
         rows = []
-        for unit in dict.fromkeys(event.unit for event in self.events):
+        for unit, _, _ in units_in(self._model):
             own = [event for event in self.events if event.unit == unit]
             count, received = Counter[str](), Counter[str]()
             spent: defaultdict[str, float] = defaultdict(float)
