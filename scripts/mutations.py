@@ -1909,13 +1909,6 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/load_checkpoint.py",
-        "            plan.items.sort(key=lambda item: file_order(metadata.storage_data[item.storage_index]))\n",
-        "",
-        "blocks of a file are read again and again",
-        _tests("store_scale", "fd55_no_file_is_read_twice"),
-    ),
-    Mutation(
-        "fsdp/checkpoint/load_checkpoint.py",
         "isinstance(value, torch.Tensor) and found[key] != needed:",
         "False:",
         "memory that nothing was read into is loaded",
