@@ -358,12 +358,13 @@ class Odd(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.tp = [tp]
+        self.scales = nn.Parameter(torch.rand(12))  # each rank of tensor parallelism shares it in another way
         self.weight = nn.Parameter(distribute_tensor(torch.randn(5, 3), tp, [Shard(0)]))
         self.single = nn.Parameter(distribute_tensor(torch.randn(1, 5), tp, [Shard(0)]))
         self.plain = nn.Parameter(torch.randn(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = DTensor.from_local(x * self.plain, self.tp[0], [Replicate()])
+        inner = DTensor.from_local(x * self.plain * self.scales.mean(), self.tp[0], [Replicate()])
         inner = torch.tanh(torch.nn.functional.linear(inner, self.weight)).redistribute(placements=[Replicate()])
         return torch.nn.functional.linear(inner, self.single).full_tensor()
 
