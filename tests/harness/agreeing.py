@@ -247,12 +247,13 @@ def play(
     others: str = "train",
     usual: str = "train",
     strategy: ShardingStrategy = FULL_SHARD,
-    way: str = "auto",
+    way: str | None = None,
     seconds: float = PATIENT,
     odd_ranks: tuple[int, ...] = (ODD,),
 ) -> Outcome:
     """Usual steps, until in step `at` the odd ranks do one thing and the others another."""
-    os.environ["FSDP_COLLECTIVES"] = way
+    if way is not None:
+        os.environ["FSDP_COLLECTIVES"] = way
     group = new_pair() if strategy is ShardingStrategy.HYBRID_SHARD else new_group(seconds)
     model = build((Fork if usual == "fork" else Chain)(widths), group, strategy)
     for step in range(at + 3):

@@ -156,7 +156,8 @@ def reference_of(seed: int, world_size: int = 2) -> tuple[Plan, Reference]:
 def check(seed: int) -> None:
     """Run program `seed` on the ranks of the default group; AssertionError where it differs from the plain model's."""
     plan, reference = reference_of(seed, dist.get_world_size())
-    with mock.patch.dict(os.environ, FSDP_DEBUG="1" if plan.debug else "0", FSDP_COLLECTIVES="direct"):
+    way = os.environ.get("FSDP_COLLECTIVES", "direct")
+    with mock.patch.dict(os.environ, FSDP_DEBUG="1" if plan.debug else "0", FSDP_COLLECTIVES=way):
         reference.check(
             wrap(plan, build(plan)),
             f"program {plan.seed}",
