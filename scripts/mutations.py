@@ -1316,7 +1316,7 @@ MUTATIONS = [
         "        if not as_before and (together or what.call):\n",
         "        if not as_before and together and not what.call:\n",
         "a rank makes a call alone without a word",
-        _tests("out_of_step", "fd25_call_on_one_rank[False]"),
+        _tests("out_of_step", "fd25_call_on_one_rank[True]"),
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
