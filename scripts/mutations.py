@@ -270,6 +270,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/registration.py",
+        "        if self._shown is (layer or self._resting_writes):\n            return\n",
+        "",
+        "what is assigned on a module that rests is lost where something registers again what rests",
+        _tests("writes", "what_is_replaced_after_something_else_is_kept"),
+    ),
+    Mutation(
+        "fsdp/flat/registration.py",
         "layer = self.placeholders or self.summoned",
         "layer = self.summoned",
         "after a failed state dict, shards are taken for whole parameters",

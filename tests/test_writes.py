@@ -409,6 +409,36 @@ def _while_shown() -> None:
                 layer_of(model, 0).linear.weight.requires_grad_(True)
 
 
+class Returning(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.to(self.weight.dtype)) * self.weight.sum(), self.weight
+
+
+def _after_something_else() -> None:
+    """What is assigned on a module that rests, before something gives its memory back once more."""
+    for what, mixed in itertools.product(("summoned", "of another tree", "in an output"), (False, True)):
+        options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed and what != "in an output" else {}
+        inner = wrap(Returning(5, 5), FULL, True, **options)
+        outer: Any = wrap(nn.Sequential(inner), FULL, True) if what != "of another tree" else inner
+        x = batch()
+        if what == "summoned":
+            with summon(outer):
+                pass
+        else:
+            outer(x)
+        inner.module.bias = nn.Parameter(torch.full_like(inner.module.bias, 7.0))
+        if what == "of another tree":
+            outer = wrap(nn.Sequential(inner), FULL, True)
+        outer(x)
+        with summon(outer):
+            assert inner.module.bias.tolist() == [7.0] * 5, (what, mixed)
+
+
+def test_what_is_replaced_after_something_else_is_kept() -> None:
+    """Nothing registers again what rests in the modules where it rests already."""
+    run_ranks(2, _after_something_else)
+
+
 def test_what_is_replaced_while_shown_is_kept() -> None:
     """FD08: in `summon_full_params` and in `apply`; and what is frozen there."""
     run_ranks(2, _while_shown)

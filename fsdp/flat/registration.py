@@ -176,6 +176,7 @@ class Registration:
         self._resting_writes: list[Write] = []
         self.summoned: Layer | None = None
         self.placeholders: Layer | None = None
+        self._shown: Any = None  # of writes or layers that which was registered last
         self._in_unit: list[_InUnit] = []
 
     def _writes(self, tensors: Sequence[Any], flat: Any) -> list[Write]:
@@ -190,11 +191,15 @@ class Registration:
         self._resting_writes = self._writes(tensors, self.handle.flat_param)
 
     def use_resting(self) -> None:
-        """The modules show what they do while the unit does not run."""
+        """The modules show what they do while the unit does not run. Where they do already, what users have put there
+        since stays, and is taken over later."""
         layer = self.placeholders or self.summoned
+        if self._shown is (layer or self._resting_writes):
+            return
         if layer is not None:
             self._register(layer)
             return
+        self._shown = self._resting_writes
         for owner, attribute, tensor in self._resting_writes:
             owner[attribute] = tensor
         for slot in self._careful:
@@ -216,6 +221,7 @@ class Registration:
                     break
         elif self._home is not None:  # plain attributes come before registered parameters
             self._unregister_originals()
+        self._shown = self._leaf_writes
         for owner, attribute, leaf in self._leaf_writes:
             owner[attribute] = leaf
         for slot in self._careful:
@@ -228,6 +234,7 @@ class Registration:
 
     def unregister(self) -> None:
         """Nothing of the bucket is registered until ``use_resting``."""
+        self._shown = None
         if self._home is not None:
             self._home.module._parameters[self.name] = None
             return
@@ -266,6 +273,7 @@ class Registration:
         if layer.flat is not None:
             self.unregister()
             layer.flat[0]._parameters[layer.flat[1]] = layer.tensors[0]
+            self._shown = layer
             return
         if self._home is not None:
             self._home.module._parameters.pop(self.name, None)
@@ -280,6 +288,7 @@ class Registration:
             module._parameters.update(here)
         if layer is self.summoned:
             self._unguard()
+        self._shown = layer
 
     # -- what users have put there -------------------------------------------------------------------------------------
 
