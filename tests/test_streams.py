@@ -1,7 +1,8 @@
 """The engine orders its streams, shown without an accelerator: see `tests.harness.stream_tracer`.
 
-First the tracer itself; then that the engine runs without a race, that each of its synchronisations is needed (and so
-seen by the tracer when it is missing), that work which may overlap does, and that the host waits for nothing.
+That the engine runs without a race, that each of its synchronisations is needed (and so seen by the tracer when it is
+missing), that work which may overlap does, and that the host waits for nothing. The tracer's own tests are in
+`test_stream_tracer.py`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy,
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm.collectives import Communicator
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.memory import MemoryPool, PooledTensor
-from fsdp.runtime import hooks
+from fsdp.flat.memory import MemoryPool
 from fsdp.runtime.reduction import BucketGradients, ReductionQueue
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.pool import run_ranks
-from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamRace, StreamTracer, Sync, trace_streams
+from tests.harness.stream_tracer import PACKAGE, SimulatedStream, StreamTracer, Sync, trace_streams
 
 WIDTH = 8
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
@@ -45,157 +45,6 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.NO_SHARD,
 )
 HYBRID_SHARD, ZERO2 = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
-
-
-# -- the tracer --------------------------------------------------------------------------------------------------------
-
-
-def test_unordered_accesses_are_a_race() -> None:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        x = torch.zeros(3)
-        with streams.on_gather_stream():
-            x.add_(1)
-        assert len(tracer.races) == 1 and "allocation by aten.zeros" in tracer.races[0]
-        assert "aten.add_.Tensor on the gather stream" in tracer.races[0]
-
-
-def test_events_order_accesses() -> None:
-    with trace_streams() as tracer:
-        streams = tracer.streams
-        x = torch.zeros(3)
-        made = streams.record()
-        with streams.on_gather_stream():
-            streams.wait(made)
-            x.add_(1)
-            added = streams.record()
-        with streams.on_reduce_stream():  # ordered through the gather stream
-            streams.wait(added)
-            x.mul_(2)
-            doubled = streams.record()
-        streams.wait(doubled)
-        x.clone()
-
-
-def test_an_event_covers_only_what_came_before_it() -> None:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        x = torch.zeros(3)
-        made = streams.record()
-        x.add_(1)
-        with streams.on_gather_stream():
-            streams.wait(made)
-            x.clone()
-    with pytest.raises(StreamRace, match=r"aten\.add_\S* on the compute stream"):
-        tracer.check()
-
-
-def test_reads_do_not_conflict_with_reads_nor_views_with_anything() -> None:
-    with trace_streams() as tracer:
-        streams = tracer.streams
-        x, y = torch.zeros(4), torch.zeros(4)
-        made = streams.record()
-        with streams.on_gather_stream():
-            streams.wait(made)
-            x.clone()
-            y.add_(1)
-        x.clone()
-        y.view(2, 2).t()
-
-
-def test_memory_is_followed_from_storage_to_storage() -> None:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        buffers = [PooledTensor(torch.empty(4)) for _ in range(2)]
-        block = torch.UntypedStorage(16)
-        buffers[0].attach(block)
-        buffers[0].tensor.fill_(1)
-        buffers[1].attach(buffers[0].detach())
-        buffers[1].tensor.clone()
-        assert not tracer.races
-        with streams.on_gather_stream():
-            buffers[1].tensor.clone()
-        assert len(tracer.races) == 1 and "aten.fill_.Scalar on the compute stream" in tracer.races[0]
-
-
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("frees", ["del", "resize", "exit"])
-def test_freed_memory_serves_the_stream_that_owned_it(frees: str, waits: bool) -> None:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        x = torch.zeros(100)
-        made = streams.record()
-        with streams.on_gather_stream():
-            streams.wait(made)
-            x.clone()
-            used = streams.record()
-        if frees == "resize":
-            x.untyped_storage().resize_(0)
-        else:
-            del x
-        if waits:
-            streams.wait(used)
-        if frees != "exit":
-            torch.zeros(100)
-    assert [race.partition(":")[0] for race in tracer.races] == ([] if waits else ["use after free"])
-
-
-def test_what_makes_a_host_wait_is_noted() -> None:
-    with trace_streams() as tracer:
-        x = torch.ones(3)
-        x.sum().item()
-        x[x > 0]
-        torch.accelerator.synchronize()
-    noted = [text.partition(" at ")[0] for text in tracer.host_synchronisations]
-    assert noted == ["aten._local_scalar_dense.default", "aten.index.Tensor", "synchronize"]
-
-
-def trace_backward_on_other_streams() -> list[list[str]]:
-    """A leaf's hook that does not order itself, one whose caller's stream reads what it made, and forwards' nodes."""
-    found = []
-    for reads_in_hook, reads_after in ((True, False), (False, True)):
-        with trace_streams(check=False) as tracer:
-            streams, other = tracer.streams, SimulatedStream("other")
-            leaf, memory, made = torch.ones(3, requires_grad=True), torch.zeros(3), []
-            with tracer.on(other):
-                node = hooks.accumulator_of(leaf)
-
-            def hook(param: Tensor) -> None:
-                made.append(memory.clone() if reads_in_hook else param.detach().clone())  # noqa: B023
-
-            hooks.on_accumulated(leaf, hook)
-            loss = leaf.square().sum()
-            with streams.on_reduce_stream():
-                memory.add_(1) if reads_in_hook else None
-            tracer.races.clear()
-            loss.backward()
-            if reads_after:
-                made[0].clone()  # the caller has waited for the leaves' streams
-            del node
-        found.append(tracer.races)
-    return found
-
-
-def test_autograd_runs_a_node_on_the_stream_it_was_made_on() -> None:
-    unordered, ordered = trace_backward_on_other_streams()
-    assert len(unordered) == 1 and "aten.clone.default on the other stream" in unordered[0]
-    assert ordered == []
-
-
-def trace_collectives() -> tuple[list[str], list[str]]:
-    with trace_streams(check=False) as tracer:
-        streams = tracer.streams
-        x = torch.ones(3)
-        dist.all_reduce(x, async_op=True).wait()
-        with streams.on_reduce_stream():
-            dist.all_reduce(x)
-    return tracer.races, tracer.host_synchronisations
-
-
-def test_collectives_run_on_the_current_stream_and_give_no_work_to_wait_for() -> None:
-    (races, noted), *_ = run_ranks(1, trace_collectives)
-    assert len(races) == 1 and races[0].endswith("allreduce_ (no unit) on the reduce stream, as memory of no unit")
-    assert len(noted) == 1 and noted[0].startswith("allreduce_ (no unit) hands out a work object")
 
 
 # -- what is traced ----------------------------------------------------------------------------------------------------
