@@ -122,6 +122,13 @@ MUTATIONS = [
         PLAN,
     ),
     Mutation(
+        "fsdp/tools/plan.py",
+        "{item.places[0].module for item in unit.owned if item.param.requires_grad}",
+        "{p.module for item in unit.owned for p in item.places if item.param.requires_grad}",
+        "the gradient of tied weights is planned to come with their last use",
+        PLAN,
+    ),
+    Mutation(
         "fsdp/tools/step_memory.py",
         "                if has_inner and unit.opens_early:\n",
         "                if False:\n",

@@ -60,13 +60,13 @@ class Mlp(nn.Module):
 
 
 class Language(nn.Module):
-    """Tied weights: the root's are used before and behind all others."""
+    """Tied weights: their gradient comes once, at the very end."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = 2700) -> None:
         super().__init__()
-        self.embed = nn.Embedding(900, 600)
+        self.embed = nn.Embedding(words, 600)
         self.layers = nn.ModuleList(Layer(600) for _ in range(3))
-        self.head = nn.Linear(600, 900, bias=False)
+        self.head = nn.Linear(600, words, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -74,6 +74,14 @@ class Language(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Untied(Language):
+    """The root's parameters are used before and behind all others."""
+
+    def __init__(self) -> None:
+        super().__init__(900)
+        self.head = nn.Linear(600, 900, bias=False)
 
 
 class Adapted(nn.Module):
@@ -153,6 +161,7 @@ def _hold(build: Callable[[], nn.Module], policy: Any, batch: Tensor, **options:
 CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any]]] = [
     (Mlp, ModuleWrapPolicy({Layer}), torch.ones(600, 64), {}),
     (Language, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
+    (Untied, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
     (Stages, ModuleWrapPolicy({Layer, nn.Sequential, Adapted}), torch.ones(2, 600), {"use_orig_params": True}),
 ]
 

@@ -284,7 +284,8 @@ class _Tree:
         unit.name, unit.index, unit.around = name, len(self.wrapped), around
         self.wrapped.append(unit)
         self.order.append((unit.index, True))
-        trained = {place.module for item in unit.owned if item.param.requires_grad for place in item.places}
+        # the gradient of what has several places comes once, with the first one's, which a backward reaches last
+        trained = {item.places[0].module for item in unit.owned if item.param.requires_grad}
         behind = False
         for path, module in _modules(unit.inner[0], name):
             if not isinstance(module, _Wrapped):
