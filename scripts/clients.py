@@ -296,6 +296,7 @@ def accelerates(what: str, *, torch_is_wrong: str = "", **options: Any) -> Row:
     return Row("accelerate", what, with_accelerate, {"use_orig_params": True, **options}, torch_is_wrong)
 
 
+NO_CPU = "it refuses a CPU that is not named by device_id, as Lightning does not"
 ROWS = [
     accelerates("full state, accumulation, clipping", accumulate=2),
     accelerates("full state, bf16, flat parameters", precision="bf16", use_orig_params=False, accumulate=2),
@@ -303,15 +304,16 @@ ROWS = [
     accelerates("sharded state, bf16", state="SHARDED", precision="bf16", accumulate=2),
     accelerates("offload", cpu_offload=True),
     accelerates("activation checkpointing", activation_checkpointing=True),
-    Row("fabric", "full state", with_fabric),
+    Row("fabric", "full state", with_fabric, torch_is_wrong=NO_CPU),
     Row(
         "fabric",
         "sharded state, bf16, flat parameters",
         with_fabric,
         {"state": "sharded", "precision": "bf16-mixed", "use_orig_params": False},
+        NO_CPU,
     ),
-    Row("trainer", "full state", with_trainer),
-    Row("trainer", "sharded state, bf16", with_trainer, {"state": "sharded", "precision": "bf16-mixed"}),
+    Row("trainer", "full state", with_trainer, torch_is_wrong=NO_CPU),
+    Row("trainer", "sharded state, bf16", with_trainer, {"state": "sharded", "precision": "bf16-mixed"}, NO_CPU),
     Row("transformers", "llama", with_transformers, {"kind": "llama", "use_orig_params": "true"}),
     Row(
         "transformers",
@@ -358,6 +360,7 @@ def rank_process(rank: int, number: int, engine: str, part: Part, port: int, res
 
         patch()
     row = ROWS[number]
+    Path(part.folder).mkdir(parents=True, exist_ok=True)
     values = row.program(part, **row.options)
     if rank == 0:
         Path(result).write_text(json.dumps(values))
