@@ -231,7 +231,11 @@ def load_fsdp_optimizer(
 ) -> Any:
     """accelerate's, with somewhere to load into."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    empty = not inner.state and fsdp_plugin.state_dict_type is not api.StateDictType.FULL_STATE_DICT
+    empty = (
+        _has_wrappers(model)
+        and not inner.state
+        and fsdp_plugin.state_dict_type is not api.StateDictType.FULL_STATE_DICT
+    )
     if empty:
         with dcp_optim._initialised(inner, dcp_optim._held_elsewhere(model)):
             made = dict(inner.state)
@@ -395,7 +399,9 @@ def _theirs(mine: Callable[..., Any]) -> Any:
 
 def _adapt(accelerates: ModuleType) -> None:
     name = load_fsdp_optimizer.__name__
-    theirs = getattr(accelerates, name)
+    theirs = getattr(accelerates, name, None)
+    if theirs is None:
+        return  # a version that has none, and so loses no state there
     owners = [accelerates, *(other for other in _others() if vars(other).get(name) is theirs)]
     _make([_Change(owner, name, theirs, load_fsdp_optimizer) for owner in dict.fromkeys(owners)], _patched)
 
