@@ -2801,9 +2801,23 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/nodes.py",
-        "    if world not in _node_groups:\n",
+        "    if not all(is_registered(group) for group in _node_groups.get(world, (None,))):\n",
         "    if True:\n",
         "every tree has groups of its own",
+        _tests("hybrid", "groups_by_machine"),
+    ),
+    Mutation(
+        "fsdp/comm/nodes.py",
+        "    if not made or not is_registered(made[-1]):\n",
+        "    if not made:\n",
+        "a group of nearby ranks is used after it was destroyed",
+        _tests("reshard_ranks", "numbers_of_ranks_and_what_is_refused"),
+    ),
+    Mutation(
+        "fsdp/comm/nodes.py",
+        "dist.new_group(list(ranks), timeout, backend) for",
+        "dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True) for",
+        "ranks that know different numbers of groups wait for each other under different names",
         _tests("hybrid", "groups_by_machine"),
     ),
     Mutation(

@@ -117,6 +117,7 @@ def test_a_mesh_for_other_strategies_is_a_group(strategy: ShardingStrategy) -> N
 
 def _by_machine() -> tuple[list[int], list[int], list[str]]:
     rank = dist.get_rank()
+    dist.new_group([0, 1])  # so that not all ranks know as many groups
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         models = [FullyShardedDataParallel(net(), None, HYBRID, auto_wrap_policy=LINEARS) for _ in range(2)]
     pairs = {(w.process_group, w._inter_node_pg) for m in models for w in FullyShardedDataParallel.fsdp_modules(m)}

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision
-from fsdp.comm.nodes import nearby_group
+from fsdp.comm import nodes
+from fsdp.comm.nodes import nearby_group, node_groups
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
@@ -268,6 +271,21 @@ def _chosen() -> None:
         nearby_group(group, 2 if dist.get_rank() else 4)
     assert nearby_group(group, 2) is nearby_group(group, 2)
     assert dist.get_process_group_ranks(nearby_group(group, 2)) == ([0, 1] if dist.get_rank() < 2 else [2, 3])
+    some, _ = dist.new_subgroups(2)  # each with only its own ranks to call
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    makes = (lambda: [nearby_group(group, 2)], lambda: node_groups(dist.group.WORLD), lambda: [nearby_group(some, 2)])
+    for made in makes:
+        for of_a_job in made():  # that ended its groups, but not the default one
+            dist.destroy_process_group(of_a_job)
+        for anew in made():
+            assert dist.get_rank() in dist.get_process_group_ranks(anew)
+            dist.all_reduce(torch.zeros(1), group=anew)
+    with (
+        mock.patch.object(nodes, "default_group", lambda: SimpleNamespace(size=lambda: 4, bound_device_id="cuda:0")),
+        pytest.raises(NotImplementedError, match="reshard over 1: not all ranks"),
+    ):
+        nearby_group(some, 1)
 
 
 def test_numbers_of_ranks_and_what_is_refused() -> None:

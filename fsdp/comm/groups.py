@@ -145,6 +145,14 @@ def group_ranks(group: Any) -> list[int]:
     return list(dist.get_process_group_ranks(group))
 
 
+def is_registered(group: Any) -> bool:
+    """Whether ``group`` is one that ``torch.distributed`` knows, which has not been destroyed."""
+    try:
+        return group is not None and bool(group_ranks(group))
+    except (KeyError, ValueError):
+        return False
+
+
 def backend_of(group: Any, device: torch.device) -> str:
     """What serves ``group`` on ``device``: "gloo", "nccl", ...; "unknown" for what torch.distributed does not know."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdp.comm.collectives import Vote
-from fsdp.comm.groups import group_ranks, group_timeout
+from fsdp.comm.groups import default_group, group_ranks, group_timeout, is_registered
 from fsdp.comm.streams import default_device, device_count
 
 
@@ -25,16 +25,17 @@ def node_groups(world: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: on every rank, if the machines have different numbers of ranks, or the last one too few.
     """
-    if world not in _node_groups:
-        rank, size, here = world.rank(), world.size(), _ranks_here(world)
+    if not all(is_registered(group) for group in _node_groups.get(world, (None,))):
+        size, here = world.size(), _ranks_here(world)
         if Vote(here, world, default_device(), "agree on the ranks of a machine").result() is None or size % here:
             raise ValueError(
                 f"hybrid sharding without process groups shards within each machine: they would all have to have as "
                 f"many ranks, and of {size} ranks this machine has {here} (LOCAL_WORLD_SIZE, else the number of "
                 "devices). Pass process_group=(shard group, replica group), or a device_mesh"
             )
-        first, place = rank - rank % here, rank % here
-        _node_groups[world] = _new(range(first, first + here), world), _new(range(place, size, here), world)
+        machines = [range(first, first + here) for first in range(0, size, here)]
+        places = [range(place, size, here) for place in range(here)]
+        _node_groups[world] = _among(machines, world, "machine"), _among(places, world, "place")
     return _node_groups[world]
 
 
@@ -50,21 +51,51 @@ def nearby_group(group: Any, count: int) -> Any:
     Raises:
         ValueError: on every rank, if they ask for different numbers.
     """
-    parts = _nearby_groups.setdefault(group, {})
-    if count not in parts:
+    made = _nearby_groups.setdefault(group, {}).setdefault(count, [])
+    if not made or not is_registered(made[-1]):
         if Vote(count, group, default_device(), "agree on the ranks to reshard over").result() is None:
             raise ValueError(
                 f"reshard_after_forward is {count} on rank {dist.get_rank()}, and another number on other ranks"
             )
-        first = group.rank() - group.rank() % count
-        ranks, backend = group_ranks(group)[first : first + count], dist.get_backend_config(group)
-        parts[count] = _new(ranks, group, backend)
-    return parts[count]
+        ranks = group_ranks(group)
+        parts = [ranks[first : first + count] for first in range(0, len(ranks), count)]
+        made.append(_among(parts, group, f"reshard over {count}" + f", number {len(made)}" * bool(made)))
+    return made[-1]
 
 
-def _new(ranks: Sequence[int], group: Any, backend: str | None = None) -> Any:
-    return dist.new_group(list(ranks), group_timeout(group), backend, use_local_synchronization=True)
+def _among(parts: Sequence[Sequence[int]], group: Any, name: str) -> Any:
+    """The one of ``parts`` of ``group``'s ranks that has this rank, as a group; all ranks of ``group`` have to come.
+
+    Where these are not all ranks, ``name`` keeps the group's connections apart from those of others: what
+    ``new_group`` calls a group that only its own ranks make depends on how many groups each of them knows.
+
+    Raises:
+        NotImplementedError: some ranks do not come, and the default group's communicator would have to be split.
+    """
+    c10d, default, rank = dist.distributed_c10d, default_group(), dist.get_rank()
+    backend, timeout = dist.get_backend_config(group), group_timeout(group)
+    if group.size() == default.size():
+        made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
+        return next(each for each, ranks in zip(made, parts, strict=True) if rank in ranks)
+    if default.bound_device_id is not None:
+        raise NotImplementedError(
+            f"{name}: not all ranks take part, and a default group that is bound to a device makes no groups without "
+            "all; call init_process_group() without device_id, or shard over all ranks"
+        )
+    ranks = next(list(each) for each in parts if rank in each)
+    own_name: Any = f"{group.group_name}, {name}, from rank {ranks[0]}"
+    made_here, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(rank),
+        ranks,
+        dist.Backend(backend),
+        c10d._world.pg_map[default][1],
+        own_name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[made_here] = {each: place for place, each in enumerate(ranks)}
+    return made_here
 
 
 _node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
-_nearby_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+_nearby_groups: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = weakref.WeakKeyDictionary()
