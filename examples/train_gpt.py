@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import ShardingStrategy
+from fsdp import ShardingStrategy, Trace, trace
 from fsdp.checkpoint import load, save
 from fsdp.wrap import ModuleWrapPolicy
 
@@ -357,6 +357,15 @@ class Traffic:
                 setattr(dist, name, call)
 
 
+def save_trace(recorded: Trace, directory: Path) -> None:
+    """Write the step that was recorded into `directory`, a file of each kind for every rank."""
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [recorded.save(directory / name) for name in ("trace.json", "step.svg")]
+    if recorded.rank == 0:
+        print(f"\na step of rank 0, in {paths[0]} (for https://ui.perfetto.dev) and {paths[1]}")
+        print(recorded.summary(), flush=True)
+
+
 # -- the script --------------------------------------------------------------------------------------------------
 
 
@@ -383,6 +392,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--save", type=Path, metavar="DIRECTORY", help=f"keep the last {KEPT} checkpoints there")
     parser.add_argument("--save-every", type=positive, metavar="N", help="save every N steps, and not at the end alone")
+    parser.add_argument("--trace", type=Path, metavar="DIRECTORY", help="draw a step there: trace.json and step.svg")
     parser.add_argument("--resume", type=Path, metavar="DIRECTORY", help="continue from the latest checkpoint there")
     options = parser.parse_args(arguments)
     if options.width % (2 * options.heads):
@@ -426,6 +436,8 @@ def train() -> None:
     if options.save and not options.resume and (options.save / "latest").exists():
         raise SystemExit(f"train_gpt.py: {options.save} has checkpoints of another run: --resume it, or save elsewhere")
     device = join_ranks()
+    if options.trace and device.type != "cpu":
+        raise SystemExit("train_gpt.py: --trace is for the CPU; on accelerators torch.profiler shows the units' ranges")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     strategy = options.strategy if ranks > 1 else "no_shard"  # one rank has nothing to shard with
 
@@ -461,10 +473,13 @@ def train() -> None:
         batch = next(batches).to(device)
         last = step == end - 1
         optimizer.zero_grad()
-        with traffic.counting() if last else nullcontext():
+        traced = options.trace and step == max(first, end - 2)
+        with traffic.counting() if last else nullcontext(), trace(model) if traced else nullcontext() as recorded:
             loss = loss_of(model, batch)
             loss.backward()
             optimizer.step()
+        if traced:
+            save_trace(recorded, options.trace)
         schedule.step()
         losses.append(loss.detach())
         if rank == 0 and (step % 10 == 0 or last):  # reading the loss waits for the device: not at every step

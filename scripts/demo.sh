@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
   cat <<'EOF'
-Usage: bash scripts/demo.sh [--steps N] [--strategy S] [--ranks R] [--resume] [further options]
+Usage: bash scripts/demo.sh [--steps N] [--strategy S] [--ranks R] [--trace] [--resume] [further options]
 
 Trains a small GPT on the Python standard library's own sources, on all GPUs or, where there are none, in 2 CPU
 processes. The first run makes the environment .venv and installs torch, numpy, tqdm and this package into it.
@@ -16,6 +16,7 @@ on a held batch is what it was, and trains on for a tenth of the steps.
   --steps N      training steps (default 200: about a minute on 2 CPU cores)
   --strategy S   full_shard (default), shard_grad_op or no_shard
   --ranks R      processes; on GPUs at most one for each
+  --trace        record a step of each training on CPU, in .demo-trace: step.svg, and trace.json for ui.perfetto.dev
   --resume       continue from the last checkpoint of the demo before: until --steps, or for a tenth more if it is there
   --help         print this
 
@@ -38,6 +39,7 @@ while [ $# -gt 0 ]; do
     --ranks) [ $# -gt 1 ] || fail "--ranks needs a number"; ranks=$2; shift 2 ;;
     --ranks=*) ranks=${1#--ranks=}; shift ;;
     --resume) resume=yes; shift ;;
+    --trace) arguments+=(--trace .demo-trace); shift ;;
     *) arguments+=("$1"); shift ;;
   esac
 done

@@ -90,6 +90,7 @@ COSTS: dict[str, float] = {
     "tests/test_interplay.py": 9,
     "tests/test_ragged.py": 9,
     "tests/test_clients.py": 8,
+    "tests/test_short_examples.py": 8,
     "tests/test_dcp.py": 8,
     "tests/test_threads.py": 8,
     "tests/test_store_promises.py": 8,

@@ -284,7 +284,7 @@ def test_training_must_be_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -
 def test_demo_help_and_bad_options_need_no_environment() -> None:
     result = run("bash", "scripts/demo.sh", "--steps", "3", "--help", timeout=10)
     assert result.returncode == 0
-    for option in ("--steps", "--strategy", "--ranks", "--resume", "--help"):
+    for option in ("--steps", "--strategy", "--ranks", "--trace", "--resume", "--help"):
         assert option in result.stdout
     for arguments in (["--ranks"], ["--ranks", "0"], ["--ranks=two"]):
         result = run("bash", "scripts/demo.sh", *arguments, timeout=10)
@@ -294,12 +294,16 @@ def test_demo_help_and_bad_options_need_no_environment() -> None:
 
 def test_a_run_continues_at_another_number_of_ranks(tmp_path: Path) -> None:
     first = train(1, "--steps", "4", "--save", str(tmp_path))
-    second = train(2, "--steps", "4", "--save", str(tmp_path), "--resume", str(tmp_path))
+    traced = tmp_path / "traced"
+    second = train(2, "--steps", "4", "--save", str(tmp_path), "--resume", str(tmp_path), "--trace", str(traced))
     assert "1 x cpu (gloo), no_shard" in first and "2 x cpu (gloo), full_shard" in second
     assert f"step 4 from {tmp_path}, saved by 1 ranks, loaded by 2" in second and "1 steps in" in second
     was, is_ = held_losses(second)
     assert was == is_ and f"/checkpoint_00000001, the loss on a held batch is {was}" in first
     assert load_plain(tmp_path).extra[1]["step"] == 5
+    assert f"a step of rank 0, in {traced}/trace.json" in second
+    assert re.search(r"^blocks\.1 +[\d.]+ ms +[\d.]+ ms +2 ", second, re.MULTILINE)
+    assert sorted(os.listdir(traced)) == ["step.rank1.svg", "step.svg", "trace.json", "trace.rank1.json"]
 
 
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -323,14 +327,14 @@ def test_demo_trains_and_then_continues_with_one_process_more(tmp_path: Path) ->
     assert result.stdout == "\nNow with --resume, in 2 instead of 1 processes\n"
     (tmp_path / ".demo").mkdir()
     (tmp_path / ".demo/latest").touch()
-    assert run(*demo, "--resume", "--steps=4", timeout=10).returncode == 0
+    assert run(*demo, "--resume", "--trace", "--steps=4", timeout=10).returncode == 0
     start = "-m torch.distributed.run --standalone --nproc-per-node"
     assert (tmp_path / "calls").read_text().splitlines() == [
         "check --steps 4 --save .demo",
         f"{start} 1 examples/train_gpt.py --steps 4 --save .demo",
         f"{start} 2 examples/train_gpt.py --resume .demo --steps 4 --save .demo",
-        "check --steps=4 --save .demo",
-        f"{start} 2 examples/train_gpt.py --resume .demo --steps=4 --save .demo",
+        "check --trace .demo-trace --steps=4 --save .demo",
+        f"{start} 2 examples/train_gpt.py --resume .demo --trace .demo-trace --steps=4 --save .demo",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import html
 import json
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -182,23 +183,47 @@ class Trace:
 
     def _as_svg(self) -> str:
         placed = self._rows()
-        rows = sorted({row for row, _ in placed}, key=lambda row: LANES.index(row.split()[0]))
+        rows = sorted({row for row, _ in placed}, key=lambda row: (LANES.index(row.split()[0]), row))
         first, last = min(e.start for e in self.events), max(e.end for e in self.events)
-        scale, height = 900 / max(last - first, 1e-9), 22
-        parts = [f'<text x="4" y="{height * i + 15}">{row}</text>' for i, row in enumerate(rows)]
+        left, height, scale = 90, 24, 900 / max(last - first, 1e-9)
+        bottom = height * len(rows)
+        parts = [f'<text x="4" y="{height * i + 16}">{row}</text>' for i, row in enumerate(rows)]
+        for tick in _ticks(last - first):
+            x = left + tick * scale
+            parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{bottom + 4}" stroke="#dddddd"/>')
+            parts.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{1000 * tick:g} ms</text>')
         for row, event in placed:
-            x, width = 100 + (event.start - first) * scale, max((event.end - event.start) * scale, 0.5)
+            x, width = left + (event.start - first) * scale, max((event.end - event.start) * scale, 0.5)
+            around = event.lane == "compute" and any(_within(other, event) for _, other in placed)
+            name = "" if event.lane == "waits" else event.unit.rpartition(".")[2] or "root"
             title = html.escape(f"{event.title}: {1000 * (event.end - event.start):.2f} ms")
+            y = height * rows.index(row) + 2
             parts.append(
-                f'<rect x="{x:.1f}" y="{height * rows.index(row) + 2}" width="{width:.1f}" height="{height - 4}" '
-                f'fill="{_COLORS[event.phase]}" stroke="white" stroke-width="0.3"><title>{title}</title></rect>'
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height - 4}" fill="{_COLORS[event.phase]}" '
+                f'fill-opacity="{0.35 if around else 1}" stroke="white"><title>{title}</title></rect>'
             )
-        size = f'width="1010" height="{height * len(rows) + 20}"'
-        parts.append(f'<text x="100" y="{height * len(rows) + 14}">{1000 * (last - first):.1f} ms</text>')
-        text = "\n".join(parts)
+            if not around and name and width > 7 * len(name) + 4:
+                place = f'x="{x + width / 2:.1f}" y="{y + 14}" text-anchor="middle" fill="white" pointer-events="none"'
+                parts.append(f"<text {place}>{html.escape(name)}</text>")
+        for number, (phase, color) in enumerate(_COLORS.items()):
+            parts.append(f'<text x="{left + 80 * number}" y="{bottom + 34}" fill="{color}">&#9632; {phase}</text>')
+        whole = f'width="1020" height="{bottom + 40}"'
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">\n{text}\n</svg>\n'
+            f'<svg xmlns="http://www.w3.org/2000/svg" {whole} font-family="sans-serif" font-size="11">\n'
+            '<path d="M0 0h1020v{}H0z" fill="white"/>\n{}\n</svg>\n'.format(bottom + 40, "\n".join(parts))
         )
+
+
+def _within(event: Event, other: Event) -> bool:
+    """Whether ``event`` lies inside of ``other``."""
+    return event is not other and event.lane == other.lane and other.start <= event.start and event.end <= other.end
+
+
+def _ticks(seconds: float) -> list[float]:
+    """Round times from 0 to ``seconds``, between 5 and 10 of them."""
+    step = 10.0 ** math.floor(math.log10(max(seconds, 1e-9)))
+    step *= next(part for part in (0.1, 0.2, 0.5, 1) if seconds / (part * step) < 10)
+    return [number * step for number in range(int(seconds / step) + 1)]
 
 
 def _received(unit: Unit, kind: str) -> int:

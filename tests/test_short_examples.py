@@ -1,0 +1,86 @@
+"""The short examples, each run as a script in two ranks: what they print is what they claim."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import re
+import runpy
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness.pool import run_ranks
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+README = (EXAMPLES.parent / "README.md").read_text()
+
+# What each prints, in part: patterns in their order, whose groups are numbers.
+PRINTS = {
+    "minimal.py": r"step 10: loss \d.*step 50: loss \d",
+    "accumulation.py": r"every time: 16 reductions.*no_sync: 4 reductions.*up to rounding: True",
+    "cpu_offload.py": r"step 3: loss \d.*parameters and optimizer state are on cpu",
+    "custom_policy.py": r"step 5: loss [012]\..*layers\.1\.router Router .* SHARD_GRAD_OP .* float32  ",
+    "ema.py": r"loss of the last weights (?P<larger>\S+), of their average (?P<smaller>\S+)\n.*back: True; 6 tensors",
+    "export_plain.py": r"from model\.pt computes.*: True.*from the sharded checkpoint computes.*: True",
+    "lora.py": r"step 20: loss 0\.00.*parameters (?P<larger>[\d,]+), gradients (?P<smaller>[\d,]+),.*96%",
+    "meta_init.py": r"(?P<smaller>[\d,]+) of (?P<larger>[\d,]+) bytes on this rank; all .*: True",
+}
+
+
+def _run(path: str, options: list[str]) -> str:
+    printed = io.StringIO()
+    with (
+        redirect_stdout(printed),
+        mock.patch.object(sys, "argv", [path, *options]),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("name", PRINTS)
+def test_an_example_does_what_it_says(name: str, tmp_path: Path) -> None:
+    options = ["--to", str(tmp_path)] if name == "export_plain.py" else []
+    printed, of_others = run_ranks(2, _run, str(EXAMPLES / name), options)
+    found = re.search(PRINTS[name], printed, re.DOTALL)
+    assert found is not None, printed
+    numbers = {key: float(value.replace(",", "").rstrip(",")) for key, value in found.groupdict().items()}
+    assert not numbers or numbers["smaller"] < numbers["larger"]
+    assert of_others == ""
+
+
+def test_from_ddp_with_the_same_losses() -> None:
+    """The same script for DDP, torch's FSDP1 and this package: five lines differ, and nothing that is printed."""
+    names = ["1_ddp.py", "2_torch_fsdp.py", "3_fsdp.py"]
+    ddp, torchs, ours = (run_ranks(2, _ignoring_warnings, str(EXAMPLES / "ddp_to_fsdp" / name))[0] for name in names)
+    assert "step 20: loss 3." in ddp and ddp == torchs == ours
+    before, after = (
+        (EXAMPLES / "ddp_to_fsdp" / name).read_text().split("\n\n", 2)[2].splitlines() for name in (names[0], names[2])
+    )
+    changed = [line for line in difflib.unified_diff(before, after, n=0, lineterm="") if line[0] in "+-"][2:]
+    assert "\n".join(line for line in changed if line != "+") in README
+
+
+def _ignoring_warnings(path: str) -> str:
+    import warnings
+
+    warnings.simplefilter("ignore")  # torch says of its own interface that it is not to be used for long any more
+    return _run(path, [])
+
+
+def test_every_example_is_short_and_in_the_readme() -> None:
+    listed = set(re.findall(r"\]\(examples/([\w/]+\.(?:py|sh))\)", README))
+    for path in [*EXAMPLES.rglob("*.py"), *EXAMPLES.glob("*.sh")]:
+        name = str(path.relative_to(EXAMPLES))
+        assert name in listed, f"README.md does not list examples/{name}"
+        if name not in ("train_gpt.py", "resume_elastic.py"):
+            assert len(path.read_text().splitlines()) <= 150
+        if path.suffix == ".py" and name != "resume_elastic.py":
+            assert f"examples/{name}" in path.read_text(), f"{name} does not say how it is started"
+    assert listed <= {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.*")}
