@@ -43,6 +43,7 @@ from fsdp.fully_sharded_data_parallel import (
 )
 from fsdp.runtime.backward import mark_side_output
 from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
+from fsdp.runtime.uneven_batches import join
 
 if TYPE_CHECKING:
     from fsdp.tools.describe import Description, UnitDescription, describe
@@ -82,6 +83,7 @@ __all__ = [
     "full_params",
     "full_tensor",
     "global_shape",
+    "join",
     "mark_side_output",
     "num_params",
     "param_groups",

@@ -107,7 +107,7 @@ SAID = {
         ("static_graph", "delay_all_reduce_named_params: not known here", True),
         ("static_graph", "without auto_wrap_policy=", False),
         ("deepcopy", "copy net, not what is inside of it", True),
-        ("net.join()", "join() is not there", False),
+        ("net.join()", "iterate over `fsdp.join(model, loader)`", False),
         ("net.module(x)", "call net, not what is inside of it", True),
         ("sample", "fsdp.register_forward_method(model, 'sample')", False),
         ("isinstance", "FullyShardedDataParallel instead", True),

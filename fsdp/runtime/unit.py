@@ -376,7 +376,9 @@ class Unit(UnitBuffers):
                     "gradients of before: run it outside, or summon without gradients"
                 )
             gradients.open(context.reductions, synchronize=self.synchronize)
-        gradients.add(index, self.views[bucket].hooked(index, grad))
+        if self.gradient_weight:  # else its slot counts as one that nobody wrote
+            grad = self.views[bucket].hooked(index, grad)
+            gradients.add(index, grad if self.gradient_weight == 1 else grad * self.gradient_weight)
         expected.discard(key)
         if not self.expected:
             context.residency.prefetch(self)  # before the reduction: somebody waits for a gather

@@ -125,6 +125,7 @@ class UnitBuffers(ABC):
     precision: UnitPrecision
     expected: ExpectedLeaves = field(init=False)  # the gradients that are still to come
     synchronize: bool = field(default=True, init=False)  # whether a backward, when it runs, reduces its gradients
+    gradient_weight: float = field(default=1.0, init=False)  # what this rank's gradients count, as they come
     index: int = field(default=0, init=False)  # its number in the tree
     place: int = field(default=0, init=False)  # that among the units of its first group, equal on every rank
     ancestors: frozenset[int] = field(default=frozenset(), init=False)  # the indices of the units around it

@@ -288,9 +288,9 @@ class Script:
         ):
             yield from self._called(call, method)
         elif owner is not None and self._is_model(owner) and method == "join":
-            yield Finding(call.lineno, "join() is not there: give all ranks the same number of batches")
+            yield Finding(call.lineno, "no context: iterate over `fsdp.join(model, loader)`, of the same arguments")
         elif made == "torch.distributed.algorithms.join.Join":
-            yield Finding(call.lineno, "Join does not know this wrapper: give all ranks the same number of batches")
+            yield Finding(call.lineno, "Join does not know this wrapper: iterate over `fsdp.join(model, loader)`")
         elif method == "register_comm_hook" and owner is not None and self._is_model(owner):
             yield Finding(call.lineno, "hooks get the unit's flat gradient; torch's DDP hooks for buckets do not fit")
 

@@ -1,0 +1,167 @@
+"""Batches of which some ranks have more than others: who has run out of them takes part until all have.
+
+DDP's ``model.join()`` is a context around the loop: a rank whose loop is over answers the reductions of the others, and
+gets their model at the end. Nobody has a copy of a rank's shards, though. A rank that is out of batches has to step its
+optimizer on the gradients that the others bring to its shards, and to clip, schedule and accumulate as they do, of
+which a context knows nothing. So here it is the loop itself that goes on: on stand-ins for batches, whose gradients do
+not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp.comm.collectives import gather_values
+from fsdp.comm.consensus import all_gather_object
+from fsdp.runtime import build
+from fsdp.runtime.agreement import REDUCE
+from fsdp.runtime.nested import tensors_in, to_device
+from fsdp.runtime.unit import Unit, units_of
+
+_Batch = TypeVar("_Batch")
+_NOTHING: Any = object()  # where a batch would be
+
+
+class UnevenBatches(Generic[_Batch]):
+    """What :func:`join` returns.
+
+    Attributes:
+        active: whether the latest batch is one of this rank's own, and not a stand-in.
+        num_active: how many ranks have one of their own in this step.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Iterable[_Batch], *, divides_by_all: bool, enable: bool, throws: bool
+    ) -> None:
+        self.active, self.num_active = True, 0
+        self._model, self._batches = model, batches
+        self._divides_by_all, self._enable, self._throws = divides_by_all, enable, throws
+
+    def __iter__(self) -> Iterator[_Batch]:
+        return self._together() if self._enable else iter(self._batches)
+
+    def _together(self) -> Iterator[_Batch]:
+        own, latest = iter(self._batches), _NOTHING
+        while True:
+            batch = next(own, _NOTHING)
+            self.active = batch is not _NOTHING
+            if self.active:
+                latest = batch
+            latest, size = self._meet(latest)
+            if not self.num_active:
+                return
+            if self._throws and self.num_active < size:
+                here = "this rank has run out of batches" if not self.active else "other ranks have run out of batches"
+                raise RuntimeError(f"join(throw_on_early_termination=True): {here}. Raised on all ranks")
+            weight = 0.0 if not self.active else 1.0 if self._divides_by_all else size / self.num_active
+            yield from self._weighted(latest, weight)
+
+    def _meet(self, latest: Any) -> tuple[Any, int]:
+        """See how many ranks, and of how many, have a batch; returns ``latest``, or another rank's where this one has
+        never had any."""
+        context = build.join(_first_unit(self._model))
+        root, size, lacking = context.root, 1, int(latest is _NOTHING)
+        self.num_active = int(self.active)
+        with context.calling("join(): the next batch", often=True):
+            for group in root.groups_for(REDUCE):
+                context.passes.announce(group)
+                said = torch.tensor([self.num_active, size, lacking])
+                every = gather_values(said, group, root.device, "agree on the next batch")
+                self.num_active, size, lacking = (int(total) for total in every.sum(dim=0))
+                if lacking and self.num_active:
+                    latest = _from_another(latest, every[:, 0], group, root.device)
+        return latest, size
+
+    def _weighted(self, batch: Any, weight: float) -> Iterator[Any]:
+        """Yield ``batch``, whose gradients count ``weight`` times; where they count zero, buffers stay as they are."""
+        before = {} if weight else {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        units = units_of(self._model)
+        for unit in units:
+            unit.gradient_weight = weight
+        try:
+            yield batch
+        finally:
+            for unit in units:
+                unit.gradient_weight = 1.0
+            for name, buffer in self._model.named_buffers() if before else ():
+                if name in before:
+                    with torch.no_grad():
+                        buffer.copy_(before[name])
+
+
+def _from_another(latest: Any, active: torch.Tensor, group: Any, device: torch.device) -> Any:
+    """``latest``, or where that is nothing, what the first rank of ``group`` that is ``active`` has."""
+    first = int(active.nonzero()[0])
+    sends = group.rank() == first
+    on_device = sends and any(tensor.device.type != "cpu" for tensor in tensors_in(latest))
+    said = (to_device(latest, torch.device("cpu")), on_device) if sends else None
+    batch, on_device = all_gather_object(said, group, "send a batch to stand in", device)[first]
+    if latest is not _NOTHING:
+        return latest
+    return to_device(batch, device) if on_device else batch
+
+
+def _first_unit(model: nn.Module) -> Unit:
+    units = units_of(model)
+    if not units:
+        raise ValueError(f"join() needs a model with FullyShardedDataParallel in it, got {type(model).__name__}")
+    return units[0]
+
+
+def join(
+    model: nn.Module,
+    batches: Iterable[_Batch] | None = None,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> UnevenBatches[_Batch]:
+    """``batches``, for as many steps on every rank as the rank with the most of them has: for training with uneven
+    inputs, in the place of DDP's ``with model.join():``. ::
+
+        for batch in fsdp.join(model, loader):
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    A rank that has run out of batches gets its last one again, as a stand-in, and does with it what all ranks do. What
+    gradients a stand-in brings to parameters of ``model`` count as zeros, whether they are reduced in this step or
+    accumulated, and the model's buffers are as before when the next step begins. What else the loop does with a batch
+    is up to it: ``active`` of what is returned tells whether it is the rank's own (a mean of losses should leave out
+    the others), and ``num_active`` on how many ranks it is. Parameters that no unit manages get what they get. A rank
+    that never had a batch gets one from another rank, by pickle.
+
+    The ranks exchange a few bytes per step; their hosts wait for each other then, not for what accelerators compute.
+
+    Args:
+        model: a wrapped model, or a module with wrapped models in it, which communicate over the ranks of the first.
+        batches: this rank's: any iterable, which may have none, and is iterated anew with each loop.
+        divide_by_initial_world_size: True: the sum of the gradients is divided by the number of ranks, as ever;
+            False: by the number of ranks that have a batch of their own in this step.
+        enable: False: nothing but ``batches``, which are taken to be as many on all ranks.
+        throw_on_early_termination: once some ranks have run out of batches and others have not, raise RuntimeError on
+            all of them.
+
+    Raises:
+        TypeError: ``batches`` is missing, or cannot be iterated.
+        ValueError: nothing in ``model`` is wrapped.
+    """
+    if batches is None or not isinstance(batches, Iterable):
+        raise TypeError(f"join() takes the loop's batches, got {type(batches).__name__}. {REMEDY}")
+    _first_unit(model)
+    return UnevenBatches(
+        model,
+        batches,
+        divides_by_all=divide_by_initial_world_size,
+        enable=enable,
+        throws=throw_on_early_termination,
+    )
+
+
+REMEDY = (
+    "Write `for batch in fsdp.join(model, loader):`. A context around the loop, as DDP's, cannot step the optimizer "
+    "for the shards of a rank whose loop is over"
+)

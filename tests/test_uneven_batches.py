@@ -1,0 +1,246 @@
+"""Ranks that run out of batches before others: `fsdp.join` trains as DDP's `join` does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_parameters
+
+FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+
+
+def plain_net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3)), nn.Linear(5, 2))
+
+
+def build(**options: Any) -> Any:
+    return FullyShardedDataParallel(plain_net(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **options)
+
+
+def batches(rank: int, count: int) -> list[Tensor]:
+    return [torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * rank + step)) for step in range(count)]
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
+
+
+def trained(model: nn.Module, own: Any) -> list[bool]:
+    """By an ordinary loop, twice over the batches; says which were the rank's own."""
+    optimizer, active = optimizer_of(model), []
+    for _ in range(2):
+        for batch in own:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            active.append(getattr(own, "active", True))
+    return active
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    torch.testing.assert_close(ours, {name: value.detach() for name, value in theirs.items()}, rtol=1e-5, atol=1e-6)
+
+
+def _as_ddp(counts: list[int]) -> None:
+    rank, most = dist.get_rank(), max(counts)
+    own = batches(rank, counts[rank])
+    kinds: list[dict[str, Any]] = [
+        {"sharding_strategy": FULL},
+        {"sharding_strategy": GRAD_OP, "use_orig_params": True},
+        {"sharding_strategy": NO_SHARD},
+        {"sharding_strategy": FULL, "reduce_unused": True},
+    ]
+    for by_all in (True, False):
+        theirs = plain_net()
+        ddp = DistributedDataParallel(theirs)
+        with ddp.join(divide_by_initial_world_size=by_all):
+            optimizer = optimizer_of(theirs)
+            for step in range(2 * counts[rank]):  # its second loop has no place in a context
+                loss_of(ddp, own[step % counts[rank]]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        for options in kinds if by_all else kinds[1:2]:
+            ours = build(**options)
+            once = own + own  # as DDP's ranks, of which one goes on to its second round by itself
+            told = fsdp.join(ours, once, divide_by_initial_world_size=by_all)
+            optimizer, seen = optimizer_of(ours), []
+            for batch in told:
+                loss_of(ours, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append((told.active, told.num_active))
+            assert seen == [(s < 2 * counts[rank], sum(s < 2 * count for count in counts)) for s in range(2 * most)]
+            assert_close(full_parameters(ours), dict(theirs.named_parameters()))
+
+
+def test_trains_as_ddps_join() -> None:
+    """Also where a rank's optimizer steps on what the others bring to its shard, with momentum and weight decay."""
+    run_ranks(2, _as_ddp, [2, 4])
+
+
+class Epochs:
+    """Another number of batches in each epoch, for each rank; one reads them once."""
+
+    def __init__(self, counts: list[int]) -> None:
+        self.counts = iter(counts)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(batches(dist.get_rank(), next(self.counts)))
+
+
+def _accumulation() -> None:
+    """Two batches a step, the norm clipped; a rank with none in an epoch, and in the end on both."""
+    rank, counts = dist.get_rank(), [[3, 4, 0], [4, 1, 0]]
+    model, plain = build(), plain_net()
+    optimizers = [optimizer_of(model), optimizer_of(plain)]
+    loader = Epochs(counts[rank])
+    for epoch in range(3):
+        steps = 0
+        for index, batch in enumerate(fsdp.join(model, loader)):
+            steps += 1
+            if index % 2 == 0:
+                with model.no_sync():
+                    loss_of(model, batch).backward()
+            else:
+                loss_of(model, batch).backward()
+                norm = model.clip_grad_norm_(0.05)
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+                mean = torch.zeros(())
+                for of, number in enumerate(counts[r][epoch] for r in range(2)):
+                    mean = mean + sum(loss_of(plain, b) for b in batches(of, number)[index - 1 : index + 1]) / 2
+                mean.backward()
+                torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.05))
+                optimizers[1].step()
+                optimizers[1].zero_grad()
+        assert steps == max(counts[0][epoch], counts[1][epoch])
+    assert_close(full_parameters(model), dict(plain.named_parameters()))
+
+
+def _no_batch_at_all() -> None:
+    """The first stand-in is another rank's; a stand-in that gives no finite gradient harms nobody."""
+    rank = dist.get_rank()
+    model = build(use_orig_params=True)
+    own = [{"x": batch} for batch in batches(1, 2)] if rank else []
+    seen, ours = fsdp.join(model, own, divide_by_initial_world_size=False), []
+    for batch in seen:
+        ours.append(batch["x"])
+        factor = 1.0 if seen.active else float("nan")
+        (loss_of(model, batch["x"]) * factor).backward()
+    assert [torch.equal(found, batches(1, 2)[0 if rank == 0 else step]) for step, found in enumerate(ours)] == [
+        True
+    ] * 2
+    plain = plain_net()
+    sum(loss_of(plain, batch) for batch in batches(1, 2)).backward()  # type: ignore[union-attr]
+    assert_close({n: fsdp.full_grad(p) for n, p in _named(model)}, {n: p.grad for n, p in plain.named_parameters()})  # type: ignore[misc]
+    model(batches(0, 1)[0]).sum().backward()  # outside of the loop everything counts again
+    assert all(unit.gradient_weight == 1 for unit in fsdp.runtime.unit.units_of(model))
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, param in model.named_parameters():
+        yield name.replace("_fsdp_wrapped_module.", ""), param
+
+
+def _buffers() -> None:
+    """Those that a stand-in changes are as before; one that a forward replaces, too."""
+    rank = dist.get_rank()
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(5, 5), nn.BatchNorm1d(5)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + 1
+            return self.norm(self.linear(x))
+
+    torch.manual_seed(5)
+    model = FullyShardedDataParallel(Counting())
+    states = []
+    for batch in fsdp.join(model, batches(rank, 3 - 2 * rank)):
+        model(batch).sum().backward()
+        states.append(copy.deepcopy(dict(model.named_buffers())))
+    found = dict(model.named_buffers())
+    wanted = states[-1] if rank == 0 else states[0]
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted), (found, states)
+
+
+def _limits() -> None:
+    rank = dist.get_rank()
+    model = build()
+    uneven = batches(rank, 1 + rank)
+    with pytest.raises(
+        RuntimeError, match=f"{'this rank has' if rank == 0 else 'other ranks have'} run out of batches"
+    ):
+        for batch in fsdp.join(model, uneven, throw_on_early_termination=True):
+            loss_of(model, batch).backward()
+    even = fsdp.join(model, uneven[:1], enable=False)
+    with record_collectives() as calls:
+        assert len(list(even)) == 1
+    assert not calls.records
+    for wrong in (None, 3):
+        with pytest.raises(TypeError, match=r"for batch in fsdp.join\(model, loader\)"):
+            fsdp.join(model, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="a model with FullyShardedDataParallel in it, got Linear"):
+        fsdp.join(nn.Linear(1, 1), [])
+    for batch in fsdp.join(model, uneven):
+        loss_of(model, batch).backward()
+        break  # alone or not: the next step is an ordinary one
+    loss_of(model, uneven[0]).backward()
+    with pytest.raises(RuntimeError, match=r"rank 1 .*begin the clip_grad_norm_.*|join\(\): the next batch"):
+        if rank:
+            model.clip_grad_norm_(1.0)
+        else:
+            next(iter(fsdp.join(model, uneven)))
+
+
+def test_accumulation_clipping_and_ranks_without_a_batch() -> None:
+    run_ranks(2, _several, [_accumulation, _no_batch_at_all, _buffers, _limits])
+
+
+def _several(jobs: list[Any]) -> None:
+    for job in jobs:
+        job()
+
+
+def _hybrid() -> None:
+    """The only rank that has batches at first shares no group with another one."""
+    rank, counts = dist.get_rank(), [0, 0, 1, 2]
+    groups = [[dist.new_group(ranks) for ranks in several] for several in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    model = build(
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=(groups[0][rank // 2], groups[1][rank % 2])
+    )
+    plain = plain_net()
+    active = trained(model, fsdp.join(model, batches(rank, counts[rank]), divide_by_initial_world_size=False))
+    assert active == [step < counts[rank] for _ in range(2) for step in range(2)]
+    optimizer = optimizer_of(plain)
+    for step in [0, 1] * 2:
+        several = [batches(of, counts[of])[step] for of in range(4) if step < counts[of]]
+        (sum(loss_of(plain, batch) for batch in several) / len(several)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(full_parameters(model), dict(plain.named_parameters()))
+
+
+def test_replicas() -> None:
+    run_ranks(4, _hybrid)
