@@ -1376,6 +1376,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/board.py",
+        "self._group, self._name = weakref.ref(group), name",
+        "self._group, self._name = lambda: group, name",
+        "a group stays for ever once its ranks share memory",
+        _tests("lifecycle", "groups_end_with_the_models_that_used_them"),
+    ),
+    Mutation(
+        "fsdp/comm/board.py",
         "if signed != signed_before and store.add(",
         "if store.add(",
         "a rank that comes twice is taken for two",

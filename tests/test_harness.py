@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 import warnings
@@ -20,6 +21,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.harness import pool
 from tests.harness.meter import Meter, meter_available
@@ -180,6 +183,41 @@ def test_pool_puts_settings_and_seeds_back_between_jobs() -> None:
     before = run_ranks(2, read_settings)
     run_ranks(2, change_settings)
     assert run_ranks(2, read_settings) == before
+
+
+def use_groups(number: int) -> None:
+    """Of a mesh, which a cache of DTensor goes on referring to, and of a cycle."""
+    size = dist.get_world_size()
+    names = f"all {number}", f"alone {number}"  # torch takes a mesh for another that looks like it
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=names)
+    assert (distribute_tensor(torch.ones(4), mesh[names[1]], [Shard(0)]) + 1).full_tensor().sum() == 8
+    cycle: list[Any] = [dist.new_group()]
+    cycle.append(cycle)
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_pool_ends_the_groups_of_earlier_jobs_with_their_threads() -> None:
+    before = run_ranks(2, count_threads)
+    for number in range(3):
+        run_ranks(2, use_groups, number)
+    assert run_ranks(2, count_threads) == before
+
+
+def leave_threads(count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
+
+
+def test_pool_in_which_jobs_have_left_many_threads_is_replaced() -> None:
+    (first,) = run_ranks(1, leave_threads, pool.WORN + 1)
+    (second,) = run_ranks(1, leave_threads, 0)
+    (third,) = run_ranks(1, leave_threads, 0)
+    assert first == second != third
 
 
 def warn(text: str, category: type[Warning]) -> str:

@@ -573,6 +573,30 @@ def test_backward_inside_a_forward(world_size: int, strategy: ShardingStrategy, 
 # -- copies --------------------------------------------------------------------------------------------------------
 
 
+def outlive_the_group(ways: tuple[str, ...]) -> list[str]:
+    """The ways to communicate after which a group stays, though nobody has it any more."""
+    found = []
+    for way in ways:
+        os.environ["FSDP_COLLECTIVES"] = way
+        group = dist.new_group()
+        model = wrap(build_mlp(), process_group=group)
+        model(torch.ones(2, 7)).sum().backward()
+        model.state_dict()
+        reference = weakref.ref(group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group, model
+        gc.collect()
+        if reference() is not None:
+            found.append(way)
+    return found
+
+
+def test_groups_end_with_the_models_that_used_them() -> None:
+    """A group has connections, and with gloo threads that do not rest."""
+    assert run_ranks(2, outlive_the_group, ("shared", "direct", "native")) == [[], []]
+
+
 def pickle_and_go_on(use_orig_params: bool) -> str:
     """What is said."""
     model = wrap(ZOO["mlp"], use_orig_params=use_orig_params)

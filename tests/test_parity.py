@@ -289,7 +289,12 @@ def compare(run: Run) -> None:
         if run.shard_alignment > 1:
             check_alignment(ZOO[run.case], run, options)
         steps = run_fsdp(
-            ZOO[run.case], OPTIMIZERS[run.optimizer], schedule(run.micro, run.reduce_each), dtype=run.dtype, **options
+            ZOO[run.case],
+            OPTIMIZERS[run.optimizer],
+            schedule(run.micro, run.reduce_each),
+            dtype=run.dtype,
+            rank0_only=True,
+            **options,
         )
     with_ddp = run.same_as_ddp or not run.same_order
     ddp = ddp_steps(run.case, run.optimizer, run.micro, run.reduce_each, run.dtype) if with_ddp else []

@@ -29,7 +29,7 @@ class Board:
 
     def __init__(self, group: Any, name: str | None) -> None:
         """``name`` is the same on all ranks, and that of no other board of the group; None for a board of no store."""
-        self._group, self._name = group, name
+        self._group, self._name = weakref.ref(group), name  # boards are kept by group: they must not keep it
         self._rank, self._size = group.rank(), group.size()
         self._lives: dict[int, list[Any]] = {}  # as they were read: they do not change
         self._signed = ""  # the latest: who gives up to wait, and comes again, signs once
@@ -37,7 +37,8 @@ class Board:
 
     @property
     def _store(self) -> Any | None:
-        return None if self._name is None else group_store(self._group)
+        group = self._group()
+        return None if self._name is None or group is None else group_store(group)
 
     def _path(self, key: str) -> str:
         return f"fsdp/{self._name}/{key}"

@@ -3,8 +3,9 @@
 One pool per world size, started at first use and kept; its ranks are forked from a `template` that has imported what
 they need. There are two of those, and neighbours come from different ones: their interpreters hash strings otherwise,
 so that sets come in different orders. A pool in which anything went wrong is killed and replaced, so a failure never
-leaks into the next test. What a failing job shows is one message: the traceback of the rank that failed first in time,
-the exit code of a rank that died, or, at a timeout, the Python stack of every rank that is stuck.
+leaks into the next test; so is one in which jobs have left many threads. What a failing job shows is one message: the
+traceback of the rank that failed first in time, the exit code of a rank that died, or, at a timeout, the Python stack
+of every rank that is stuck.
 
 `run_fresh` runs one job in processes of its own, for tests that break the process group or kill a rank on purpose.
 """
@@ -12,6 +13,7 @@ the exit code of a rank that died, or, at a timeout, the Python stack of every r
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
 import select
@@ -35,7 +37,9 @@ from tests.harness.template import Request, Template
 
 START_TIMEOUT = 120.0  # seconds until every rank of a new pool must have reported
 TEMPLATES = 2
+WORN = 50  # threads that earlier jobs have left in a rank: each of gloo's wakes up a hundred times a second
 GRACE = 1.0  # seconds the other ranks get to report after the first failure
+TIDY_UP = b""  # in place of a job, when all ranks have answered: end what the last one has made; there is no answer
 STACK_SIGNAL = signal.SIGUSR1  # asks a rank to write its Python stack
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -71,10 +75,12 @@ class Failed:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a rank reports when its function returned: its value, and how many collectives the default group has run."""
+    """What a rank reports when its function returned: its value, how many collectives the default group has run, and
+    how many threads there were when it began."""
 
     payload: bytes
     collectives: int
+    threads: int
 
 
 class _Rank:
@@ -145,6 +151,7 @@ class Pool:
 
     def __init__(self, world_size: int, *, group_timeout: float = 30.0, env: Mapping[str, str] | None = None) -> None:
         self.world_size = world_size
+        self.is_worn = False
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         # Port 0: the system picks a free one, and this process holds it from then on.
         self._store = dist.TCPStore(
@@ -175,6 +182,10 @@ class Pool:
             if len(counts) > 1 and not may_die:
                 each = ", ".join(str(a.collectives) for a in answers)
                 raise RankFailure(f"ranks ran different numbers of collectives on the default group: {each}", 0, "")
+            self.is_worn = any(isinstance(a, Returned) and a.threads > WORN for a in answers)
+            for rank in self.ranks:
+                with contextlib.suppress(OSError):
+                    rank.connection.send_bytes(TIDY_UP)
         except BaseException:
             self.close()
             raise
@@ -294,7 +305,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     __tracebackhide__ = True
     job = _job(fn, args, kwargs)
     pool = _pools.get(world_size)
-    if pool is None or not pool.alive:
+    if pool is None or not pool.alive or pool.is_worn:
         if pool is not None:
             pool.close()
         pool = _pools[world_size] = Pool(world_size)

@@ -4,7 +4,7 @@
 `full_optim_state` read the shards through the public metadata (`fsdp.shard_info`) and nothing else of the engine: each
 rank contributes the ranges that the layout says it owns, of the parameters that users hold, and every rank gets full
 tensors by the plain model's parameter names. All of them run in rank processes, on every rank of the default group, and
-exchange Python objects (two all-gathers each).
+exchange Python objects (two all-gathers each; `run_fsdp` at its end, for all steps together).
 """
 
 from __future__ import annotations
@@ -70,9 +70,11 @@ def run_fsdp(
     wrap_policy: Any = BLOCKS,
     no_sync: Sequence[bool] | None = None,
     dtype: torch.dtype = torch.float32,
+    rank0_only: bool = False,
     **options: Any,
 ) -> list[Step]:
-    """Train under the package on the default group; every rank returns the same but for its buffers.
+    """Train under the package on the default group; every rank returns the same but for its buffers, or, with
+    `rank0_only`, rank 0 alone returns anything.
 
     `no_sync` says for each micro-batch of a step whether its forward and backward run under `no_sync()`; without it
     that is so for all but the last, unless the schedule reduces each. The model and its batches are in `dtype`.
@@ -84,31 +86,56 @@ def run_fsdp(
         no_sync = [not schedule.reduce_each and micro < schedule.micro - 1 for micro in range(schedule.micro)]
     model = wrap(case, strategy, use_orig_params, wrap_policy=wrap_policy, seed=schedule.seed, dtype=dtype, **options)
     optimizer = make_optimizer(model.parameters())
-    steps = []
+    taken = []
     for step in range(schedule.steps):
         for micro, unsynced in zip(range(schedule.micro), no_sync, strict=True):
             with model.no_sync() if unsynced else nullcontext():
                 loss = case.loss(model, rank_batch(case, schedule, step, micro, rank, world_size).to(dtype))
                 loss.backward()
-        steps.append(finish_step(model, optimizer, loss))
-    return steps
+        taken.append(_take_step(model, optimizer, loss))
+    return _steps(model, taken, rank0_only)
 
 
 def finish_step(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> Step:
     """Step the optimizer on the gradients that are there, clear them, and tell what happened."""
-    grads = full_gradients(model)
+    return _steps(model, [_take_step(model, optimizer, loss)])[0]
+
+
+class _Taken(NamedTuple):
+    """What this rank held in one step."""
+
+    grads: Packed
+    rest: Packed
+    buffers: dict[str, Tensor]
+
+
+def _take_step(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> _Taken:
+    grads = _pack(_held(model, {"grads": _gradient}))
     optimizer.step()
     optimizer.zero_grad()
-    by_rank = _gather(model, {"params": _values, "optim": _state_of(optimizer)}, loss=loss)
-    losses = [held["loss"][""].value for held in by_rank]
-    return Step(
-        loss=mean_loss(losses),
-        rank_losses=losses,
-        grads=grads,
-        params=_only_value(_assemble(model, by_rank, "params")),
-        optim=_without_empty(_assemble(model, by_rank, "optim")),
-        buffers={clean_name(name): buffer.clone() for name, buffer in model.named_buffers()},
-    )
+    rest = _pack(_held(model, {"params": _values, "optim": _state_of(optimizer)}, loss=loss))
+    return _Taken(grads, rest, {clean_name(name): buffer.clone() for name, buffer in model.named_buffers()})
+
+
+def _steps(model: nn.Module, taken: list[_Taken], rank0_only: bool = False) -> list[Step]:
+    exchanged = _exchange([packed for step in taken for packed in (step.grads, step.rest)])
+    if rank0_only and dist.get_rank() > 0:
+        return []
+    steps = []
+    for grads, rest, step in zip(exchanged[::2], exchanged[1::2], taken, strict=True):
+        by_rank = [_unpack(packed) for packed in rest]
+        losses = [held["loss"][""].value for held in by_rank]
+        steps.append(
+            Step(
+                loss=mean_loss(losses),
+                rank_losses=losses,
+                grads=_only_value(_assemble(model, [_unpack(packed) for packed in grads], "grads")),
+                params=_only_value(_assemble(model, by_rank, "params")),
+                optim=_without_empty(_assemble(model, by_rank, "optim")),
+                buffers=step.buffers,
+            )
+        )
+    return steps
 
 
 # -- full tensors ------------------------------------------------------------------------------------------------
@@ -143,6 +170,7 @@ class Held(NamedTuple):
 
 
 Contents = dict[str, dict[str, Held]]  # of one rank, by "kind/parameter" and key
+Packed = tuple[list[str], list[tuple[str, str, Any, bool]], bytes]  # names, what there is of each, and all its bytes
 Select = Callable[[nn.Parameter], Mapping[str, Any]]  # what is read of a parameter that users hold
 
 
@@ -171,8 +199,14 @@ def _without_empty(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any
     return {name: by_key for name, by_key in values.items() if by_key}
 
 
-def _gather(model: nn.Module, kinds: Mapping[str, Select], **whole: Tensor) -> list[Contents]:
-    """By rank, what that rank holds of each parameter, and of `whole`."""
+def _gather(model: nn.Module, kinds: Mapping[str, Select]) -> list[Contents]:
+    """By rank, what that rank holds of each parameter."""
+    (by_rank,) = _exchange([_pack(_held(model, kinds))])
+    return [_unpack(packed) for packed in by_rank]
+
+
+def _held(model: nn.Module, kinds: Mapping[str, Select], **whole: Tensor) -> Contents:
+    """What this rank holds of each parameter, and `whole`."""
     contents: Contents = {name: {"": Held(value.detach(), False)} for name, value in whole.items()}
     for unit in fsdp.shard_info(model):
         for bucket in unit.buckets:
@@ -191,7 +225,7 @@ def _gather(model: nn.Module, kinds: Mapping[str, Select], **whole: Tensor) -> l
                             entry[key] = Held(value[piece.shard_offset : piece.shard_offset + piece.numel], True)
                         else:
                             entry[key] = Held(value if value.dim() == 1 else _in_memory_order(value, record), True)
-    return _exchange(contents)
+    return contents
 
 
 def _in_memory_order(value: Tensor, record: ParamRecord) -> Tensor:
@@ -200,23 +234,28 @@ def _in_memory_order(value: Tensor, record: ParamRecord) -> Tensor:
     return ordered.as_strided((record.numel,), (1,))
 
 
-def _exchange(contents: Contents) -> list[Contents]:
-    """Every rank's `contents`, by rank. One block of bytes: pickling each tensor takes longer than the training."""
+def _pack(contents: Contents) -> Packed:
+    """A copy, as one block of bytes: pickling each tensor takes longer than the training."""
     described, parts = [], []
     for name, entry in contents.items():
         for key, (value, is_part) in entry.items():
             described.append((name, key, None if value is None else (value.dtype, value.shape), is_part))
             if value is not None:
                 parts.append(_bits(value))
-    payload: Any = (list(contents), described, torch.cat(parts).numpy().tobytes() if parts else b"")
-    payloads = [payload]
+    return list(contents), described, torch.cat(parts).numpy().tobytes() if parts else b""
+
+
+def _exchange(several: list[Packed]) -> list[list[Packed]]:
+    """Of each, every rank's, by rank."""
+    of_ranks: Any = [several]
     if dist.get_world_size() > 1:
-        payloads = [None] * dist.get_world_size()
-        dist.all_gather_object(payloads, payload)
-    return [_unpack(*received) for received in payloads]
+        of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, several)
+    return [list(by_rank) for by_rank in zip(*of_ranks, strict=True)]
 
 
-def _unpack(names: list[str], described: list[tuple[str, str, Any, bool]], data: bytes) -> Contents:
+def _unpack(packed: Packed) -> Contents:
+    names, described, data = packed
     contents: Contents = {name: {} for name in names}
     memory = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     offset = 0

@@ -41,7 +41,6 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -153,8 +152,7 @@ class _Event:
         return True
 
 
-@dataclass(frozen=True)
-class Access:
+class Access(NamedTuple):
     """One operation on one block. `storage` is the address of the storage object through which it went."""
 
     stream: SimulatedStream
@@ -289,10 +287,11 @@ def _short_name(file: str) -> str:
     return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else file
 
 
-@dataclass
-class _Schema:
-    """Of one operation: the arguments that it reads and writes, if it touches memory at all."""
+class _Schema(NamedTuple):
+    """Of one operation: what it is called, and the arguments that it reads and writes, if it touches memory at all."""
 
+    operation: str
+    is_read_by_host: bool
     reads: list[tuple[int, str]]
     writes: list[tuple[int, str]]
 
@@ -434,10 +433,10 @@ class StreamTracer(TorchDispatchMode):
         if schema is None:
             schema = self._schemas[func] = _schema_of(func)
         self.current.advance()
-        operation = str(func)
+        operation = schema.operation
         if func.namespace == "c10d":
             operation = self._note_collective(func, args, kwargs)
-        elif _name(func) in _READ_BY_HOST or _indexes_by_mask(func, args):
+        elif schema.is_read_by_host or _indexes_by_mask(func, args):
             self._note_host(operation)
         for write, arguments in ((False, schema.reads), (True, schema.writes)):
             for position, name in arguments:
@@ -651,18 +650,22 @@ def _group_name(given: dict[str, Any]) -> str:
 
 
 def _schema_of(func: Any) -> _Schema:
+    return _Schema(str(func), _name(func) in _READ_BY_HOST, *_read_and_written(func))
+
+
+def _read_and_written(func: Any) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
     arguments = list(enumerate(argument.name for argument in func._schema.arguments))
     if func.namespace == "c10d":
         if _name(func) not in _COLLECTIVES:
             raise NotImplementedError(f"the stream tracer does not know {func}")
         written, read = _COLLECTIVES[_name(func)]
-        return _Schema([a for a in arguments if a[1] in read], [a for a in arguments if a[1] in written])
+        return [a for a in arguments if a[1] in read], [a for a in arguments if a[1] in written]
     is_written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
     if not any(is_written):
         if any(r.alias_info is not None for r in func._schema.returns) or _name(func) in _LIKE:
-            return _Schema([], [])  # a view touches no memory
-        return _Schema(arguments, [])
-    return _Schema(arguments, [a for a, written in zip(arguments, is_written) if written])
+            return [], []  # a view touches no memory
+        return arguments, []
+    return arguments, [a for a, written in zip(arguments, is_written) if written]
 
 
 def _indexes_by_mask(func: Any, args: Any) -> bool:

@@ -23,7 +23,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 IMPORTED = (
+    "pytest",  # by every file of tests
     "torch._dynamo",  # by the first optimizer in each process
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
     "fsdp.checkpoint",
     "tests.harness.lockstep",
     "tests.harness.process_groups",

@@ -24,8 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from tests.harness.pool import STACK_SIGNAL, Failed, Returned
+from tests.harness.pool import STACK_SIGNAL, TIDY_UP, Failed, Returned
 
 
 def main() -> None:
@@ -43,13 +44,16 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout)
     )
-    connection.send(Returned(pickle.dumps(None), 0))
+    connection.send(Returned(pickle.dumps(None), 0, 0))
     while True:
         try:
             job = connection.recv_bytes()
         except EOFError:
             os._exit(0)
-        connection.send(_answer(job))
+        if job == TIDY_UP:
+            _tidy_up()
+        else:
+            connection.send(_answer(job))
 
 
 def _exit_with_parent(lifeline: int) -> None:
@@ -59,6 +63,7 @@ def _exit_with_parent(lifeline: int) -> None:
 
 def _answer(job: bytes) -> Returned | Failed:
     filters, call = pickle.loads(job)
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
     try:
         with _clean_state(), warnings.catch_warnings():
             for text in filters:
@@ -67,15 +72,27 @@ def _answer(job: bytes) -> Returned | Failed:
             payload = pickle.dumps(fn(*args, **kwargs))
     except (Exception, SystemExit) as error:
         return Failed(time.monotonic(), type(error).__name__, describe(error, __file__))
-    return Returned(payload, dist.group.WORLD._get_sequence_number_for_group())
+    return Returned(payload, dist.group.WORLD._get_sequence_number_for_group(), threads)
+
+
+def _tidy_up() -> None:
+    """End the groups that the last job has made, when no rank is in their last collective any more.
+
+    Gloo's threads of a group wake up a hundred times a second until nothing refers to it. Its mesh does, and caches of
+    DTensor refer to meshes for ever.
+    """
+    groups = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in groups:
+        dist.destroy_process_group(group)
+    gc.collect()  # quick: what the template has imported is not looked at
+    if groups:
+        for mesh in [one for one in gc.get_objects() if type(one) is DeviceMesh]:
+            mesh._pg_registry.clear()
 
 
 @contextmanager
 def _clean_state() -> Iterator[None]:
     """Every job starts with the same seeds and settings, and what it changed of them is put back."""
-    # Not at the end of the job that made them: another rank may still be in their last collective there.
-    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
     random.seed(0)
     torch.manual_seed(0)
     if "numpy" in sys.modules:
