@@ -88,6 +88,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/waiting.py",
+        "                told = told or self.tells_of(time.monotonic() - started, watch)\n",
+        "                told = self.tells_of(time.monotonic() - started, watch)\n",
+        "a long wait is in the log at every look",
+        _tests("out_of_step", "a_long_wait_is_in_the_log_once"),
+    ),
+    Mutation(
+        "fsdp/comm/waiting.py",
         '            with told.span("wait", self.label):\n',
         '            with told.span("wait", ""):\n',
         "a trace knows of no wait",
@@ -741,8 +748,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/waiting.py",
-        "                    watch.slow()\n            except OutOfStep as error:\n",
-        "                    pass\n            except OutOfStep as error:\n",
+        "                    watch.slow()\n                    told",
+        "                    pass\n                    told",
         "ranks on an accelerator wait for one that left the order",
         _tests("accelerators", "a_rank_that_leaves_the_order_ends_the_others_wait"),
     ),

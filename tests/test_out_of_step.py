@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
+import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -25,6 +27,7 @@ from fsdp.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from fsdp.comm import waiting
 from fsdp.runtime.agreement import Agreement
 from tests.harness.agreeing import (
     FULL_SHARD,
@@ -394,6 +397,50 @@ def test_another_model() -> None:
     """One rank uses a new model where the others go on with theirs: its first question meets theirs."""
     for step, error, seconds in run_ranks(RANKS, play, "another model", UNEQUAL, 2, seconds=SHORT):
         assert step == 2 and seconds < SHORT + 5 and error is not None
+
+
+@impatient
+def wait_long() -> list[str]:
+    """Rank 1 comes late: what rank 0 has in its log before, in more than one look at what rank 1 does."""
+    group, said, looks = new_group(), list[str](), 0
+    model = build(Chain(UNEQUAL), group)
+    train(model)
+    store, slow = dist.distributed_c10d._world.pg_map[group][1], Agreement.slow
+    if dist.get_rank() == 1:
+        store.wait(["said"])
+        train(model)
+        return []
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    def look(agreement_: Agreement) -> None:
+        nonlocal looks
+        slow(agreement_)
+        looks += bool(said)
+        if looks == 3:
+            kept.extend(said)
+            store.set("said", "")
+
+    kept: list[str] = []
+    logger = logging.getLogger("fsdp")
+    handler, level = Told(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with mock.patch.object(waiting, "LONG", timedelta(0)), mock.patch.object(Agreement, "slow", look):
+            train(model)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return kept
+
+
+def test_a_long_wait_is_in_the_log_once() -> None:
+    (line,), _ = run_ranks(2, wait_long)
+    assert re.match(r"rank 0 has been waiting for \d+ s: .*Last collectives of rank 0: ", line), line
+    assert "unit" in line and "rank 1" in line
 
 
 # What a rank does before it stays away, and what the other one of the pair then waits for, or hears (global ranks).

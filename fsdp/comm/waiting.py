@@ -36,6 +36,7 @@ logger = logging.getLogger("fsdp")
 _T = TypeVar("_T")
 
 PATIENCE = timedelta(seconds=1)  # how long to wait for a collective before looking what the other ranks do
+LONG = timedelta(seconds=5)  # how long one waits before the log says so
 _PAUSE = 0.1  # seconds between two looks at an event
 
 
@@ -211,7 +212,7 @@ class Work:
         if watch is None or not self._on_host or not isinstance(work, (dist.Work, HostWork)):
             work.wait()
             return
-        started = time.monotonic()
+        started, told = time.monotonic(), False
         while True:
             was_over = work.is_completed()  # asked before: it may end just after a wait was given up
             try:
@@ -222,6 +223,16 @@ class Work:
                     raise  # failed, not just slow
             if not work.is_completed():
                 watch.slow()
+                told = told or self.tells_of(time.monotonic() - started, watch)
+
+    def tells_of(self, seconds: float, watch: Watch) -> bool:
+        """Whether the wait is long enough to be told of: then what it is for, and what the ranks did last, is in the
+        log."""
+        long = seconds >= LONG.total_seconds() and logger.isEnabledFor(logging.INFO)
+        if long:
+            words = dist.get_rank(), seconds, self.label, watch.explain()
+            logger.info("rank %d has been waiting for %.0f s: %s. %s", *words)
+        return long
 
 
 class _UnderWay(NamedTuple):
@@ -270,7 +281,8 @@ class Watcher:
                     self._under_way.popleft()
 
     def _see_to_the_end(self, collective: _UnderWay) -> None:
-        looked, work = time.monotonic(), collective.work
+        looked, work, told = time.monotonic(), collective.work, False
+        began = looked
         while collective in self._under_way and not collective.event.query():
             time.sleep(_PAUSE)
             if time.monotonic() - looked < PATIENCE.total_seconds():
@@ -279,6 +291,7 @@ class Watcher:
             try:
                 if (watch := work.watch) is not None:
                     watch.slow()
+                    told = told or work.tells_of(looked - began, watch)
             except OutOfStep as error:
                 words = f"{work.label}: the ranks are out of step, and the group was ended: {error}"
                 logger.error("%s", words)
