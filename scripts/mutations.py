@@ -207,7 +207,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/full_copy.py",
-        "            _set_versions([(leaf, _RELEASED) for leaf in leaves])\n",
+        "            self._set_versions((_RELEASED,) * len(self._versions))\n",
         "",
         "autograd reads a leaf that is not there",
         _tests("backward_end", "no_gradient_comes_from_released_memory"),
@@ -727,8 +727,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "        with context.joined():\n            unit.leaf_ready(key, leaf)",
-        "        if True:\n            unit.leaf_ready(key, leaf)",
+        "            with context.joined():\n                unit.leaf_ready(",
+        "            if True:\n                unit.leaf_ready(",
         "a leaf's gradient is written on the stream on which the leaf was made",
         _tests("streams", "no_race_wherever_the_model_was_wrapped[True]"),
     ),
@@ -888,7 +888,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        if any(item.source is buffer for item in self._reading):  # its last reduction "
+        "        if buffer in [item.source for item in self._reading]:  # its last reduction "
         "still reads the slots\n"
         "            self._complete_all_but(0)\n",
         "",
@@ -905,7 +905,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        stale += [target.flat[start:end] for start, end in self.handle.layout.gaps]\n",
+        "        stale += target.padding\n",
         "",
         "the padding of the gradient keeps what the memory held",
         _tests("reliability_numerics", "r05_nothing_of_poisoned_memory_gets_into_the_training[2-FULL_SHARD]"),
@@ -1348,8 +1348,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/passes.py",
-        "        self.meet()\n        self._stack.append",
-        "        self._stack.append",
+        "        self.meet()\n        self._now_under_way",
+        "        self._now_under_way",
         "a call after a failure does not wait for the other ranks",
         _tests("out_of_step", "fd21_calls_after_failures_that_are_not_alike[0]"),
     ),
@@ -1579,15 +1579,15 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "                self._target = source  # until",
+        "                self.target = source  # until",
         "                # until",
         "the reduce buffer keeps its memory when a hook raises",
         COMM_HOOKS,
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        by_hook = self._hook is not None\n",
-        "        by_hook = False\n",
+        "handle.groups.reduces or self._hook is not None or",
+        "handle.groups.reduces or",
         "a hook is not called on one rank",
         COMM_HOOKS,
     ),

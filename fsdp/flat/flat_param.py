@@ -135,6 +135,7 @@ class FlatParamHandle:
         self.device = device
         self.offload = offload
         self.tp = tuple(tp)
+        self._cuts = _cuts(layout, groups.shard_rank) if groups.sharded else []
         self.full_precision = False
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self._part: torch.Tensor | None = None  # of the full buffer, among the ranks nearby, likewise
@@ -225,8 +226,8 @@ class FlatParamHandle:
     @property
     def departs_from_layout(self) -> bool:
         """Whether it computes or reduces in other dtypes than the layout's."""
-        dtypes = (self.copy.tensor.dtype, self.reduce_dtype)
-        return dtypes != (self.layout.compute_dtype, self.layout.reduce_dtype)
+        dtypes = (self.layout.compute_dtype, self.layout.reduce_dtype)
+        return self.full_precision and dtypes != (self.layout.dtype, self.layout.dtype)
 
     @property
     def casts(self) -> bool:
@@ -341,7 +342,7 @@ class FlatParamHandle:
             self.release(pool, None)
         if copy.state is BufferState.SHARDED:
             pool.allocate(copy.pooled)
-        copy.state = BufferState.GATHERING
+        copy.enter(BufferState.GATHERING)
         shard = self._shard
         if nearby:
             assert self._part is not None
@@ -357,7 +358,7 @@ class FlatParamHandle:
         try:
             copy.pending = communicator.gather(copy.tensor, shard, tag, to_write=to_write)
         except OSError:  # no room for what other ranks are to read: nothing was issued
-            copy.state = BufferState.UNSHARDED
+            copy.enter(BufferState.UNSHARDED)
             self.release(pool, None)
             raise
 
@@ -396,14 +397,15 @@ class FlatParamHandle:
             assert copy.pending is not None
             copy.pending.wait()  # where that is interrupted, the gather is still under way
             if copy.state is BufferState.GATHERING:
-                copy.state = BufferState.UNSHARDED
+                copy.enter(BufferState.UNSHARDED)
 
     def release(self, pool: MemoryPool, last_use: Event) -> None:
         """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""
         copy = self.copy
         if copy.state is not BufferState.UNSHARDED:
             return
-        copy.state, copy.pending = BufferState.SHARDED, None
+        copy.enter(BufferState.SHARDED)
+        copy.pending = None
         assert copy.pooled is not None
         pool.free(copy.pooled, last_use)
 
@@ -480,8 +482,7 @@ class FlatParamHandle:
         """
         if not self.groups.sharded:
             return parameter_views(self.layout, flat_shard)
-        pieces = self.layout.pieces(self.groups.shard_rank)
-        return [flat_shard[piece.shard_offset : piece.shard_offset + piece.numel] for piece in pieces]
+        return list(flat_shard.split_with_sizes(self._cuts)[1::2])
 
     def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """What :meth:`sharded_views` has of parameter ``index``, of a tensor in its true shape, or with tensor
@@ -513,6 +514,15 @@ class FlatParamHandle:
             )
         self._shard.copy_(new)
         self.flat_param.data = self._shard
+
+
+def _cuts(layout: FlatLayout, rank: int) -> list[int]:
+    """The lengths of what a shard consists of: by turns what lies before a parameter's piece, and the piece."""
+    cuts, end = list[int](), 0
+    for piece in layout.pieces(rank):
+        cuts += [piece.shard_offset - end, piece.numel]
+        end = piece.shard_offset + piece.numel
+    return [*cuts, layout.shard_numel - end]
 
 
 _KEPT = (

@@ -62,6 +62,7 @@ class FullCopy:
         tensor: ``layout.padded_numel`` elements; the shard itself if that is all of it, in this dtype, on this device.
         leaves: one ``nn.Parameter`` per parameter of the layout, with its true shape, over ``tensor``; a ``DTensor``
             where tensor parallelism has placed it.
+        state: what is in the memory; changed by ``enter`` alone.
         whole: one for all of the vector, without padding, where the modules have a flat parameter.
         memories: of each leaf the plain tensor over ``tensor``, which is itself or what a ``DTensor`` is made around.
         pooled: the buffer's memory; None where the shard has it.
@@ -71,7 +72,7 @@ class FullCopy:
 
     __slots__ = (
         "_marks",
-        "_state",
+        "_unchecked",
         "_versions",
         "_views",
         "all_leaves",
@@ -81,6 +82,7 @@ class FullCopy:
         "memories",
         "pending",
         "pooled",
+        "state",
         "tensor",
         "whole",
     )
@@ -106,8 +108,9 @@ class FullCopy:
         self.keeps_writes = resident
         self.compared: set[str] = set()
         self.pooled = None if resident else PooledTensor(tensor)
-        self._state = BufferState.RESIDENT if resident else BufferState.SHARDED
-        self._versions: list[tuple[nn.Parameter, int]] = []  # that the leaves have while there is memory
+        self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
+        self._unchecked = tuple(leaf for leaf, its in zip(leaves, self.memories) if not isinstance(its, CheckedLeaf))
+        self._versions: tuple[int, ...] = ()  # that these have while there is memory
 
     def _look(self) -> list[tuple[int, int, bool]]:
         """Of each leaf what a write to it changes; our own writes go to ``tensor``, and change none of it."""
@@ -146,42 +149,38 @@ class FullCopy:
         self._marks = self._look()
         return found
 
-    @property
-    def state(self) -> BufferState:
-        return self._state
-
-    @state.setter
-    def state(self, state: BufferState) -> None:
-        if state not in _TRANSITIONS[self._state]:
-            raise AssertionError(f"a full buffer went from {self._state.name} to {state.name}")
+    def enter(self, state: BufferState) -> None:
+        """From here on it is in ``state``."""
+        if state not in _TRANSITIONS[self.state]:
+            raise AssertionError(f"a full buffer went from {self.state.name} to {state.name}")
         if state is BufferState.SHARDED:
-            leaves = [leaf for leaf, its in zip(self.all_leaves, self.memories) if not isinstance(its, CheckedLeaf)]
-            self._versions = [(leaf, leaf._version) for leaf in leaves]
-            _set_versions([(leaf, _RELEASED) for leaf in leaves])
-        elif self._state is BufferState.SHARDED:
-            _set_versions(self._versions)
-        self._state = state
+            self._versions = tuple([leaf._version for leaf in self._unchecked])
+            self._set_versions((_RELEASED,) * len(self._versions))
+        elif self.state is BufferState.SHARDED and self._versions:
+            self._set_versions(self._versions)
+        self.state = state
+
+    def _set_versions(self, versions: tuple[int, ...]) -> None:
+        """Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a leaf
+        which is not there, past all that would have gathered it."""
+        if versions:
+            torch._C._autograd._unsafe_set_version_counter(self._unchecked, versions)
 
 
 _RELEASED = 1 << 30  # the version of a leaf while there is nothing behind it
 
 
-def _set_versions(versions: list[tuple[nn.Parameter, int]]) -> None:
-    """Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a leaf
-    which is not there, past all that would have gathered it."""
-    if versions:
-        torch._C._autograd._unsafe_set_version_counter(*zip(*versions))
-
-
 class SlotBuffer:
-    """A flat gradient vector in the reduce dtype, and its slots: one view per parameter, with its strides."""
+    """A flat gradient vector in the reduce dtype, its slots, one view per parameter with its strides, and its
+    padding, one per gap."""
 
-    __slots__ = ("flat", "pooled", "slots")
+    __slots__ = ("flat", "padding", "pooled", "slots")
 
     def __init__(self, layout: FlatLayout, flat: torch.Tensor) -> None:
         """Over ``flat``, of ``layout.padded_numel`` elements."""
         self.flat = flat
         self.slots = parameter_views(layout, flat)
+        self.padding = [flat[start:end] for start, end in layout.gaps]
         self.pooled: PooledTensor | None = None
 
     @staticmethod

@@ -435,7 +435,8 @@ class OriginalViews(_BucketViews):
         return OriginalViews(handle, owned, self._guard)
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        grad = super().hooked(index, grad)
+        if self.handle.tp[index] is not None:
+            grad = super().hooked(index, grad)
         for hook in tuple((self._originals[index]._backward_hooks or {}).values()):
             changed = hook(grad)
             if changed is not None:

@@ -28,7 +28,7 @@ class Accumulator:
     @property
     def is_visible(self) -> bool:
         """Whether some ``.grad`` is an unsharded gradient."""
-        return bool(self._shown())
+        return bool(self._exposed and self._shown())
 
     def forget(self) -> None:
         """The bucket has changed its dtype or device."""

@@ -18,15 +18,18 @@ LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
 
 
 class ExpectedLeaves:
-    """The leaves of one unit: hooked once each, and expected by the graph tasks that reach them."""
+    """The leaves of one unit: hooked once each, and expected by the graph tasks that reach them.
+
+    Attributes:
+        of_task: by graph task, the leaves it has still to deliver. One that delivered all stays, with nothing, so that
+            it is not asked again.
+    """
 
     def __init__(self, handles: Sequence[FlatParamHandle], arrived: Callable[[LeafKey, torch.Tensor], None]) -> None:
         """``arrived`` is called when a leaf's gradient of the running graph task is complete."""
         self._handles = handles
         self._arrived = arrived
-        # graph task -> the leaves it has still to deliver. One that delivered all stays, with nothing, so that it is
-        # not asked again.
-        self._of_task: dict[int, set[LeafKey]] = {}
+        self.of_task: dict[int, set[LeafKey]] = {}
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[LeafKey, Any]] = {}
         self.watch()
@@ -54,19 +57,19 @@ class ExpectedLeaves:
     def of_this_task(self) -> set[LeafKey]:
         """What the running graph task has still to deliver; found out when it is first seen."""
         task = hooks.current_backward()
-        if task not in self._of_task:
-            self._of_task[task] = {key for key, node in self._accumulators.values() if hooks.will_run(node)}
-        return self._of_task[task]
+        if task not in self.of_task:
+            self.of_task[task] = hooks.those_that_run(self._accumulators.values())
+        return self.of_task[task]
 
     def __bool__(self) -> bool:
         """Whether any task has gradients to deliver."""
-        return any(self._of_task.values())
+        return any(self.of_task.values())
 
     @property
     def seen(self) -> bool:
         """Whether a backward under way has been here."""
-        return bool(self._of_task)
+        return bool(self.of_task)
 
     def forget(self) -> None:
         """The backward is over, or failed."""
-        self._of_task.clear()
+        self.of_task.clear()

@@ -11,7 +11,7 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -27,6 +27,7 @@ logger = logging.getLogger("fsdp")
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
+Key = TypeVar("Key")
 
 NO_BACKWARD = -1  # what current_backward() says outside of one
 
@@ -57,10 +58,8 @@ def breaks_graph(function: Callable[Params, Result]) -> Callable[Params, Result]
     return function
 
 
-def current_backward() -> int:
-    """The number of the graph task that runs on this thread, or ``NO_BACKWARD``. Reentrant checkpointing nests
-    tasks."""
-    return int(torch._C._current_graph_task_id())
+# The number of the graph task that runs on this thread, or ``NO_BACKWARD``. Reentrant checkpointing nests tasks.
+current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -92,8 +91,16 @@ def current_node_number() -> int:
     return sys.maxsize if node is None else number_of(node)
 
 
-def will_run(node: Any) -> bool:
-    """Whether the graph task that is running reaches ``node``."""
+def those_that_run(nodes: Collection[tuple[Key, Any]]) -> set[Key]:
+    """The keys of those nodes that the graph task which is running reaches."""
+    will_run = torch._C._will_engine_execute_node
+    try:
+        return {key for key, node in nodes if will_run(node)}
+    except RuntimeError:
+        return {key for key, node in nodes if _will_run_or_return(node)}
+
+
+def _will_run_or_return(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:

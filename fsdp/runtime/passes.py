@@ -21,6 +21,9 @@ class Passes:
     A backward may run inside a forward. A pass begins in a group with the first collective there.
 
     Attributes:
+        current: the innermost.
+        forward: the forward that is under way, also if a backward runs inside.
+        in_backward: whether a backward is under way.
         failed: a pass ended in an error, or is about to: the next one has to clear up before it begins.
         meetings: of all ranks, after failures: whatever the ranks have each done before does not count.
     """
@@ -47,25 +50,18 @@ class Passes:
         self._further = [self._by_group[key] for key in further]
         for agreement in self._by_group.values():
             agreement.others = [weakref.ref(other) for other in self._by_group.values() if other is not agreement]
-        self._stack: list[Pass] = []
+        self._now_under_way()
         self.failed = False
         self.meetings = 0
 
     # -- which pass is this? -------------------------------------------------------------------------------------------
 
-    @property
-    def current(self) -> Pass | None:
-        """The innermost."""
-        return self._stack[-1] if self._stack else None
-
-    @property
-    def forward(self) -> Pass | None:
-        """The forward that is under way, also if a backward runs inside."""
-        return next((what for what in self._stack if what.caller is not None), None)
-
-    @property
-    def in_backward(self) -> bool:
-        return any(what.is_backward for what in self._stack)
+    def _now_under_way(self, *passes: Pass) -> None:
+        """These are from here on, innermost last. Who asks which pass this is, at every gradient, finds the answer."""
+        self._stack = passes
+        self.current = passes[-1] if passes else None
+        self.forward = next((what for what in passes if what.caller is not None), None)
+        self.in_backward = any(what.is_backward for what in passes)
 
     # -- what begins and ends ------------------------------------------------------------------------------------------
 
@@ -95,7 +91,7 @@ class Passes:
             yield
             return
         self.meet()
-        self._stack.append(Pass(words, call=call, often=often))
+        self._now_under_way(Pass(words, call=call, often=often))
         try:
             yield
             self.end(wait=False)
@@ -113,7 +109,7 @@ class Passes:
         if backward_follows:
             for agreement in self._further:
                 agreement.check_layout()
-        self._stack.append(what)
+        self._now_under_way(*self._stack, what)
         self._begin_at_once()
 
     def _begin_at_once(self) -> None:
@@ -130,13 +126,14 @@ class Passes:
             if agreement.under_way is what:
                 agreement.come_to(what)
                 agreement.end(wait=wait)
-        self._stack.pop()  # where that raises, the pass has failed
+        self._now_under_way(*self._stack[:-1])  # where what comes before raises, the pass has failed
         self._begin_at_once()
 
     def give_up(self) -> None:
         """What is under way failed. If any of it had begun, all ranks meet before the next thing: who knows where the
         others are, also in groups to which it had not come."""
-        failed, self._stack = self._stack, []
+        failed = self._stack
+        self._now_under_way()
         if any(agreement.under_way is what for agreement in self._by_group.values() for what in failed):
             for agreement in self._by_group.values():
                 agreement.give_up(failed[-1].words)

@@ -61,7 +61,7 @@ class ReductionQueue:
 
     def allocate(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory; called on the compute stream, which owns it."""
-        if any(item.source is buffer for item in self._reading):  # its last reduction still reads the slots
+        if buffer in [item.source for item in self._reading]:  # its last reduction still reads the slots
             self._complete_all_but(0)
         self._complete_all_but(self.max_buffers - 1)
         assert buffer.pooled is not None
@@ -140,7 +140,12 @@ class ReductionQueue:
 
 
 class BucketGradients:
-    """The gradient of one bucket during and between backwards."""
+    """The gradient of one bucket during and between backwards.
+
+    Attributes:
+        target: where this backward writes; None while it has written nothing that is not reduced or shown.
+        altered: whether what is reduced is divided by another number, or a hook's to change.
+    """
 
     def __init__(self, views: BucketViews, *, keep_low_precision: bool = False) -> None:
         """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's."""
@@ -149,13 +154,13 @@ class BucketGradients:
         self._hook: CommHook | None = None  # reduces in place of the communicator
         self._on_host = HostBuffers()  # of offloaded gradients
         self._scratch: SlotBuffer | None = None  # the reduce buffer; with memory from the pool in each backward
-        self._target: SlotBuffer | None = None  # where this backward writes
+        self.target: SlotBuffer | None = None
         self._continues = False  # whether that is the accumulator of earlier backwards
         self._written = [False] * len(self.handle.copy.all_leaves)
         self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
         self._accumulator = Accumulator(views)
         self._partial: torch.Tensor | None = None  # what earlier backwards have reduced, but not over replicas
-        self.altered = False  # whether what is reduced is divided by another number, or a hook's to change
+        self.altered = False
 
     @property
     def trainable(self) -> bool:
@@ -165,9 +170,9 @@ class BucketGradients:
     def reduces(self) -> bool:
         """Whether a synchronised backward makes another tensor of what the slots hold: reduced, cast or moved."""
         handle = self.handle
-        by_hook = self._hook is not None
-        changed = by_hook or self.altered or handle.reduce_dtype != self.dtype or handle.keeps_gradients_on_host
-        return changed or handle.groups.reduces
+        if handle.groups.reduces or self._hook is not None or self.altered:
+            return True
+        return handle.reduce_dtype != self.dtype or handle.keeps_gradients_on_host
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,12 +182,12 @@ class BucketGradients:
     @property
     def is_open(self) -> bool:
         """Whether this backward has written something that is not yet reduced or shown."""
-        return self._target is not None
+        return self.target is not None
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients of earlier backwards wait to be reduced, or reduced over replicas."""
-        return self._partial is not None or (self.reduces and self._accumulator.is_visible)
+        return self._partial is not None or (self._accumulator.is_visible and self.reduces)
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduce by ``hook`` from now on."""
@@ -209,26 +214,26 @@ class BucketGradients:
             self._written[member] = True
         self._continues = accumulator is not None
         if accumulator is not None:
-            self._target = SlotBuffer(layout, accumulator)
+            self.target = SlotBuffer(layout, accumulator)
         elif self.handle.groups.sharded and synchronize:
             if self._scratch is None or self._scratch.flat.dtype != self.handle.reduce_dtype:
                 self._scratch = SlotBuffer.from_pool(layout, self.handle.reduce_dtype, device)
             queue.allocate(self._scratch)
-            self._target = self._scratch
+            self.target = self._scratch
         else:  # users will hold this memory as .grad: it cannot be taken back
             new = queue.pool.empty if self.handle.groups.sharded else torch.empty
-            self._target = SlotBuffer(layout, new(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device))
+            self.target = SlotBuffer(layout, new(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device))
 
     def add(self, index: int, grad: torch.Tensor) -> None:
         """Put the gradient of leaf ``index`` into its slot; of the whole vector's leaf, into all slots."""
-        assert self._target is not None
-        if index == len(self._target.slots):
+        assert self.target is not None
+        if index == len(self.target.slots):
             for each, part in enumerate(parameter_views(self.handle.layout, grad.to_dense().contiguous())):
                 self.add(each, part)
             return
         if grad.layout != torch.strided:
             grad = grad.to_dense()
-        slot = self._target.slots[index]
+        slot = self.target.slots[index]
         if self._written[index]:
             slot.add_(grad)
         else:
@@ -288,9 +293,9 @@ class BucketGradients:
             elif self._hook is None:
                 pending = communicator.reduce(shard, source.flat, tag, to_write=source.pooled is None)
             else:
-                self._target = source  # until the hook is through: if it raises, this goes where an open one goes
+                self.target = source  # until the hook is through: if it raises, this goes where an open one goes
                 self._hook.reduce(shard, source.flat, tag.label)
-                self._target = None
+                self.target = None
                 for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
                     shard[start:end].zero_()
                 pending = Pending(None, streams)
@@ -317,8 +322,11 @@ class BucketGradients:
     @property
     def _is_awaited(self) -> bool:
         """Whether somebody waits for a gradient during the backward."""
-        params: list[Any] = [visible.param for visible in self.views.visible]
-        return any(hasattr(p, "_in_backward_optimizers") or p._post_accumulate_grad_hooks for p in params)
+        for visible in self.views.visible:
+            param: Any = visible.param
+            if param._post_accumulate_grad_hooks or "_in_backward_optimizers" in param.__dict__:
+                return True
+        return False
 
     def _announce(self) -> None:
         """The gradients are complete: call the parameters' hooks, and step the optimizers that torch's
@@ -346,7 +354,7 @@ class BucketGradients:
 
     def abandon(self, queue: ReductionQueue) -> None:
         """Forget what this backward wrote (it failed); an accumulator stays as far as it got."""
-        target, self._target = self._target, None
+        target, self.target = self.target, None
         if target is not None:
             with queue.streams.on_reduce_stream():
                 last_use = queue.streams.record()  # by a communication hook that raised
@@ -357,10 +365,10 @@ class BucketGradients:
 
     def _seal(self) -> SlotBuffer:
         """End writing: slots that nobody wrote, and the padding, hold whatever the memory held before; zero them."""
-        target, self._target = self._target, None
+        target, self.target = self.target, None
         assert target is not None
         stale = [slot for slot, written in zip(target.slots, self._written) if not written and slot.numel()]
-        stale += [target.flat[start:end] for start, end in self.handle.layout.gaps]
+        stale += target.padding
         if stale:
             torch._foreach_zero_(stale)
         self._written = [True] * len(self._written)  # zeros count as written if the buffer lives on

@@ -79,7 +79,7 @@ class Unit(UnitBuffers):
     @property
     def context(self) -> RootContext | None:
         """That of its tree."""
-        tree: RootContext | None = self.tree
+        tree: RootContext | None = self._tree()
         return tree
 
     def signature(self, group: Any) -> str:
@@ -344,16 +344,16 @@ class Unit(UnitBuffers):
             views.check_unchanged(before, {index for of, index in expected if of == bucket})
         context.residency.prefetch(self, begins=True)
 
-    def leaf_ready(self, key: LeafKey, leaf: torch.Tensor) -> None:
+    def leaf_ready(self, context: RootContext, key: LeafKey, leaf: torch.Tensor) -> None:
         """A leaf's gradient of the running graph task is complete: move it to its slot."""
-        context = self.context
-        assert context is not None
         grad, leaf.grad = leaf.grad, None
-        context.enter_backward(self)
+        expected = self.expected.of_task.get(hooks.current_backward())
+        if expected is None:  # else the backward has been here
+            context.enter_backward(self)
         if grad is None:
             return  # the leaf's own hook took it
         bucket, index = key
-        there = self.handles[bucket].state in (BufferState.UNSHARDED, BufferState.RESIDENT)
+        there = self.handles[bucket].copy.state in (BufferState.UNSHARDED, BufferState.RESIDENT)
         if self.policy.unshard_in_backward and not there:
             raise RuntimeError(
                 f"a backward reached parameter {self.handles[bucket].name_of(index)!r} of {self.name} while "
@@ -367,9 +367,10 @@ class Unit(UnitBuffers):
                 "grad itself: gradients of gradients (create_graph=True) of sharded parameters are not supported. "
                 "Compute such terms on the plain module"
             )
-        expected = self.expected.of_this_task()
+        if expected is None:
+            expected = self.expected.of_this_task()
         gradients = self.gradients[bucket]
-        if not gradients.is_open:
+        if gradients.target is None:
             if self.views[bucket].shows_grads:
                 raise RuntimeError(
                     f"a backward of {self.name} inside summon_full_params(with_grads=True), where .grad holds the full "
@@ -380,7 +381,7 @@ class Unit(UnitBuffers):
             grad = self.views[bucket].hooked(index, grad)
             gradients.add(index, grad if self.gradient_weight == 1 else grad * self.gradient_weight)
         expected.discard(key)
-        if not self.expected:
+        if not expected and not self.expected:
             context.residency.prefetch(self)  # before the reduction: somebody waits for a gather
             with profiled("_post_backward_hook", self.name):
                 self.finish_gradients(context, at_end=False)
@@ -515,8 +516,11 @@ def _leaf_arrived(unit_ref: weakref.ref[Unit], key: LeafKey, leaf: torch.Tensor)
     context = unit.context
     assert context is not None
     try:
-        with context.joined():
-            unit.leaf_ready(key, leaf)
+        if context.compute is None:  # no stream to join
+            unit.leaf_ready(context, key, leaf)
+        else:
+            with context.joined():
+                unit.leaf_ready(context, key, leaf)
     except BaseException as error:
         unit.backward_failed(error, "gradient of a parameter")
         raise
