@@ -31,9 +31,9 @@ import random
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -149,6 +149,7 @@ class Agreement:
     REMEDY = (
         "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
     )
+    _latest: ClassVar[Callable[[], Agreement | None]] = lambda: None  # the one that came to a group last, weakly
 
     def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
         """``device`` is where the members compute, and ``streams`` are its."""
@@ -157,6 +158,8 @@ class Agreement:
         self._host_may_wait = streams.asynchronous_work
         self._members = [weakref.ref(member) for member in members]
         self._places = weakref.WeakKeyDictionary({member: place for place, member in enumerate(members)})
+        self._steps: dict[tuple[str, int, bool], tuple[str, int]] = {}  # see ``_step``
+        self._ref = weakref.ref(self)
         self.others: list[weakref.ref[Agreement]] = []  # of the same tree
         self._board = Board(group, None)  # of this tree once the layout is agreed on; nobody is heard before
         self._layout_agreed = False
@@ -178,7 +181,7 @@ class Agreement:
         self._detailed = False  # see ``_compare_handles``
         self._together = True  # no rank has begun anything since all of them were asked
         self._questions: deque[Vote] = deque()  # not yet answered
-        self._recent: deque[Entry] = deque(maxlen=32)
+        self._recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)  # what ``Entry`` has
 
     # -- the layout ----------------------------------------------------------------------------------------------------
 
@@ -219,8 +222,13 @@ class Agreement:
         """The group is about to be communicated over in ``what``, which begins here if it has not."""
         self.check_layout()
         watch(self._group, self)
+        Agreement._latest = self._ref
         if what is not None and self._under_way is not what:
             self.begin(what)
+
+    def is_in(self, what: Pass | None) -> bool:
+        """Whether ``what`` is under way here, and nobody else has come to any group since."""
+        return self._under_way is what is not None and Agreement._latest is self._ref
 
     def begin(self, what: Pass) -> None:
         """A pass begins, or a call. What does not come as before is announced, and so are most calls: whoever is alone
@@ -350,12 +358,17 @@ class Agreement:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        self._next(f"{kind} {words_of(member)}", self._event(kind, member))
+        self._next(*self._step(kind, member))
         if self._detailed and kind == GATHER:
             self._compare_handles(member)
 
-    def _event(self, kind: str, member: Member) -> int:
-        return (self._places[member] * len(KINDS) + KINDS.index(kind)) * 2 + member.in_full_precision
+    def _step(self, kind: str, member: Member) -> tuple[str, int]:
+        """What is said of it: words, and a number."""
+        key = kind, id(member), member.in_full_precision  # the members are those of the tree as long as it is used
+        if key not in self._steps:
+            event = (self._places[member] * len(KINDS) + KINDS.index(kind)) * 2 + member.in_full_precision
+            self._steps[key] = f"{kind} {words_of(member)}", event
+        return self._steps[key]
 
     def _compare_handles(self, member: Member) -> None:
         """Compare what is gathered in the form in which torch's FSDP1 does at debug level DETAIL, in the first forward
@@ -370,7 +383,8 @@ class Agreement:
                 raise self._out_of_step(self._in_words(found, {}))
 
     def _next(self, words: str, event: int) -> None:
-        self._look_at_answers()
+        if self._questions:
+            self._look_at_answers()
         self._note(words, event)
         recorded = self._record.get(self._before)
         if recorded is None or self._detailed:
@@ -385,7 +399,7 @@ class Agreement:
 
     def _note(self, words: str, event: int) -> None:
         """For the other ranks: what this one is about to do here."""
-        self._recent.append(Entry(self._passes, self._position, event, words))
+        self._recent.append((self._passes, self._position, event, words))
 
     def _ask_all(self, words: str, event: int) -> None:
         if Vote(event, self._group, self._device, f"agree to {words}").result() is None:
@@ -434,7 +448,8 @@ class Agreement:
     def _report(self) -> Report:
         """What this rank reports to the others."""
         what = self._kind, self._pass.words, bool(self._pass.call), self._begun
-        return Report(self._recoveries, self._passes, *what, self._gave_up, self._announces, list(self._recent))
+        recent = [Entry(*entry) for entry in self._recent]
+        return Report(self._recoveries, self._passes, *what, self._gave_up, self._announces, recent)
 
     def _exchange_reports(self, patience: timedelta) -> dict[int, Report]:
         """Report to the other ranks what this one did last in the pass, and get what they report within ``patience``.

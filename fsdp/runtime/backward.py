@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -106,14 +106,15 @@ class ForwardCall:
         for tensor in made or [tensor for tensor, _ in numbers]:
             hooks.on_gradient(tensor, self._reached)
 
-    def _reached(self) -> None:
+    @hooks.untraced
+    def _reached(self, grad: torch.Tensor | None = None) -> None:
         self.unit.backward_reached(self)
 
     def hook_input(self, tensor: torch.Tensor) -> None:
         """Tell where the backward is when ``tensor``'s gradient is there, whoever else may have been given it: sooner
         than the unit that runs next in backward, where parameters of a unit around lie between the two."""
         if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf would collect hooks
-            hooks.on_gradient(tensor, _told_by(weakref.ref(self)))
+            hooks.on_gradient(tensor, _InputReached(self))
 
     def enter(self) -> None:
         """The backward has reached an output of the call; calls that it is behind are closed."""
@@ -126,7 +127,7 @@ class ForwardCall:
             self.entered = place._replace(thread=_NO_THREAD)
         elif place.task < self.entered.task:
             self.entered = place
-        _here.entered[self] = None
+        _here.entered[weakref.ref(self)] = None
         close_passed(place, but=self)
         if self.outer is not None:
             self.outer._enter_from_inside()
@@ -142,17 +143,21 @@ class ForwardCall:
         self.unit.backward_passed(self)
 
 
-def _told_by(call_ref: weakref.ref[ForwardCall]) -> Callable[[], None]:
-    """The graph of an input may outlive the one of the call."""
+class _InputReached:
+    """Hook of an argument of a call. The graph of an input may outlive the one of the call."""
 
-    def tell() -> None:
-        call = call_ref()
+    __slots__ = ("_call_ref",)
+
+    def __init__(self, call: ForwardCall) -> None:
+        self._call_ref = weakref.ref(call)
+
+    @hooks.untraced
+    def __call__(self, grad: torch.Tensor) -> None:
+        call = self._call_ref()
         inside = call is not None and call.entered is not None
         close_passed(Place.now())
         if call is not None and inside and call.entered is None:
             call.unit.backward_left(call)
-
-    return tell
 
 
 _NO_THREAD = -1
@@ -168,7 +173,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.innermost: ForwardCall | None = None
-        self.entered: weakref.WeakKeyDictionary[ForwardCall, None] = weakref.WeakKeyDictionary()
+        self.entered: dict[weakref.ref[ForwardCall], None] = {}
 
 
 _here = _Thread()
@@ -176,11 +181,13 @@ _here = _Thread()
 
 def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
     """The backward on this thread is at ``place``: close the calls of all units that lie behind, except ``but``."""
-    for call in list(_here.entered):
-        if call.entered is not None and call is not but and place.is_behind(call.start, call.entered):
+    for reference in list(_here.entered):
+        call = reference()
+        if call is not None and call.entered is not None:
+            if call is but or not place.is_behind(call.start, call.entered):
+                continue
             call.close()
-        if call.entered is None:  # now, or with the backward that it was part of
-            del _here.entered[call]
+        _here.entered.pop(reference, None)  # it was closed now, or with the backward that it was part of
 
 
 class Running:

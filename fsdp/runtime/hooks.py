@@ -88,7 +88,7 @@ def current_node_number() -> int:
     """The sequence number of the graph node that the backward on this thread is at; larger than any where nobody knows
     (in a graph that runs compiled)."""
     node = torch._C._current_autograd_node()
-    return sys.maxsize if node is None else number_of(node)
+    return sys.maxsize if node is None else int(node._sequence_nr())
 
 
 def those_that_run(nodes: Collection[tuple[Key, Any]]) -> set[Key]:
@@ -124,19 +124,20 @@ def own_operations() -> AbstractContextManager[None]:
     the recomputation to be the same. What the engine does depends on what is gathered already and where free memory
     is, and its results must not be replayed, so it is none of those.
     """
-    if any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
+    if torch._C._len_torch_dispatch_stack() and any(
+        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
+    ):
         return _disable_current_modes()
-    return nullcontext()
+    return _AS_IT_IS
 
 
-def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
-    """Call ``callback`` each time ``tensor``'s gradient is complete, after the hooks that are there already."""
+_AS_IT_IS: AbstractContextManager[None] = nullcontext()
 
-    @untraced
-    def hook(grad: torch.Tensor) -> None:
-        callback()
 
-    tensor.register_hook(hook)
+def on_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
+    """Call ``callback``, which is ``untraced``, with ``tensor``'s gradient each time that is complete, after the hooks
+    that are there already."""
+    tensor.register_hook(callback)
 
 
 def on_saved(callback: Callable[[torch.Tensor], None]) -> AbstractContextManager[None]:

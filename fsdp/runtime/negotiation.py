@@ -19,7 +19,6 @@ from fsdp.runtime.agreement import (
     Agreement,
     Member,
     Pass,
-    words_of,
 )
 
 
@@ -67,7 +66,7 @@ class Negotiation(Agreement):
 
     def about_to(self, kind: str, member: Member) -> None:
         if not self._follows:
-            self._propose(f"{kind} {words_of(member)}", self._event(kind, member))
+            self._propose(*self._step(kind, member))
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""

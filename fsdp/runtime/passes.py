@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fsdp.comm.streams import Streams
-from fsdp.runtime.agreement import GATHER_NEARBY, REDUCE, Agreement, Member, Pass
+from fsdp.runtime.agreement import GATHER_NEARBY, KINDS, REDUCE, Agreement, Member, Pass
 from fsdp.runtime.negotiation import Negotiation
 
 
@@ -31,6 +31,7 @@ class Passes:
     def __init__(self, members: Iterable[Member], device: torch.device, streams: Streams, *, negotiate: bool) -> None:
         """``members`` are the units, in the order of the tree. With ``negotiate`` ranks may run different ones of them,
         and all have the same groups."""
+        members = list(members)
         by_group: dict[int, tuple[Any, list[Member]]] = {}
         further: dict[int, None] = {}
         for member in members:
@@ -47,6 +48,11 @@ class Passes:
         several = list(self._by_group.values())
         if len(several) > 1 and isinstance(several[0], Negotiation) and isinstance(several[1], Negotiation):
             several[0].lead(several[1])
+        self._agreements = {
+            (kind, id(member)): [self._by_group[id(group)] for group in member.groups_for(kind)]
+            for kind in KINDS
+            for member in members
+        }
         self._further = [self._by_group[key] for key in further]
         for agreement in self._by_group.values():
             agreement.others = [weakref.ref(other) for other in self._by_group.values() if other is not agreement]
@@ -68,13 +74,14 @@ class Passes:
     def about_to(self, kind: str, member: Member) -> None:
         """``member`` is about to gather or reduce: see that the ranks of its groups agree. Outside of passes and calls
         that is a call by itself."""
-        agreements = [self._by_group[id(group)] for group in member.groups_for(kind)]
+        agreements = self._agreements[kind, id(member)]
         if agreements and self.current is None:
             with self.calling(kind, f"{kind} of {member.name}", often=True):
                 self.about_to(kind, member)
             return
         for agreement in agreements:
-            agreement.come_to(self.current)
+            if not agreement.is_in(self.current):
+                agreement.come_to(self.current)
             agreement.about_to(kind, member)
 
     def announce(self, group: Any) -> None:

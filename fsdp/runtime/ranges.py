@@ -39,7 +39,7 @@ def profiled(what: str, unit_name: str) -> AbstractContextManager[Any]:
 
 def communicates(what: str, unit_name: str, forward: int) -> AbstractContextManager[Any]:
     """As ``profiled``, and a line in the log, for what a unit does in or after its tree's ``forward``-th forward."""
-    if os.environ.get("FSDP_DEBUG", "0") == "1":
+    if logger.isEnabledFor(logging.INFO) and os.environ.get("FSDP_DEBUG", "0") == "1":
         rank = dist.get_rank() if dist.is_initialized() else 0
         logger.info("rank %d, forward %d: %s %s", rank, forward, what, unit_name)
     return profiled(what, unit_name)
@@ -51,7 +51,9 @@ def ranged(what: str) -> Callable[[Method], Method]:
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def run(unit: Any, *args: Any, **kwargs: Any) -> Any:
-            with profiled(what, unit.name):
+            if (shown := profiled(what, unit.name)) is _NOTHING:
+                return method(unit, *args, **kwargs)
+            with shown:
                 return method(unit, *args, **kwargs)
 
         return run  # type: ignore[return-value]
