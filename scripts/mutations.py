@@ -46,8 +46,8 @@ def _tests(file: str, *names: str) -> tuple[str, ...]:
 MUTATIONS = [
     Mutation(
         "fsdp/runtime/residency.py",
-        "before = self._of.pop(unit, Residence.SHARDED)",
-        "before = self._of.get(unit, Residence.SHARDED)",
+        "before = self._of.pop(unit, None) or",
+        "before = self._of.get(unit, None) or",
         "idle units are resharded in the order in which they were gathered first",
         ("tests/test_residency.py",),
     ),
@@ -642,8 +642,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "            unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it\n",
-        "            pass\n",
+        "                unit.wait()  # a prefetch that nothing used:",
+        "                pass  #",
         "nobody waits for a gather that turned out useless",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),
@@ -663,16 +663,16 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/memory.py",
-        "            block, last_use = self._free.pop(min(fitting)[1])\n            self._streams.wait(last_use)\n",
-        "            block, last_use = self._free.pop(min(fitting)[1])\n",
+        "            self._free_nbytes -= nbytes\n            self._streams.wait(last_use)\n",
+        "            self._free_nbytes -= nbytes\n",
         "a block is used again while another stream still uses it",
         _tests("streams", "no_race_whatever_lends_the_memory"),
     ),
     Mutation(
         "fsdp/flat/memory.py",
         "            self._streams.wait(last_use)  # the allocator may hand it out on this stream at once\n"
-        "            total -=",
-        "            total -=",
+        "            self._free_nbytes -=",
+        "            self._free_nbytes -=",
         "a block is freed while another stream still uses it",
         _tests("streams", "no_race_whatever_lends_the_memory"),
     ),
@@ -1657,8 +1657,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "    return tensor.data_ptr() or tensor.untyped_storage()._cdata\n",
-        "    return tensor.data_ptr()\n",
+        "    return [tensor.data_ptr() or tensor.untyped_storage()._cdata for tensor in plain]\n",
+        "    return [tensor.data_ptr() for tensor in plain]\n",
         "a rank that has nothing of a parameter does not see that it was given other data",
         _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
     ),

@@ -290,12 +290,13 @@ class FlatParamHandle:
         """Whether reduced gradients leave the device that computes them."""
         return self.device.type != "cpu" and self.offload.gradients
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in the full buffer, and so loses its values when that is released."""
-        tensor, kinds = local_of(tensor), (torch.Tensor, nn.Parameter, CheckedLeaf)
-        if self.copy.pooled is None or type(tensor) not in kinds or tensor.layout != torch.strided:
+    def holds_any(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether one of ``tensors`` lies in the full buffer, and so loses its values when that is released."""
+        if self.copy.pooled is None:
             return False
-        return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
+        kinds, plain = (torch.Tensor, nn.Parameter, CheckedLeaf), map(local_of, tensors)
+        stored = [each.untyped_storage() for each in plain if type(each) in kinds and each.layout == torch.strided]
+        return self.copy.tensor.untyped_storage()._cdata in [storage._cdata for storage in stored]
 
     def state_in(self, dtype: torch.dtype) -> BufferState:
         """The state of the full copy in ``dtype``."""

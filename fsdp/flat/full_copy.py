@@ -46,6 +46,8 @@ class BufferState(Enum):
     UNSHARDED = auto()  # it holds every parameter
     RESIDENT = auto()  # it is the shard: nothing to gather, nothing to release
 
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
 
 _TRANSITIONS = {
     BufferState.SHARDED: (BufferState.GATHERING,),

@@ -65,6 +65,7 @@ class MemoryPool:
         self._streams = streams
         self._group = group
         self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
+        self._free_nbytes = 0  # of all these
 
     def allocate(self, buffer: PooledTensor) -> None:
         """Give ``buffer`` memory, with undefined contents."""
@@ -80,7 +81,9 @@ class MemoryPool:
             if buffer.nbytes <= block.nbytes() <= 2 * buffer.nbytes
         ]
         if fitting:
-            block, last_use = self._free.pop(min(fitting)[1])
+            nbytes, position = min(fitting)
+            block, last_use = self._free.pop(position)
+            self._free_nbytes -= nbytes
             self._streams.wait(last_use)
         else:
             self._shrink_to(self.kept_nbytes - buffer.nbytes)
@@ -100,8 +103,12 @@ class MemoryPool:
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             buffer.tensor.untyped_storage().resize_(0)
             return
-        self._free.append((buffer.detach(), last_use))
-        self._shrink_to(self.kept_nbytes)
+        block = buffer.detach()
+        nbytes = block.nbytes()
+        self._free.append((block, last_use))
+        self._free_nbytes += nbytes
+        if nbytes > self.kept_block_nbytes or self._free_nbytes > self.kept_nbytes:
+            self._shrink_to(self.kept_nbytes)
 
     def trim(self) -> None:
         """Give the kept blocks back to the allocator, and to the system what other ranks have read. Those of its
@@ -118,13 +125,12 @@ class MemoryPool:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
 
     def _shrink_to(self, nbytes: int) -> None:
-        total = sum(block.nbytes() for block, _ in self._free)
         too_large = [i for i, (block, _) in enumerate(self._free) if block.nbytes() > self.kept_block_nbytes]
-        while too_large or (self._free and total > nbytes):
+        while too_large or (self._free and self._free_nbytes > nbytes):
             # what is too large to keep at all would only push out the others; else the oldest goes
             block, last_use = self._free.pop(too_large.pop() if too_large else 0)
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
-            total -= block.nbytes()
+            self._free_nbytes -= block.nbytes()
 
 
 class SharedPool(MemoryPool):

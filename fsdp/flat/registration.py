@@ -10,6 +10,7 @@ hold the shard (``use_orig_params=True``), or :class:`ShardedPlaceholder` s besi
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -305,6 +306,10 @@ class Registration:
             RuntimeError: it was replaced by a parameter of another unit.
         """
         ours = self.resting if self.summoned is None else self.summoned.tensors
+        if self._home is None:  # nearly always all is as we have left it
+            found = [slot.module._parameters.get(slot.attribute) for slot in self._slots]
+            if all(map(operator.is_, found, [ours[slot.index] for slot in self._slots])):
+                return
         strange = {
             slot.index: (slot.name, current)
             for slot in self._slots
@@ -335,7 +340,8 @@ class Registration:
 
     def put_back_leaves(self) -> list[int]:
         """Put leaves where users have put something else while they are registered; returns the indices of those."""
-        if all(owner.get(attribute) is leaf for owner, attribute, leaf in self._leaf_writes):
+        current = [owner.get(attribute) for owner, attribute, _ in self._leaf_writes]
+        if all(map(operator.is_, current, [leaf for _, _, leaf in self._leaf_writes])):
             return []
         found = []
         for slot in self._slots:

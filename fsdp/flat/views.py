@@ -40,15 +40,16 @@ class Visible:
     absent: bool  # this rank's shard holds nothing of it
 
 
-def _memory_of(tensor: torch.Tensor) -> int:
-    """Another one after ``tensor.data = other``. A tensor without elements points nowhere, but has a storage, too."""
-    tensor = local_of(tensor)
-    return tensor.data_ptr() or tensor.untyped_storage()._cdata
+def _memories_of(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Of each another one after ``tensor.data = other``. A tensor without elements points nowhere, but has a storage,
+    too."""
+    plain = [tensor if type(tensor) is nn.Parameter else local_of(tensor) for tensor in tensors]
+    return [tensor.data_ptr() or tensor.untyped_storage()._cdata for tensor in plain]
 
 
 def _looks(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
     """Of each what changes when it is replaced, given other data, or written in place."""
-    return [None if tensor is None else (id(tensor), tensor._version, _memory_of(tensor)) for tensor in tensors]
+    return [None if tensor is None else (id(tensor), tensor._version, _memories_of([tensor])[0]) for tensor in tensors]
 
 
 def _flags(tensors: Iterable[torch.Tensor | None]) -> list[bool | None]:
@@ -209,13 +210,15 @@ class _BucketViews:
         pointers = self._pointers
         if summoned is not None:
             ours, values = summoned.tensors, summoned.values
-            pointers = [_memory_of(value) for value in values or ()]
+            pointers = _memories_of(values or ())
         with torch.no_grad():
             for index, new in self.registration.replaced():
                 self._check_fits(index, new, values[index] if values is not None else ours[index])
                 self._adopt(index, new, self._write(index, new))
-            for index, (tensor, pointer) in enumerate(zip(ours, pointers)):
-                if _memory_of(tensor) != pointer and values is not None:
+            if values is None or (found := _memories_of(ours)) == pointers:
+                return
+            for index, (tensor, memory, pointer) in enumerate(zip(ours, found, pointers)):
+                if memory != pointer:
                     self._check_fits(index, tensor, values[index], cast=summoned is not None)
                     local = local_of(tensor)
                     point_at([local], [values[index].copy_(local)])
@@ -362,7 +365,7 @@ class _BucketViews:
         """The shard is new, or has moved or changed its dtype: so does what rests on the modules."""
         self._values = self.handle.sharded_views(self.handle.shard)
         self.registration.rest(self._resting(self._values))
-        self._pointers = [_memory_of(value) for value in self._values or ()]
+        self._pointers = _memories_of(self._values or ())
         self.registration.use_resting()
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
@@ -374,7 +377,8 @@ class _BucketViews:
         Raises:
             RuntimeError, NotImplementedError: see ``take_over``.
         """
-        self.drop_placeholders()  # left there by something that raised
+        if self.registration.placeholders is not None:  # left there by something that raised
+            self.drop_placeholders()
         if self.check_writeback:
             self.take_over()
         leaves, changed = self.handle.copy.all_leaves, False

@@ -33,6 +33,8 @@ class Residence(Enum):
     RECOMPUTED = auto()  # its forward was recomputed, its backward follows
     KEPT = auto()  # its strategy keeps it for the next pass
 
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
 
 _IDLE = (Residence.PREFETCHED, Residence.RECOMPUTED)
 _NEXT = {
@@ -48,25 +50,28 @@ class Residences(Generic[T]):
     """Of every unit of one tree, why it is gathered. What is not sharded is never in it."""
 
     def __init__(self) -> None:
-        self._of: dict[T, Residence] = {}  # those that are gathered, in the order in which they became what they are
+        # those that are gathered, in the order in which they became what they are; those that are kept, which may be
+        # many, apart
+        self._of: dict[T, Residence] = {}
+        self._kept: dict[T, Residence] = {}
 
     def __iter__(self) -> Iterator[T]:
-        return iter(list(self._of))
+        return iter([*self._kept, *self._of])
 
     def of(self, unit: T) -> Residence:
-        return self._of.get(unit, Residence.SHARDED)
+        return self._of.get(unit) or self._kept.get(unit, Residence.SHARDED)
 
     def gathers(self, unit: T, why: Residence) -> None:
         """``unit`` gets memory, or its memory is filled again."""
-        before = self._of.pop(unit, Residence.SHARDED)
+        before = self._of.pop(unit, None) or self._kept.pop(unit, Residence.SHARDED)
         if why is not before and why not in _NEXT[before]:
             raise AssertionError(f"a unit went from {before.name} to {why.name}")
         if why is not Residence.SHARDED:
-            self._of[unit] = why
+            (self._kept if why is Residence.KEPT else self._of)[unit] = why
 
     def becomes(self, unit: T, why: Residence) -> bool:
         """If ``unit`` is gathered, it is so for another reason from here on, or not at all; returns whether it was."""
-        if unit not in self._of:
+        if unit not in self._of and unit not in self._kept:
             return False
         self.gathers(unit, why)
         return True
@@ -200,7 +205,8 @@ class Residency(Residences[UnitBuffers]):
         if unit.is_summoned or unit.in_output:
             return
         if self.becomes(unit, Residence.SHARDED):
-            unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
+            if unit.is_gathering or not self._streams.asynchronous_work:  # the host has waited for the others
+                unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
             last_use = self._streams.record()
             backward_follows = backward_follows and unit.generation == self.generation
             nearby = unit.nearby if backward_follows and unit.policy.unshard_in_backward else None
@@ -227,12 +233,14 @@ class Residency(Residences[UnitBuffers]):
     def _fits_budget(self, unit: UnitBuffers) -> bool:
         """Whether ``unit`` may stay gathered for the next pass, which comes to it before it comes to those that were
         kept before it: the first of these make room. The root is not counted."""
+        if unit.policy.keep_gathered_nbytes == 0:
+            return False
         if unit is self._root or not unit.gathers:
-            return unit.policy.keep_gathered_nbytes > 0
+            return True
         room = unit.policy.keep_gathered_nbytes - unit.full_nbytes
         if room < 0:
             return False
-        kept = [other for other, why in self._of.items() if why is Residence.KEPT and not self.stays(other)]
+        kept = [other for other in self._kept if not self.stays(other)]
         excess = sum(other.full_nbytes for other in kept if other is not unit) - room
         for other in kept:
             if excess > 0 and other is not unit:
@@ -279,7 +287,10 @@ class Residency(Residences[UnitBuffers]):
 
     def cast_parameters(self, unit: UnitBuffers, full_precision: bool) -> None:
         """As ``compute_in``, without the buffers."""
-        if all(handle.full_precision is full_precision for handle in unit.handles):
+        for handle in unit.handles:
+            if handle.full_precision is not full_precision:
+                break
+        else:
             return
         if (unit.is_summoned or unit.expected.seen) and any(handle.casts for handle in unit.handles):
             raise RuntimeError(
@@ -336,9 +347,11 @@ class Residency(Residences[UnitBuffers]):
         ancestors of ``unit`` and units that their strategy keeps."""
         if not computing.policy.limit_gathers:
             return True
-        limited = [u for u in self if u is not self._root and u.policy.reshard_after_forward is not False]
-        counted = [u for u in limited if self.of(u) is not Residence.KEPT]
-        return sum(u.index not in unit.ancestors for u in counted) <= self._distance(computing)
+        room = self._distance(computing)
+        for other in self._of:
+            limited = other is not self._root and other.policy.reshard_after_forward is not False
+            room -= limited and other.index not in unit.ancestors
+        return room >= 0
 
     def make_room(self, unit: UnitBuffers) -> None:
         """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
@@ -355,7 +368,7 @@ class Residency(Residences[UnitBuffers]):
         waits = self.passes.in_backward and unit.policy.prefetch_after_gradients
         if waits and any(other.expected and other.index not in unit.ancestors for other in self):
             return
-        listed = unit.listed(self.passes.in_backward)
+        listed = unit.listed(self.passes.in_backward) if unit.listed is not None else None
         if listed is not None and not begins:
             return
         for candidate in self.order.upcoming(self._distance(unit)) if listed is None else listed:

@@ -273,8 +273,9 @@ class Unit(UnitBuffers):
             output = self.precision.cast_outputs(output)
         outputs = list(tensors_in(output))
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
-        if self.gathers and any(handle.holds(tensor) for tensor in outputs for handle in self.handles):
-            self.in_output = True
+        for handle in self.handles:
+            if handle.holds_any(outputs):
+                self.in_output = True
         if call is not None:
             call.hook_outputs(differentiable)
         residency = context.residency
@@ -310,7 +311,18 @@ class Unit(UnitBuffers):
 
     @property
     def _reduces(self) -> bool:
-        return any(gradients.reduces for gradients in self.gradients)
+        for gradients in self.gradients:
+            if gradients.reduces:
+                return True
+        return False
+
+    @property
+    def _has_written(self) -> bool:
+        """Whether this backward has written gradients that are not yet reduced or shown."""
+        for gradients in self.gradients:
+            if gradients.target is not None:
+                return True
+        return False
 
     @property
     def _in_backward(self) -> bool:
@@ -341,7 +353,8 @@ class Unit(UnitBuffers):
         if self.policy.unshard_in_backward:
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
-            views.check_unchanged(before, {index for of, index in expected if of == bucket})
+            if views.marks() != before:
+                views.check_unchanged(before, {index for of, index in expected if of == bucket})
         context.residency.prefetch(self, begins=True)
 
     def leaf_ready(self, context: RootContext, key: LeafKey, leaf: torch.Tensor) -> None:
@@ -416,7 +429,7 @@ class Unit(UnitBuffers):
 
     def finish_gradients(self, context: RootContext, *, at_end: bool) -> None:
         """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
-        if not any(gradients.is_open for gradients in self.gradients):
+        if not self._has_written:
             return
         if self.synchronize and self._reduces:
             context.passes.about_to(REDUCE, self)
@@ -457,7 +470,7 @@ class Unit(UnitBuffers):
         """The whole backward is over; nothing of it may stay."""
         context = self.context
         assert context is not None
-        if self.synchronize and self._reduces and not any(gradients.is_open for gradients in self.gradients):
+        if self.synchronize and self._reduces and not self._has_written:
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:
                     gradients.open(context.reductions, synchronize=True)

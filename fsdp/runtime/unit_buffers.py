@@ -99,10 +99,6 @@ class UnitPolicy:
         return f"{self.backward_prefetch} ahead {when} gradients{limited}{kept}"
 
 
-def _nothing_listed(backward: bool) -> None:
-    return None
-
-
 class Summoned(Enum):
     """Where its parameters are shown whole."""
 
@@ -135,8 +131,8 @@ class UnitBuffers(ABC):
     in_output: bool = field(default=False, init=False)  # the last forward returned a parameter, to stay readable
     generation: int = field(default=-1, init=False)  # of the tree, when the full buffers were last filled
     kept_versions: list[Any] | None = field(default=None, init=False)  # of shards that a backward left gathered
-    # of forward and of backward, what users want to be prefetched; None: what came next the last time
-    listed: Callable[[bool], list[Any] | None] = field(default_factory=lambda: _nothing_listed, init=False)
+    # of forward and of backward, what users want to be prefetched; None, or where it says so: what came next last time
+    listed: Callable[[bool], list[Any] | None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.handles = [views.handle for views in self.views]
@@ -203,7 +199,10 @@ class UnitBuffers(ABC):
     @property
     def gathers(self) -> bool:
         """Whether the full buffers have memory of their own."""
-        return any(handle.state is not BufferState.RESIDENT for handle in self.handles)
+        for handle in self.handles:
+            if handle.copy.state is not BufferState.RESIDENT:
+                return True
+        return False
 
     @property
     def full_nbytes(self) -> int:
@@ -213,23 +212,32 @@ class UnitBuffers(ABC):
     @property
     def is_nearby(self) -> bool:
         """Whether the ranks nearby have all of it, for its next gather."""
-        return bool(self.handles) and all(handle.has_part for handle in self.handles)
+        return self.nearby is not None and bool(self.handles) and all(handle.has_part for handle in self.handles)
 
     @property
     def is_gathering(self) -> bool:
         """Whether a gather is under way."""
-        return any(handle.state is BufferState.GATHERING for handle in self.handles)
+        for handle in self.handles:
+            if handle.copy.state is BufferState.GATHERING:
+                return True
+        return False
 
     @property
     def is_gathered(self) -> bool:
         """Whether the full buffers have memory (a gather may still be under way). Always true of what is not
         sharded."""
-        return all(handle.state is not BufferState.SHARDED for handle in self.handles)
+        for handle in self.handles:
+            if handle.copy.state is BufferState.SHARDED:
+                return False
+        return True
 
     @property
     def in_full_precision(self) -> bool:
         """Whether messages have the parameters' own dtypes, and usually have others."""
-        return any(handle.departs_from_layout for handle in self.handles)
+        for handle in self.handles:
+            if handle.departs_from_layout:
+                return True
+        return False
 
     @property
     def is_summoned(self) -> bool:
@@ -262,8 +270,10 @@ class UnitBuffers(ABC):
 
     def follow_parameters(self) -> None:
         """Follow what the user did to the visible parameters."""
-        changed = [view.refresh() for view in self.views]
-        if any(changed):
+        changed = False
+        for view in self.views:
+            changed = view.refresh() or changed
+        if changed:
             self.expected.watch()
 
     # -- communicating outside of a step -------------------------------------------------------------------------------

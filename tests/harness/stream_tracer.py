@@ -554,7 +554,7 @@ class StreamTracer(TorchDispatchMode):
             for _, unit, _ in units_in(model):
                 for handle, gradients in zip(unit.handles, unit.gradients):
                     parts = {"full buffer": handle.full, "shard": handle.shard}
-                    for buffer in (gradients._scratch, gradients._target):
+                    for buffer in (gradients._scratch, gradients.target):
                         if buffer is not None:
                             parts["reduce buffer"] = buffer.flat
                     for visible in gradients.views.visible:

@@ -1,0 +1,89 @@
+"""What a step costs the host: the calls of the package's own functions, which no load of the machine changes.
+
+On torch's fake process group nothing travels, so what is counted is what one rank does for each unit. The bounds are
+what was reached, with room for a few calls: who needs more per gather, wait or gradient should find it once instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+)
+PACKAGE = str(Path(fsdp.__file__).parent)
+
+
+@pytest.fixture
+def group_of_eight() -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+def chain(units: int, layers: int, **options: Any) -> nn.Module:
+    """So many units of ``2 * layers`` parameters, and the root, which has none."""
+
+    def unit() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+
+    options["device_id"] = torch.device("cpu")
+    return FullyShardedDataParallel(
+        nn.Sequential(*(FullyShardedDataParallel(unit(), **options) for _ in range(units))), **options
+    )
+
+
+def calls_of_a_step(model: nn.Module) -> int:
+    """How often a forward and its backward call a function of the package, once all is recorded."""
+    x, params, calls = torch.ones(2, 4), list(model.parameters()), 0
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    gc.collect()  # what others left is not finalised meanwhile
+    for measured in (False, False, False, True):
+        sys.setprofile(count if measured else None)
+        try:
+            model(x).sum().backward()
+        finally:
+            sys.setprofile(None)
+        for param in params:
+            param.grad = None
+    return calls
+
+
+# a unit of one layer, and each further layer of two parameters
+BOUNDS = {
+    (FULL_SHARD, True): (480, 12),
+    (FULL_SHARD, False): (480, 14),
+    (SHARD_GRAD_OP, True): (415, 12),
+    (NO_SHARD, True): (305, 16),
+}
+
+
+@pytest.mark.parametrize(("strategy", "use_orig_params"), BOUNDS)
+def test_calls_per_unit(group_of_eight: None, strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    few, some, many = (calls_of_a_step(chain(units, 1, **options)) for units in (4, 8, 12))
+    assert many - some == some - few, "what a unit costs grows with the number of units"
+    of_a_unit = (some - few) / 4
+    of_a_layer = (calls_of_a_step(chain(8, 6, **options)) - some) / 8 / 5
+    bounds = BOUNDS[strategy, use_orig_params]
+    assert (of_a_unit <= bounds[0], of_a_layer <= bounds[1]) == (True, True), (of_a_unit, of_a_layer, bounds)
