@@ -515,6 +515,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/memory.py",
+        "    if group is not None and STORAGES_SWAP and streams.asynchronous_work and may_share():",
+        "    if group is not None and STORAGES_SWAP and may_share():",
+        "memory that streams still use is given to others",
+        _tests("shared_memory", "memory_is_used_where_all_ranks_can"),
+    ),
+    Mutation(
+        "fsdp/flat/memory.py",
         "        return lent is None or lent.is_read\n",
         "        return True\n",
         "a unit is gathered again over what a slower rank still reads",
@@ -557,8 +564,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/shared_memory.py",
-        '    if _tell(group, "opened", bool(peers)) != [True] * group.size():\n',
-        '    if not _tell(group, "opened", bool(peers)) or not peers:\n',
+        "    if any(problems) or not peers:\n",
+        "    if not peers:\n",
         "a rank alone decides whether the ranks share memory",
         _tests("shared_memory", "memory_is_used_where_all_ranks_can"),
     ),
@@ -582,6 +589,20 @@ MUTATIONS = [
         "            pass\n",
         "a fork posts in the name of the process that it was forked from",
         _tests("shared_memory", "a_fork_takes_no_part"),
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "        communicator.choose(self.device)  # which may fail, and decides which memory is of use\n",
+        "",
+        "a unit whose ranks cannot share memory as they are told to cannot say so twice",
+        _tests("shared_memory", "memory_is_used_where_all_ranks_can"),
+    ),
+    Mutation(
+        "fsdp/comm/shared_memory.py",
+        "            own.leave_header(Header(left.headers[left.rank], left.epoch + 3))\n",
+        "            pass\n",
+        "the segment grows with every group that there ever was",
+        _tests("shared_memory", "memory_has_no_name_and_is_given_back_at_rest"),
     ),
     Mutation(
         "fsdp/flat/flat_param.py",

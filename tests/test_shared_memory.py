@@ -1,4 +1,4 @@
-"""Gathers and reductions through memory that the ranks of one host share (`FSDP_COLLECTIVES=shared`).
+"""Gathers and reductions through memory that the ranks of one host share.
 
 The other ways are the referee: what moves through shared memory has the bits of the direct exchange. The rest is what
 memory adds: ranks that die, that part, that have no room, that fork, and what is left behind.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
@@ -27,10 +29,11 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, sha
 from fsdp.comm import ledger, shared_memory
 from fsdp.comm.collectives import Communicator, Tag, Vote
 from fsdp.comm.groups import Groups, group_store
-from fsdp.comm.segment import Segment
+from fsdp.comm.segment import HEADER, Segment
 from fsdp.comm.shared_memory import Channel
 from fsdp.comm.streams import streams_for
 from fsdp.comm.waiting import OutOfStep
+from fsdp.flat.memory import SharedPool, pool_for
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
@@ -51,6 +54,7 @@ _held_before = 0  # what a group that an earlier test has broken holds in this p
 def share() -> None:
     global _held_before
     os.environ["FSDP_COLLECTIVES"] = "shared"
+    gc.collect()  # models of earlier tests, with memory
     if shared_memory.segment() is not None:
         _held_before = held_at_rest()
 
@@ -168,6 +172,7 @@ def test_memory_is_not_used_again_before_all_have_read_it() -> None:
     run_ranks(2, fast_and_slow_ranks)
 
 
+@impatient
 def write_before_all_have_read() -> None:
     """Rank 1 reads late what rank 0 has gathered: rank 0 gathers a unit again after its shard has changed, and writes
     into summoned parameters."""
@@ -420,6 +425,23 @@ def leave_nothing() -> None:
         del model
     assert held_at_rest() <= HEADERS
     assert len(os.listdir("/proc/self/fd")) <= files + 3 * 8  # the groups' own
+    for number in range(20):  # what groups had that are destroyed, later ones have
+        group = dist.new_group()
+        full = torch.empty(2)
+        communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+        for again in range(number % 3 * 40):
+            communicator.gather(full, torch.full((1,), float(number)), Tag(f"gather {again}", again)).wait()
+            assert full.tolist() == [number, number]
+        if number % 5 == 4:
+            shared_memory.renew(group)
+        assert Vote(number, group, CPU, "the same", largest=dist.get_rank()).result() == 1
+        if number == 4:
+            held, files = held_at_rest(), len(os.listdir("/proc/self/fd"))
+        del communicator
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+    assert held_at_rest() <= held + 2 * HEADER and len(os.listdir("/proc/self/fd")) <= files
     pieces = torch.full((2 * 10,), 3.0)
     communicator = Communicator(Groups.of(new_group(), replicate=False), streams_for(CPU))
     storage = segment.allocate(pieces.nbytes)
@@ -497,7 +519,7 @@ def interrupt_the_decision() -> None:
 
         def interrupted(group: Any, key: str, value: Any) -> list[Any]:
             values = tell(group, key, value)
-            if key == "opened":
+            if key.startswith("opened"):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return values
 
@@ -518,18 +540,47 @@ def test_a_rank_that_is_interrupted_in_the_decision_has_decided_as_the_others() 
 # -- when it is used -----------------------------------------------------------------------------------------------
 
 
+REFUSALS: dict[str, str] = {
+    "the host": "rank 0 and rank 1 are on different hosts, or in different containers",
+    "the mapping": "rank 1 cannot open the memory of another one: .*Permission denied",
+    "the system": "rank 1 has none: only Linux on x86-64",
+    "the file": "rank 1 has none: .*Operation not permitted",
+}
+
+
+@contextlib.contextmanager
+def refused(what: str) -> Iterator[None]:
+    no_file = mock.patch.object(os, "memfd_create", side_effect=PermissionError(errno.EPERM, "Operation not permitted"))
+    denied = mock.patch.object(shared_memory, "_peer", side_effect=PermissionError(errno.EACCES, "Permission denied"))
+    ways: dict[str, list[Any]] = {
+        "the host": [mock.patch.object(shared_memory, "machine", lambda: "another")],
+        "the mapping": [denied],
+        "the system": [mock.patch.object(shared_memory, "SUPPORTED", False)],
+        "the file": [no_file, mock.patch.object(shared_memory, "_segments", [])],
+    }
+    with contextlib.ExitStack() as stack:
+        for way in ways[what]:
+            stack.enter_context(way)
+        yield
+
+
 def choose() -> None:
-    os.environ["FSDP_COLLECTIVES"] = "shared"
     rank = dist.get_rank()
-    for refused in ("the machine", "the mapping", "the system"):  # on one rank alone
-        group = new_group()
-        other = {"the machine": mock.patch.object(shared_memory, "machine", lambda: "another")}
-        other["the mapping"] = mock.patch.object(shared_memory, "_peer", side_effect=PermissionError())
-        other["the system"] = mock.patch.object(shared_memory, "SUPPORTED", False)
-        with other[refused] if rank == 1 else nullcontext():
-            model = make_model(group)
-            step(model)
-        assert not any(unit.shares_memory for unit in shard_info(model)), refused
+    for what, why in REFUSALS.items():  # on one rank alone
+        for way in (None, "shared"):
+            os.environ.pop("FSDP_COLLECTIVES", None)
+            if way is not None:
+                os.environ["FSDP_COLLECTIVES"] = way
+            model = make_model(new_group())
+            with refused(what) if rank == 1 else nullcontext():
+                if way is None:
+                    step(model)
+                else:
+                    for _ in range(2):
+                        with pytest.raises(RuntimeError, match=f"^FSDP_COLLECTIVES=shared asks .* none: {why}.*auto"):
+                            step(model)
+            assert not any(unit.shares_memory for unit in shard_info(model)), what
+    del os.environ["FSDP_COLLECTIVES"]
     group = new_group()
     model = make_model(group)
     assert not any(unit.shares_memory for unit in shard_info(model)), "known before the first collective"
@@ -543,15 +594,24 @@ def choose() -> None:
         else:
             assert moved > 7, recorded
     assert all(unit.shares_memory for unit in shard_info(model))
+    assert isinstance(pool_for(CPU, streams_for(CPU), group), SharedPool)
+    with_streams = mock.Mock(asynchronous_work=False)  # whose events a block of the segment does not know
+    assert not isinstance(pool_for(CPU, with_streams, group), SharedPool)
+    with mock.patch.dict(os.environ, FSDP_COLLECTIVES="direct"):
+        assert not isinstance(pool_for(CPU, streams_for(CPU), group), SharedPool)
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         checked = make_model(new_group())
         step(checked)
         assert not any(unit.shares_memory for unit in shard_info(checked))
+        os.environ["FSDP_COLLECTIVES"] = "shared"
+        with pytest.raises(RuntimeError, match="share none: torch's debug level DETAIL"):
+            step(make_model(new_group()))
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
 def test_memory_is_used_where_all_ranks_can() -> None:
-    """On one host, without torch's own checks, and where nobody records collectives: on all ranks, or on none."""
+    """On one host, without torch's own checks, and where nobody records collectives: on all ranks, or on none; and who
+    has asked for it by name hears why not."""
     run_ranks(2, choose)

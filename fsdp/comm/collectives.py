@@ -8,8 +8,11 @@ On gloo the native all-gather and reduce-scatter move large messages several tim
 every rank sends each peer its piece and receives the peers' pieces, all at once, with a tag of (unit, bucket, pass):
 messages of different sizes that meet under one tag abort the process, tagged ones match or time out. A reduction sums
 the received pieces in rank order 0..N-1, low precision in float32, so its result does not depend on timing. For small
-messages the native calls win. ``FSDP_COLLECTIVES=native|direct|shared|auto`` overrides the choice; ``shared`` is the
-memory of :mod:`fsdp.comm.shared_memory` where all ranks of a group share some, and else what ``auto`` is.
+messages the native calls win.
+
+Where all ranks of such a group are on one host, nothing is sent: what they gather and reduce goes through memory that
+they share, :mod:`fsdp.comm.shared_memory`. ``FSDP_COLLECTIVES`` chooses otherwise: ``native`` and ``direct``; and with
+``shared`` it is an error where ``auto`` would go on without shared memory.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from fsdp.comm.groups import Groups, backend_of, control_device
 from fsdp.comm.ledger import Transfer as Transfer
 from fsdp.comm.ledger import are_torchs_own, issue, issue_in_memory, issue_transfers
 from fsdp.comm.ledger import current_label as current_label
-from fsdp.comm.shared_memory import Channel, Posts, channel_of, connect
+from fsdp.comm.shared_memory import Channel, Posts, channel_of, connect, why_not
 from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import OutOfStep as OutOfStep
@@ -86,6 +89,18 @@ class Communicator:
         self.divisor: float | None = None  # of the sum over all ranks, instead of their number
         self._direct_min: float | None = None  # messages of so many bytes go direct
         self._channel: Channel | None = None  # to the memory that the ranks share; known with ``_direct_min``
+
+    def choose(self, device: torch.device) -> None:
+        """Have the algorithm been chosen for tensors on ``device``. All ranks have to come the first time.
+
+        Raises:
+            RuntimeError: they do not, or cannot do what ``FSDP_COLLECTIVES`` says.
+        """
+        if self._direct_min is None and self.groups.sharded:
+            on_host, several = self.streams.asynchronous_work, self.groups.shard_size > 1
+            if on_host and several:
+                self._channel = shared_channel(self.groups.shard, device)
+            self._direct_min = direct_threshold(self.groups.shard, device) if on_host else float("inf")
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
@@ -169,21 +184,14 @@ class Communicator:
 
     def _memory(self, full: torch.Tensor, tag: Tag) -> Channel | None:
         """The memory that the ranks share, if their next collective goes through it."""
-        self._choose(full.device)
+        self.choose(full.device)
         channel = self._channel
         if channel is None or not channel.usable:
             return None
         return channel if _go_through(channel.collectives, self.groups.shard, tag.label) else None
 
-    def _choose(self, device: torch.device) -> None:
-        if self._direct_min is None:
-            on_host, several = self.streams.asynchronous_work, self.groups.shard_size > 1
-            if on_host and several:
-                self._channel = shared_channel(self.groups.shard, device)
-            self._direct_min = direct_threshold(self.groups.shard, device) if on_host else float("inf")
-
     def _goes_direct(self, full: torch.Tensor) -> bool:
-        self._choose(full.device)
+        self.choose(full.device)
         assert self._direct_min is not None
         return full.numel() * full.element_size() >= self._direct_min and self.groups.shard_size > 1
 
@@ -421,12 +429,28 @@ def _choice() -> str:
     return choice
 
 
+def may_share() -> bool:
+    """Whether ranks that share memory are to communicate through it."""
+    return _choice() in ("auto", "shared")
+
+
 def shared_channel(group: Any, device: torch.device) -> Channel | None:
     """The memory that the ranks of ``group`` share; None if they share none, or are not to use it. The first time all
-    of them have to ask."""
-    if _choice() != "shared" or backend_of(group, device) != "gloo" or debug_detail():
+    of them have to ask.
+
+    Raises:
+        RuntimeError: on every rank, if ``FSDP_COLLECTIVES=shared`` asks for it and they share none, with why.
+    """
+    if not may_share() or backend_of(group, device) != "gloo":
         return None
-    return connect(group)
+    channel = None if debug_detail() else connect(group)
+    if channel is None and _choice() == "shared":
+        why = "torch's debug level DETAIL checks its own calls alone" if debug_detail() else why_not(group)
+        raise RuntimeError(
+            f"FSDP_COLLECTIVES=shared asks for memory that the ranks of a group share, and these share none: {why}. "
+            "With FSDP_COLLECTIVES=auto, on all ranks, they communicate in another way"
+        )
+    return channel
 
 
 def direct_threshold(group: Any, device: torch.device) -> float:

@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,7 @@ from fsdp.comm import waiting
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
 HEADER = 1 << 13  # bytes for the posts of a channel
 
+_PATIENCE = 10  # times as long as a rank waits for a collective before it looks around, it waits for memory to be read
 _HEADERS = 1 << 26  # bytes at the start of a segment for headers; but few pages of it are ever used
 
 
@@ -95,7 +96,7 @@ class Block:
         self._patience = 0.0  # seconds that it is worth to wait for the readers
 
     def posted(self, readers: Readers, number: int) -> None:
-        self._reader, self._patience = (readers, number), waiting.PATIENCE.total_seconds()
+        self._reader, self._patience = (readers, number), _PATIENCE * waiting.PATIENCE.total_seconds()
 
     @property
     def is_read(self) -> bool:
@@ -111,6 +112,17 @@ class Block:
                 self._reader[0].until(lambda: self.is_read, patience)
 
 
+class Header(NamedTuple):
+    """Where a channel has its posts.
+
+    Attributes:
+        epoch: before this no channel that had it has posted anything.
+    """
+
+    offset: int
+    epoch: int
+
+
 class Segment:
     """This process's memory that others read."""
 
@@ -121,7 +133,7 @@ class Segment:
         os.ftruncate(self.file, self.capacity)
         self.mapping = Mapping(self.file, self.capacity)
         self._address = self.mapping.piece(0, 1, torch.uint8).data_ptr()
-        self._headers = 1
+        self._headers, self._left_headers = 1, list[Header]()
         os.posix_fallocate(self.file, 0, mmap.PAGESIZE)
         self.mapping.words[0] = self.nonce = random.SystemRandom().getrandbits(62)
         self.peer = Peer(self.mapping, os.pidfd_open(os.getpid()))
@@ -131,14 +143,19 @@ class Segment:
         self._lent: dict[int, Block] = {}  # by address
         self._lock = threading.Lock()  # a model may be collected anywhere, which gives memory back
 
-    def new_header(self) -> int:
-        """Where a new channel has its header, of zeros. It stays: some peer may look at it for ever."""
+    def new_header(self) -> Header:
+        """For a new channel: all zeros, or one that an earlier channel had, which nobody looks at any more."""
+        if self._left_headers:
+            return self._left_headers.pop()
         offset = self._headers * HEADER
         if offset == _HEADERS:
             raise OSError("no more headers")
         os.posix_fallocate(self.file, offset, HEADER)
         self._headers += 1
-        return offset
+        return Header(offset, 0)
+
+    def leave_header(self, header: Header) -> None:
+        self._left_headers.append(header)
 
     def allocate(self, nbytes: int, *, keep: bool = True) -> torch.UntypedStorage:
         """At least ``nbytes`` bytes, undefined, until nothing holds the storage any more; then without ``keep`` the

@@ -36,7 +36,7 @@ import torch
 
 from fsdp.comm.board import Board, machine
 from fsdp.comm.groups import group_ranks, group_timeout
-from fsdp.comm.segment import HEADER, SUPPORTED, Block, Mapping, Peer, Segment
+from fsdp.comm.segment import HEADER, SUPPORTED, Block, Header, Mapping, Peer, Segment
 from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
 
 _SLOT = 128  # bytes of a post: five words, and a label
@@ -85,9 +85,11 @@ class _UnderWay(NamedTuple):
 class Posts:
     """What the ranks of a channel post one after the other, all of them the same; see [Note: Posts]."""
 
-    def __init__(self, channel: Channel, rank: int, mappings: Sequence[Mapping], headers: Sequence[int]) -> None:
-        """``headers``: where each rank has its posts in its segment, in bytes."""
-        self.number = 0  # of the last post
+    def __init__(
+        self, channel: Channel, rank: int, mappings: Sequence[Mapping], headers: Sequence[int], epoch: int
+    ) -> None:
+        """``headers``: where each rank has its posts in its segment, in bytes. They are numbered from ``epoch`` on."""
+        self.number = self._elsewhere = epoch * _EPOCH  # of the last post; how many went another way
         self._channel, self._rank = channel, rank
         self._own = mappings[rank]
         self._words = [mapping.words for mapping in mappings]
@@ -95,7 +97,6 @@ class Posts:
         self._others = [other for other in range(len(mappings)) if other != rank]
         self._place = headers[rank] // 8  # of what is not a post, in words
         self._firsts = {other: (mapping.words, headers[other] // 8) for other, mapping in enumerate(mappings)}
-        self._elsewhere = 0  # how many went another way
         self._under_way: deque[_UnderWay] = deque()
 
     def _slot(self, rank: int, number: int) -> int:
@@ -184,10 +185,14 @@ class Posts:
                 words[done] = what.number  # from here on it is over, for this rank and for the others
             self._under_way.popleft()
 
+    @property
+    def epoch(self) -> int:
+        return self.number // _EPOCH
+
     def renew(self) -> None:
         """What only some have posted is forgotten."""
         self._under_way.clear()
-        self.number = self._elsewhere = (self.number // _EPOCH + 1) * _EPOCH
+        self.number = self._elsewhere = (self.epoch + 1) * _EPOCH
         self._own.words[self._place + _DONE] = self._own.words[self._place + _ELSEWHERE] = self.number
 
     def read_no_more(self) -> None:
@@ -233,8 +238,8 @@ class Channel:
         collectives, questions: what its ranks post.
     """
 
-    def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
-        """``headers``: where each rank's header lies in its segment, in bytes."""
+    def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int], epoch: int) -> None:
+        """``headers``: where each rank's header lies in its segment, in bytes, prepared for ``epoch``."""
         self.timeout = group_timeout(group).total_seconds()
         self.names = group_ranks(group)
         self.broken: RuntimeError | None = None
@@ -242,8 +247,9 @@ class Channel:
         self._rank, self._segment, self._peers = group.rank(), own, peers
         self._mappings = [peer.mapping for peer in peers]
         self._others = [rank for rank in range(len(peers)) if rank != self._rank]
-        self.collectives = Posts(self, self._rank, self._mappings, headers)
-        self.questions = Posts(self, self._rank, self._mappings, [header + _HALF for header in headers])
+        self._headers = headers
+        self.collectives = Posts(self, self._rank, self._mappings, headers, epoch)
+        self.questions = Posts(self, self._rank, self._mappings, [header + _HALF for header in headers], epoch)
 
     # -- what the ranks do together ------------------------------------------------------------------------------------
 
@@ -376,8 +382,24 @@ class Channel:
             if os.getpid() == process:  # a fork would speak for another
                 for posts in several:
                     posts.read_no_more()
+                _left.append(_Left(self._rank, self._peers, self._headers, max(posts.epoch for posts in several)))
 
         return tell
+
+
+class _Left(NamedTuple):
+    """A channel that this rank has left. Its header is used again once all have: a rank that has not goes no further
+    than one epoch beyond this one."""
+
+    rank: int
+    peers: Sequence[Peer]
+    headers: Sequence[int]
+    epoch: int
+
+    def by_all(self) -> bool:
+        firsts = [(peer, (header + half) // 8) for peer, header in zip(self.peers, self.headers) for half in (0, _HALF)]
+        further = (self.epoch + 2) * _EPOCH
+        return all(peer.mapping.words[place + _DONE] >= further or peer.has_ended for peer, place in firsts)
 
 
 # -- who shares memory -------------------------------------------------------------------------------------------------
@@ -386,6 +408,8 @@ _segments: list[Segment] = []  # this process's own, once there is one
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 _connecting: weakref.WeakKeyDictionary[Any, futures.Future[Channel | None]] = weakref.WeakKeyDictionary()
 _channels: weakref.WeakKeyDictionary[Any, Channel | None] = weakref.WeakKeyDictionary()
+_left: list[_Left] = []  # whose headers others may look at
+_problems: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
 
 
@@ -421,21 +445,57 @@ def connect(group: Any) -> Channel | None:
 
 
 def _connect(group: Any) -> Channel | None:
-    row: list[int] = []
-    with contextlib.suppress(OSError):
-        if SUPPORTED and machine():
-            own = _own_segment()
-            row = [os.getpid(), own.file, own.nonce, own.capacity, own.new_header()]
-    rows = [said[1:] for said in _tell(group, "segment", [machine(), *row]) if said[1:] and said[0] == machine()]
-    peers: list[Peer] = []
-    with contextlib.suppress(OSError, ValueError):
-        if len(rows) == group.size():
-            peers = [_peer(*row[:4]) for row in rows]
-    if _tell(group, "opened", bool(peers)) != [True] * group.size():
+    row = _own_row()
+    rows = _tell(group, "segment", row)
+    problem, peers, epoch = _apart(rows, group), list[Peer](), max((said[6] for said in rows if said[1:]), default=0)
+    if not problem:
+        try:
+            peers = [_peer(*said[1:5]) for said in rows]
+            for place in (row[5] // 8, (row[5] + _HALF) // 8):  # before the others look there
+                words = _own_segment().mapping.words
+                words[place + _DONE] = words[place + _ELSEWHERE] = epoch * _EPOCH
+        except (OSError, ValueError) as error:
+            problem = f"rank {group_ranks(group)[group.rank()]} cannot open the memory of another one: {error}"
+    attempt = "/".join(str(said) for said in rows[0][1:]) if rows else ""  # a store may remember an earlier one
+    problems = _tell(group, f"opened/{attempt}", problem)
+    if any(problems) or not peers:
+        _problems[group] = next(filter(None, problems), problem)
+        if row[1:]:
+            _own_segment().leave_header(Header(row[5], row[6] + 1))
         return None
-    channel = Channel(group, _own_segment(), peers, [row[4] for row in rows])
+    channel = Channel(group, _own_segment(), peers, [said[5] for said in rows], epoch)
     weakref.finalize(group, channel.reads_no_more())
     return channel
+
+
+def _own_row() -> list[Any]:
+    """Where this rank's segment is, and a header in it; or why it has none."""
+    try:
+        own = _own_segment()
+        for left in [left for left in _left if left.by_all()]:
+            _left.remove(left)
+            own.leave_header(Header(left.headers[left.rank], left.epoch + 3))
+        return [machine(), os.getpid(), own.file, own.nonce, own.capacity, *own.new_header()]
+    except (OSError, ValueError) as error:
+        return [str(error)]
+
+
+def _apart(rows: Sequence[Sequence[Any]], group: Any) -> str:
+    """Why ranks that have told these cannot share memory; "" if they may."""
+    if len(rows) < group.size():
+        return "the group has no store in which they could agree"
+    names = group_ranks(group)
+    for rank, row in enumerate(rows):
+        if len(row) == 1:
+            return f"rank {names[rank]} has none: {row[0]}"
+        if row[0] != rows[0][0]:
+            return f"rank {names[0]} and rank {names[rank]} are on different hosts, or in different containers"
+    return ""
+
+
+def why_not(group: Any) -> str:
+    """Why the ranks of ``group`` share no memory, where they have decided so."""
+    return _problems.get(group, "")
 
 
 def _tell(group: Any, key: str, value: Any) -> list[Any]:
@@ -454,6 +514,12 @@ def _tell(group: Any, key: str, value: Any) -> list[Any]:
 
 
 def _own_segment() -> Segment:
+    """
+    Raises:
+        OSError: the system does not allow it.
+    """
+    if not SUPPORTED or not machine():
+        raise OSError("only Linux on x86-64 is known to show what others write in its order")
     if not _segments:
         _segments.append(Segment())
     return _segments[0]

@@ -339,6 +339,7 @@ class FlatParamHandle:
         if copy.state is BufferState.GATHERING:
             self.wait()
         assert copy.pooled is not None
+        communicator.choose(self.device)  # which may fail, and decides which memory is of use
         if copy.state is BufferState.UNSHARDED and not pool.may_refill(copy.pooled):
             self.release(pool, None)
         if copy.state is BufferState.SHARDED:

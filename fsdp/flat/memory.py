@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fsdp.comm import shared_memory
+from fsdp.comm.collectives import may_share
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
@@ -181,6 +182,6 @@ def pool_for(device: torch.device, streams: Streams, group: Any) -> MemoryPool:
     ``FSDP_DEBUG=1``."""
     if os.environ.get("FSDP_DEBUG", "0") == "1":
         return PoisoningPool(device, streams)
-    if group is not None and device.type == "cpu" and STORAGES_SWAP:
+    if group is not None and STORAGES_SWAP and streams.asynchronous_work and may_share():  # the host has no streams
         return SharedPool(device, streams, group)
     return MemoryPool(device, streams)

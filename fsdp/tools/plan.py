@@ -150,7 +150,7 @@ def plan(
         use_orig_params: as in the wrapper; it changes the padding.
         shard_size: with hybrid strategies, the ranks that a replica is sharded over: those of a machine, usually.
         device: where it would train. On accelerators shards are aligned to 16 bytes; on ``"cpu"`` (gloo) reductions
-            receive into memory of their own.
+            receive into memory of their own, as between hosts: through memory that ranks share they need none.
         memory: what a rank has, in bytes or as ``"80GB"``: has :attr:`Plan.smallest` looked for.
 
     Raises:
