@@ -14,6 +14,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Modules without device_id go to an accelerator if there is one, and the suite is about CPU (scripts/gpu_check.py
     # is not). The ranks inherit this.
     os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ZE_AFFINITY_MASK="")
+    os.fsync = os.fstat  # type: ignore[assignment]  # see `worker.main`
     pool.set_warning_filters(config.getini("filterwarnings"))
     torch.set_num_threads(1)  # the ranks need the other cores, and results must not depend on their number
 

@@ -201,12 +201,11 @@ def compare_all(runs: list[Run]) -> None:
     for run in runs:
         case, precision = ZOO[run.case], PRECISIONS[run.precision]
         schedule = Schedule(5, micro=run.micro, reduce_each=run.reduce_each)
-        options = {"strategy": run.strategy, "use_orig_params": run.use_orig_params}
+        options: dict[str, Any] = {"strategy": run.strategy, "use_orig_params": run.use_orig_params}
         optimizer = OPTIMIZERS[run.optimizer]
         with pytest.warns(UserWarning, match=BATCH_NORM) if run.case == "conv-batchnorm" else nullcontext():
-            steps = run_fsdp(
-                case, optimizer, schedule, mixed_precision=precision, cpu_offload=CPUOffload(run.offload), **options
-            )
+            options |= {"mixed_precision": precision, "cpu_offload": CPUOffload(run.offload)}
+            steps = run_fsdp(case, optimizer, schedule, rank0_only=True, **options)
         if dist.get_rank() == 0:
             expected = run_mixed(case, optimizer, run.world_size, schedule, precision)
             for index, (ours, theirs) in enumerate(zip(steps, expected, strict=True)):

@@ -27,6 +27,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO, Batch, Case, cross_entropy
 from tests.harness.oracle import (
     OPTIMIZERS,
+    MakeOptimizer,
     Schedule,
     Step,
     assert_bit_equal,
@@ -55,12 +56,18 @@ def ways(strategies: Sequence[str] = STRATEGIES) -> list[tuple[str, bool]]:
 
 def assert_same_steps(actual: list[Step], expected: list[Step], what: str) -> None:
     __tracebackhide__ = True
+    assert actual or dist.get_rank() > 0
     for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         where = f"{what}, step {index}"
         assert_bit_equal(_by_rank(ours), _by_rank(theirs), f"{where}, losses")
         assert_bit_equal(ours.grads, theirs.grads, f"{where}, gradients")
         assert_bit_equal(flatten_state(ours.optim), flatten_state(theirs.optim), f"{where}, optimizer state")
         assert_bit_equal(ours.params, theirs.params, f"{where}, parameters")
+
+
+def plain_on_rank_0(case: Case, make_optimizer: MakeOptimizer, schedule: Schedule) -> list[Step]:
+    """What `run_plain` gives; rank 0 alone compares, with the steps of all ranks that it has with `rank0_only`."""
+    return run_plain(case, make_optimizer, dist.get_world_size(), schedule) if dist.get_rank() == 0 else []
 
 
 def _by_rank(step: Step) -> dict[str, Tensor]:
@@ -85,11 +92,9 @@ def test_r02_twenty_steps_equal_the_same_order_reference(world_size: int, optimi
 
 def twenty_steps(optimizer: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
-    world_size = dist.get_world_size()
     for name, mode in (("mlp", optimizer == "adamw"), ("tied-transformer", optimizer == "sgd")):
-        steps = run_fsdp(ZOO[name], OPTIMIZERS[optimizer], LONG, use_orig_params=mode)
-        if dist.get_rank() == 0:
-            assert_same_steps(steps, run_plain(ZOO[name], OPTIMIZERS[optimizer], world_size, LONG), name)
+        steps = run_fsdp(ZOO[name], OPTIMIZERS[optimizer], LONG, use_orig_params=mode, rank0_only=True)
+        assert_same_steps(steps, plain_on_rank_0(ZOO[name], OPTIMIZERS[optimizer], LONG), name)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -102,7 +107,7 @@ def near_the_batch() -> None:
     os.environ["FSDP_COLLECTIVES"] = "native"
     world_size, make_optimizer = dist.get_world_size(), OPTIMIZERS["sgd"]
     for name, mode in (("mlp", False), ("tied-transformer", True)):
-        steps = run_fsdp(ZOO[name], make_optimizer, LONG, use_orig_params=mode, dtype=torch.float64)
+        steps = run_fsdp(ZOO[name], make_optimizer, LONG, use_orig_params=mode, dtype=torch.float64, rank0_only=True)
         if dist.get_rank() > 0:
             continue
         whole = run_plain(ZOO[name], make_optimizer, world_size, LONG, order="batch", dtype=torch.float64)
@@ -128,7 +133,7 @@ def test_r03_two_runs_are_bit_equal_whatever_the_timing(world_size: int, strateg
 def train_twice(strategy: str) -> None:
     for name, mode, collectives in (("mlp", True, "native"), ("segment-reentrant", False, "direct")):
         os.environ["FSDP_COLLECTIVES"] = collectives
-        train = partial(run_fsdp, ZOO[name], OPTIMIZERS["adamw"], strategy=ShardingStrategy[strategy])
+        train = partial(run_fsdp, ZOO[name], OPTIMIZERS["adamw"], strategy=ShardingStrategy[strategy], rank0_only=True)
         schedule = Schedule(steps=5)
         first = train(schedule, use_orig_params=mode)
         with delay_collectives(seed=7, max_ms=0.5):
@@ -365,12 +370,12 @@ def train_shared_modules() -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     schedule, make_optimizer = Schedule(6), OPTIMIZERS["sgd"]
     for case, policies in ((SHARED, (ModuleWrapPolicy({nn.Linear}), None)), (ZOO["used-twice"], (None,))):
-        plain = run_plain(case, make_optimizer, dist.get_world_size(), schedule)
+        plain = plain_on_rank_0(case, make_optimizer, schedule)
         for policy in policies:
             for strategy, mode in ways(STRATEGIES[:2]):
                 what = f"{case.name} {'one unit' if policy is None else 'units'} {strategy} {mode}"
                 options: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "use_orig_params": mode}
-                options["wrap_policy"] = policy
+                options |= {"wrap_policy": policy, "rank0_only": True}
                 assert_same_steps(run_fsdp(case, make_optimizer, schedule, **options), plain, what)
     model: Any = wrap(SHARED)
     assert model.module.layers[0] is model.module.first is model.module.last is model.module.layers[2]
@@ -668,7 +673,7 @@ def train_odd(name: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, schedule, make_optimizer = ODD[name], Schedule(4), sgd_of_halves
     world_size = dist.get_world_size()
-    plain = [_comparable(step) for step in run_plain(case, make_optimizer, world_size, schedule)]
+    plain = [_comparable(step) for step in plain_on_rank_0(case, make_optimizer, schedule)]
     originals = dict(case.build().named_parameters())
     for strategy, mode in ways():
         what = f"{name} {strategy} {mode}"
@@ -676,8 +681,10 @@ def train_odd(name: str) -> None:
         start = full_parameters(model)
         assert_bit_equal(start, originals, what)
         assert all(start[n].stride() == p.stride() for n, p in originals.items() if n != "sliced" and p.numel()), what
-        options: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "use_orig_params": mode}
+        options: dict[str, Any] = {"strategy": ShardingStrategy[strategy], "use_orig_params": mode, "rank0_only": True}
         steps = [_comparable(step) for step in run_fsdp(case, make_optimizer, schedule, **options)]
+        if dist.get_rank() > 0:
+            continue
         if world_size < 3 or (strategy != "NO_SHARD" and name not in ("bfloat16", "mixed dtypes")):
             assert_same_steps(steps, plain, what)
         else:
