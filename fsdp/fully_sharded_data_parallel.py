@@ -52,6 +52,7 @@ from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRAT
 from fsdp.comm.groups import Groups, check_groups, default_group, groups_of_mesh
 from fsdp.comm.nodes import node_groups
 from fsdp.comm.versions import skip_code
+from fsdp.ddp_names import DDPNames, refuse_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
@@ -59,7 +60,7 @@ from fsdp.private_names import UnshardHandle
 from fsdp.runtime.backward import ForwardCall, Running
 from fsdp.runtime.build import Membership, UnitOptions, build_unit, inside_checkpoint, shard_info, unit_policy
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
-from fsdp.runtime.clip import clip_grad_norm_, warn_of_local_norm
+from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
 from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.copies import copy_unit
@@ -67,7 +68,6 @@ from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
-from fsdp.switches import Switches
 from fsdp.switches import register_forward_method as register_forward_method
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
@@ -112,7 +112,7 @@ FSDP_PREFIX = f"{WRAPPED_MODULE}."
 ProcessGroupType = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
 
 
-class FullyShardedDataParallel(Switches, StateDictMethods, _State):
+class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Afterwards ``module`` keeps its class and identity, but this rank holds only its shard of the parameters that the
@@ -209,8 +209,10 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         backward_prefetch_distance: int = 1,
         reshard_after_forward: bool | int | None = None,
         keep_gathered_nbytes: int = 0,
+        **unknown: NoReturn,
     ) -> None:
         super().__init__()
+        refuse_arguments(unknown, process_group)
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
         check_not_torch(module)
@@ -311,6 +313,7 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         self._fsdp_wrapped_module = module
         self._fsdp_saving, self._fsdp_loading = SavingHooks(self), LoadingHooks(self)
         watch_state_of(self._fsdp_unit)
+        watch_torchs_clipping()
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
@@ -325,7 +328,12 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
         except AttributeError:
             if name == WRAPPED_MODULE:  # before the constructor has set it
                 raise
+        try:
             return getattr(self._fsdp_wrapped_module, name)
+        except AttributeError as error:
+            if refused := refused_attribute(name):
+                raise AttributeError(refused) from error
+            raise
 
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
@@ -479,7 +487,6 @@ class FullyShardedDataParallel(Switches, StateDictMethods, _State):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
-        warn_of_local_norm(units_of(self))
         for name, param in super().named_parameters(*args, **kwargs):
             yield self._clean(name), param
 

@@ -29,6 +29,7 @@ FLOORS = [
     ["fsdp/checkpoint/"],
     ["fsdp/private_names.py"],
     ["fsdp/switches.py"],
+    ["fsdp/ddp_names.py"],
     ["fsdp/fully_sharded_data_parallel.py"],
     ["fsdp/tools/"],
     ["fsdp/__init__.py"],

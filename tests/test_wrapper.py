@@ -158,11 +158,13 @@ SAME_AS_TORCHS += ["register_comm_hook", "named_parameters", "_unshard", "_asser
 
 @pytest.mark.parametrize("name", SAME_AS_TORCHS)
 def test_signatures_are_torchs(name: str) -> None:
-    """Names, order, defaults, kinds (section C); what ours has besides comes after them, by keyword only."""
+    """Names, order, defaults, kinds (section C); what ours has besides comes after them, by keyword only. The
+    constructor takes unknown ones as well, to refuse them."""
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
     ours, theirs = _signature(getattr(FullyShardedDataParallel, name)), _signature(getattr(TorchFSDP, name))
     assert ours[: len(theirs)] == theirs
+    assert (ours.pop()[2] if name == "__init__" else "VAR_KEYWORD") == "VAR_KEYWORD"
     assert all(kind == "KEYWORD_ONLY" for _, _, kind in ours[len(theirs) :])
 
 

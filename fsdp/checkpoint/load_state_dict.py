@@ -69,6 +69,11 @@ def load(
         try:
             return load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict)
         except RuntimeError as error:
+            if "Missing key" in str(error) and all(str(key).startswith("module.") for key in state_dict):
+                error.args = (
+                    f'{error}\n\tAll keys begin with "module.", as those of DistributedDataParallel: take it away by '
+                    'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")',
+                )
             if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
                 raise Mismatch(str(error)) from error
             raise

@@ -27,6 +27,7 @@ from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.hooks import forward_refused
+from fsdp.runtime.mistakes import warn_of_hooks
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import Unit, units_below, units_in
 from fsdp.runtime.unit_buffers import UnitPolicy
@@ -82,6 +83,8 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
         else:
             buckets.append(FlatViews(handle, members, home))
     for item in owned:
+        if not use_orig_params and item.param._backward_hooks:
+            warn_of_hooks(f"{item.name!r} of {name}")
         replaced: list[Any] = [item.dtensor if item.dtensor is not None else item.param]
         for param in {item.param, *replaced}:
             param._fsdp_flattened = True

@@ -19,9 +19,9 @@ pieces that fit into the cache are summed in float64.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -29,13 +29,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import group_ranks
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.unit import Unit
+from fsdp.runtime.unit import Unit, every_unit
 
 _PIECE = 1 << 16  # elements
 _STABILIZER = 1e-6  # added to the norm before it divides, as in torch.nn.utils.clip_grad_norm_
@@ -251,23 +252,26 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[torch.devi
     return kinds.items()
 
 
-def warn_of_local_norm(units: Iterable[Unit]) -> None:
-    """Warn if it is ``torch.nn.utils.clip_grad_norm_`` that asks for the parameters: it would take each rank's norm.
+@functools.cache
+def watch_torchs_clipping() -> None:
+    """From now on, warn if ``torch.nn.utils.clip_grad_norm_`` is given sharded parameters: it takes each rank's norm.
 
-    It runs the generator that ``parameters()`` returned, so it is on the stack then. What it is given as a list cannot
-    be told from any other list.
+    Nothing of a list of parameters tells what is done with them; so its last step, a name in its module, is wrapped.
     """
-    frame = sys._getframe(1)
-    for level in range(3, 8):  # as warnings count
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
-        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-            if any(unit.groups.sharded or any(handle.tp_group for handle in unit.handles) for unit in units):
+    clips = clip_grad._clip_grads_with_norm_
+
+    @functools.wraps(clips)
+    def warn_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if any(getattr(param, "_fsdp_flattened", False) for param in params):
+            sharded = {param for unit in every_unit() if unit.is_sharded for param in unit.visible_params()}
+            if not sharded.isdisjoint(params):
                 warnings.warn(
                     "torch.nn.utils.clip_grad_norm_() was called on sharded parameters: it sees this rank's shards "
                     "only, and every rank clips by another norm. Call clip_grad_norm_() of the outermost wrapped "
                     "module instead",
-                    stacklevel=level + 2,  # past the function that turns gradients off
+                    stacklevel=4,  # past it, and the function that turns gradients off
                 )
-            return
+        clips(params, *args, **kwargs)
+
+    clip_grad._clip_grads_with_norm_ = warn_and_clip

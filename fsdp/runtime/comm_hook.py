@@ -49,7 +49,15 @@ class CommHook:
             signature.bind(*arguments)
         except TypeError as error:
             kind = "sharded, so it is called with (state, grad, shard)" if sharded else "not sharded: (state, grad)"
-            raise TypeError(f"communication hook {self._name}{signature}: {unit_name} is {kind}; {error}") from error
+            remedy = ""
+            if "bucket" in signature.parameters:
+                remedy = (
+                    ". Hooks of DistributedDataParallel take buckets: those of the same names in "
+                    "torch.distributed.algorithms._comm_hooks.default_hooks take flat gradients"
+                )
+            raise TypeError(
+                f"communication hook {self._name}{signature}: {unit_name} is {kind}; {error}{remedy}"
+            ) from error
 
     def reduce(self, out: torch.Tensor, full: torch.Tensor, label: str) -> None:
         """Let the hook reduce ``full`` into ``out``, its shard, or in place where ``out`` is ``full``.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from fsdp.comm.versions import set_frame_callback, skip_code
+from fsdp.runtime.mistakes import warn_of_habits, warn_of_stale
 
 logger = logging.getLogger("fsdp")
 
@@ -194,6 +194,9 @@ class Stepped(Protocol):
 
     def before_step(self) -> None: ...
 
+    @property
+    def is_sharded(self) -> bool: ...
+
 
 _stepped: weakref.WeakSet[Stepped] = weakref.WeakSet()
 # of each optimizer the number of its parameters when that was last looked at, and what it steps
@@ -201,8 +204,8 @@ _optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[St
 
 
 def watch_optimizers(unit: Stepped) -> None:
-    """From now on, ``unit.before_step()`` is called before a step of an optimizer that has parameters of it. There is a
-    warning at the first step of each optimizer that holds parameters which no module has any more."""
+    """From now on, ``unit.before_step()`` is called before a step of an optimizer that has parameters of it. The first
+    step of each optimizer is looked at for what is probably not meant; see ``mistakes.py``."""
     _stepped.add(unit)
     _register_step_hook()
 
@@ -220,25 +223,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if known is None or known[0] != count:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if known is None:
-            _warn_of_stale(optimizer, params)
+            warn_of_stale(optimizer, params)
         ids = {id(param) for param in params}
         found = [weakref.ref(unit) for unit in _stepped if any(id(param) in ids for param in unit.visible_params())]
+        if known is None and any(unit.is_sharded for unit_ref in found if (unit := unit_ref()) is not None):
+            warn_of_habits(optimizer)
         known = _optimizers[optimizer] = (count, found)
     for unit_ref in known[1]:
         unit = unit_ref()
         if unit is not None:
             unit.before_step()
-
-
-def _warn_of_stale(optimizer: Optimizer, params: list[Any]) -> None:
-    stale = [param._fsdp_owner for param in params if getattr(param, "_fsdp_replaced", False)]
-    if stale:
-        warnings.warn(
-            f"{type(optimizer).__name__} holds {len(stale)} of {len(params)} parameters from before they were wrapped, "
-            f"the first one {stale[0]}, and steps nothing with them: no optimizer holds the flat parameters that took "
-            "their place. Build the optimizer from the wrapped module's parameters(), or pass use_orig_params=True",
-            stacklevel=5,
-        )
 
 
 def report(error: BaseException, unit_name: str, event: str) -> None:

@@ -499,6 +499,11 @@ class Unit(UnitBuffers):
         if context is not None and context.residency.of(self) is Residence.PREFETCHED:
             context.residency.reshard(self)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether what an optimizer holds of it are parts."""
+        return self.groups.sharded or any(handle.tp_group is not None for handle in self.handles)
+
     def before_step(self) -> None:
         """An optimizer is about to change the shards."""
         self.kept_versions = None  # it may write past what counts versions

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp.ddp_names import ARGUMENTS
+
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 _FSDP1 = "torch.distributed.fsdp"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -31,14 +33,6 @@ _OF_ONE_RANK = re.compile(r"rank|is_main|is_master|master_process|main_process")
 _OURS = "FSDP"
 _WRAPPER_IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
 _KEPT_ARGUMENTS = ("module", "process_group")
-_DROPPED = {
-    "output_device": "outputs stay where the module computes",
-    "dim": "there is no scattering of inputs",
-    "broadcast_buffers": "buffers are not sent from rank 0 at each forward; sync_module_states sends them once",
-    "bucket_cap_mb": "what is reduced together is a unit: choose them by auto_wrap_policy",
-    "gradient_as_bucket_view": "gradients are always sharded views",
-    "static_graph": "nothing has to be promised about the graph",
-}
 
 
 @dataclass(frozen=True)
@@ -312,8 +306,8 @@ class Script:
                 if ast.unparse(value) != "False":
                     arguments.append(f"reduce_unused={self._source(value)}")
                     notes.append("find_unused_parameters is reduce_unused here")
-            elif name in _DROPPED:
-                notes.append(f"without {name}: {_DROPPED[name]}")
+            elif name in ARGUMENTS:
+                notes.append(f"without {name}: {ARGUMENTS[name]}")
             else:
                 safe = False
                 notes.append(f"{'**' if name is None else name}: not known here")

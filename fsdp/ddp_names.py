@@ -1,0 +1,81 @@
+"""What scripts for ``DistributedDataParallel`` ask of a wrapped model, by DDP's names: it is answered, or refused with
+what to do instead."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from fsdp.runtime.uneven_batches import REMEDY
+from fsdp.switches import Switches
+
+# Arguments of its constructor that this one does not have.
+ARGUMENTS = {
+    "device_ids": "device_id= is the one device of this process; on CPU leave both out",
+    "output_device": "outputs stay where the module computes",
+    "dim": "inputs are not scattered",
+    "broadcast_buffers": "buffers are not sent from rank 0 at each forward; sync_module_states=True sends them once",
+    "bucket_cap_mb": "what is reduced together is a unit: choose them by auto_wrap_policy=",
+    "find_unused_parameters": "reduce_unused=True lets ranks use different parts of the model",
+    "check_reduction": "it does nothing in DistributedDataParallel either",
+    "gradient_as_bucket_view": "gradients are always views of what was reduced",
+    "static_graph": "nothing has to be promised about the graph",
+    "init_sync": "sync_module_states=True gives all ranks the values of rank 0",
+    "forward_sync_buffers": "buffers are not sent from rank 0 at each forward; sync_module_states=True sends them once",
+    "skip_all_reduce_unused_params": "with reduce_unused=True what no rank used is not reduced",
+}
+# Names of its instances, of which a wrapped model has not the like.
+_ATTRIBUTES = ARGUMENTS | {
+    "join": REMEDY,
+    "_set_static_graph": ARGUMENTS["static_graph"],
+    "reducer": "gradients are reduced unit by unit",
+}
+
+
+def refuse_arguments(unknown: Iterable[str], process_group: Any) -> None:
+    """Raises TypeError for keyword arguments that the wrapper does not have, and for DDP's second argument in the place
+    of its own."""
+    for name in unknown:
+        if name in ARGUMENTS:
+            raise TypeError(
+                f"{name}= is an argument of DistributedDataParallel, and not of FullyShardedDataParallel: leave it "
+                f"out; {ARGUMENTS[name]}"
+            )
+        raise TypeError(f"FullyShardedDataParallel.__init__() got an unexpected keyword argument {name!r}")
+    if isinstance(process_group, list):
+        raise TypeError(
+            f"process_group must be a process group or None, got {process_group}: that looks like the device_ids of "
+            f"DistributedDataParallel; {ARGUMENTS['device_ids']}"
+        )
+
+
+def refused_attribute(name: str) -> str:
+    """What to say of an attribute that neither the wrapper nor the wrapped module has; "" where nothing is known."""
+    if name not in _ATTRIBUTES:
+        return ""
+    return f"FullyShardedDataParallel has no {name!r} as DistributedDataParallel has. {_ATTRIBUTES[name]}"
+
+
+class DDPNames(Switches):
+    """What ``FullyShardedDataParallel`` has from here."""
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward reduces this unit's gradients; setting it is ``set_requires_gradient_sync``."""
+        return all(unit.synchronize for unit in self._units(False))
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.set_requires_gradient_sync(value)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Any:
+        """DDP's constructor alone asks for it, before it communicates."""
+        asks = sys._getframe(1)
+        if asks.f_code.co_name == "__init__" and asks.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+            raise TypeError(
+                "DistributedDataParallel was given a FullyShardedDataParallel module, whose gradients are reduced "
+                "already, and whose parameters are this rank's shards: use the module as it is"
+            )
+        raise AttributeError("_ddp_params_and_buffers_to_ignore")

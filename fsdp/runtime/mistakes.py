@@ -1,0 +1,72 @@
+"""Habits that raise nothing with sharded parameters and train something else: warned of where they can be seen."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+from torch.amp.grad_scaler import GradScaler
+from torch.optim.optimizer import Optimizer
+
+from fsdp.sharded_grad_scaler import ShardedGradScaler
+
+_STEPPING = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
+
+
+def warn_of_stale(optimizer: Optimizer, params: Iterable[Any]) -> None:
+    """At its first step, ``optimizer`` holds parameters that no module has any more."""
+    params = list(params)
+    stale = [param._fsdp_owner for param in params if getattr(param, "_fsdp_replaced", False)]
+    if stale:
+        _warn(
+            f"{type(optimizer).__name__} holds {len(stale)} of {len(params)} parameters from before they were wrapped, "
+            f"the first one {stale[0]}, and steps nothing with them: no optimizer holds the flat parameters that took "
+            "their place. Build the optimizer from the wrapped module's parameters(), or pass use_orig_params=True"
+        )
+
+
+def warn_of_habits(optimizer: Optimizer) -> None:
+    """At its first step, ``optimizer``, which holds shards, is used as one for whole parameters."""
+    groups = optimizer.param_groups
+    for number, group in enumerate(groups):
+        if not group["params"] and any(group.get("weight_decay") != other.get("weight_decay") for other in groups):
+            _warn(
+                f"parameter group {number} of {type(optimizer).__name__}, with weight_decay "
+                f"{group.get('weight_decay')}, is empty. Parameters of a wrapped model are 1-D, so p.dim() puts all of "
+                "them in one group: ask fsdp.global_shape(p), or make the groups by fsdp.param_groups(model, "
+                "weight_decay=...)"
+            )
+    for param in (param for group in groups for param in group["params"]):
+        if getattr(param, "_is_flat_param", False) and param._backward_hooks:
+            warn_of_hooks("a flat parameter")
+    frame: Any = sys._getframe(1)
+    for _ in range(6):  # from the optimizer's hooks to whoever steps it
+        if frame is not None and frame.f_code in _STEPPING:
+            scaler = frame.f_locals["self"]
+            if scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler):
+                _warn(
+                    f"{type(scaler).__name__} steps an optimizer of sharded parameters: it looks for infinite "
+                    "gradients in this rank's shards alone, so that ranks skip different steps and their scales part. "
+                    "Use fsdp.sharded_grad_scaler.ShardedGradScaler"
+                )
+            return
+        frame = frame and frame.f_back
+
+
+def warn_of_hooks(name: str) -> None:
+    """A hook that was registered on parameter ``name`` will never fire."""
+    _warn(
+        f"a hook that was registered on {name} by register_hook() never fires: gradients of flat parameters come "
+        "reduced and sharded, not from autograd. Pass use_orig_params=True, or use "
+        "register_post_accumulate_grad_hook()"
+    )
+
+
+def _warn(text: str) -> None:
+    """As from the first frame that is neither here nor torch's."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("fsdp", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)

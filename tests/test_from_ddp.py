@@ -1,0 +1,213 @@
+"""What scripts for `DistributedDataParallel` do by habit, the sixteen traps: it works, or a message names the remedy.
+
+M1 to M16 are numbered as in the README's table, which has where each is tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.sharded_grad_scaler import ShardedGradScaler
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_gradients, full_parameters
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def build(**options: Any) -> Any:
+    return FullyShardedDataParallel(net(), **{"use_orig_params": True, **options})
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model: nn.Module, seed: int = 0) -> None:
+    model(batch(seed)).square().mean().backward()
+
+
+def warned(action: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        action()
+    assert all(each.filename == __file__ for each in seen), [(each.filename, each.lineno) for each in seen]
+    return [str(each.message) for each in seen]
+
+
+def optimizer_warnings(make: Callable[[], torch.optim.Optimizer], model: nn.Module) -> list[str]:
+    optimizer = make()
+    backward(model)
+    return warned(lambda: (optimizer.step(), optimizer.step()))
+
+
+def _m2_torchs_clipping() -> None:
+    for options in ({}, {"use_orig_params": False}):
+        model = build(**options)
+        backward(model)
+        optimizer = torch.optim.SGD(model.parameters())
+        forms: list[Any] = [model.parameters(), list(model.parameters()), filter(torch.is_tensor, model.parameters())]
+        forms += [model.module.parameters(), optimizer.param_groups[0]["params"], next(model.parameters())]
+        for params in forms:
+            (said,) = warned(functools.partial(_clip, params))
+            assert "Call clip_grad_norm_() of the outermost wrapped module" in said
+    replicated, plain = build(sharding_strategy=ShardingStrategy.NO_SHARD), net()
+    for model in (replicated, plain):
+        backward(model)
+        assert not warned(functools.partial(_clip, list(model.parameters())))
+    assert torch.equal(*(torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (replicated, plain)))
+
+
+def _clip(params: Any) -> None:
+    clip_grad_norm_(params, 0.01)
+
+
+def _m8_m9_m15_names() -> None:
+    for name in ("join", "_set_static_graph", "find_unused_parameters", "reducer"):
+        with pytest.raises(AttributeError, match=f"has no '{name}' as DistributedDataParallel has"):
+            getattr(build(), name)
+    with pytest.raises(AttributeError, match=r"for batch in fsdp.join\(model, loader\)"):
+        build().join()
+    with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'other'"):
+        build().other  # noqa: B018
+    for name, remedy in (
+        ("find_unused_parameters", "reduce_unused=True"),
+        ("device_ids", "device_id="),
+        ("static_graph", "nothing has to be promised"),
+        ("bucket_cap_mb", "auto_wrap_policy="),
+    ):
+        with pytest.raises(TypeError, match=f"{name}= is an argument of DistributedDataParallel.*{remedy}"):
+            build(**{name: None})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strategy'"):
+        build(strategy=None)
+    with pytest.raises(TypeError, match=r"got \[0\]: that looks like the device_ids.*device_id="):
+        FullyShardedDataParallel(net(), [0])  # type: ignore[arg-type]
+
+
+def _m9_two_backwards() -> None:
+    model, plain = build(), net()
+    for module in (model, plain):
+        out = module(batch()).square().mean()
+        out.backward(retain_graph=True)
+        out.backward()
+    assert_close(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()})
+
+
+def _m15_require_backward_grad_sync() -> None:
+    """As nanoGPT accumulates: set before each forward."""
+    model, plain = build(), net()
+    rank = dist.get_rank()
+    for micro in range(2):
+        model.require_backward_grad_sync = micro == 1
+        assert model.require_backward_grad_sync is (micro == 1)
+        backward(model, 2 * rank + micro)
+    for seed in range(4):
+        (plain(batch(seed)).square().mean() / 2).backward()
+    assert_close(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()})
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def _m10_hooks_on_flat_parameters() -> None:
+    module = net()
+    module[0].weight.register_hook(lambda grad: None)  # type: ignore[index]
+    said = warned(lambda: FullyShardedDataParallel(module))
+    assert len(said) == 1 and "on '0.weight' of the Sequential unit" in said[0] and "use_orig_params=True" in said[0]
+    model = build(use_orig_params=False)
+    next(model.parameters()).register_hook(lambda grad: None)
+    (told,) = optimizer_warnings(lambda: torch.optim.SGD(model.parameters()), model)
+    assert "on a flat parameter by register_hook() never fires" in told
+
+
+def _m11_checkpoints() -> None:
+    theirs = net()
+    saved = DistributedDataParallel(theirs).state_dict()
+    model = build()
+    with pytest.raises(RuntimeError, match=r'(?s)Missing key.*begin with "module.".*consume_prefix_in_state_dict'):
+        model.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="Missing key") as error:
+        model.load_state_dict({"other": torch.zeros(1)})
+    assert "module" not in str(error.value)
+    nn.init.ones_(theirs[0].bias)  # type: ignore[index, arg-type]
+    saved = DistributedDataParallel(theirs).state_dict()
+    nn.modules.utils.consume_prefix_in_state_dict_if_present(saved, "module.")
+    model.load_state_dict(saved)
+    assert_close(full_parameters(model), dict(theirs.named_parameters()))
+
+
+def _m14_hooks_for_buckets() -> None:
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
+        with pytest.raises(TypeError, match=r"take buckets: .*torch.distributed.algorithms._comm_hooks.default_hooks"):
+            build().register_comm_hook(None, hook)
+
+
+def _m16_groups_by_dimensions() -> None:
+    for flat in (False, True):
+        model = build(use_orig_params=not flat)
+
+        def by_dimensions(model: nn.Module = model) -> torch.optim.Optimizer:
+            several = [[p for p in model.parameters() if (p.dim() >= 2) is wide] for wide in (True, False)]
+            return torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(several, (0.1, 0.0))])
+
+        (said,) = optimizer_warnings(by_dimensions, model)
+        assert "parameter group 0 of AdamW, with weight_decay 0.1, is empty" in said
+        assert "fsdp.param_groups(model, weight_decay=...)" in said
+        groups = [{"params": list(model.parameters())}, {"params": []}]
+        assert not optimizer_warnings(lambda groups=groups: torch.optim.SGD(groups), model)  # type: ignore[misc]
+
+
+def _grad_scalers() -> None:
+    """Each warns once, and only of what is sharded."""
+    for scaler, count in ((torch.amp.GradScaler("cpu"), 1), (ShardedGradScaler("cpu"), 0)):
+        for options in ({}, {"sharding_strategy": ShardingStrategy.NO_SHARD}):
+            model = build(**options)
+            optimizer = torch.optim.SGD(model.parameters())
+            said: list[str] = []
+            for _ in range(2):
+                scaler.scale(model(batch()).sum()).backward()
+                said += warned(functools.partial(_step, scaler, optimizer))
+                scaler.update()
+            assert len(said) == (0 if options else count), said
+            assert all("Use fsdp.sharded_grad_scaler.ShardedGradScaler" in each for each in said)
+
+
+def _step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer)
+
+
+def _ddp_around() -> None:
+    for flat in (True, False):
+        with pytest.raises(TypeError, match=r"reduced already, .* use the module as it is"):
+            DistributedDataParallel(build(use_orig_params=not flat))
+    assert not hasattr(build(), "_ddp_params_and_buffers_to_ignore")
+    assert "require_backward_grad_sync" in dir(build())
+
+
+def _all() -> None:
+    for name, check in list(globals().items()):
+        if name.startswith(("_m", "_grad_", "_ddp_")) and callable(check):
+            try:
+                check()
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+def test_the_traps() -> None:
+    """M2, M8, M9, M10, M11, M14, M15, M16, loss scaling, and a wrapper inside of DDP."""
+    run_ranks(2, _all)
