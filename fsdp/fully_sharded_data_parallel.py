@@ -487,16 +487,15 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
+        added = FSDP_PREFIX if self._fsdp_unit.phase is Phase.SUMMONED else ""
         for name, param in super().named_parameters(*args, **kwargs):
-            yield self._clean(name), param
+            yield name.replace(added, "") if added else name, param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As ``nn.Module.named_buffers``; inside ``summon_full_params`` without the parts that wrapping added."""
+        added = FSDP_PREFIX if self._fsdp_unit.phase is Phase.SUMMONED else ""
         for name, buffer in super().named_buffers(*args, **kwargs):
-            yield self._clean(name), buffer
-
-    def _clean(self, name: str) -> str:
-        return name.replace(FSDP_PREFIX, "") if self._fsdp_unit.phase is Phase.SUMMONED else name
+            yield name.replace(added, "") if added else name, buffer
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

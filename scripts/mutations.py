@@ -396,8 +396,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "                self._adopt(index, new, self._write(index, new))\n",
-        "                if summoned is None:\n                    self._adopt(index, new, self._write(index, new))\n",
+        "                    self._adopt(index, new, self._write(index, new))\n",
+        "                    _ = summoned or self._adopt(index, new, self._write(index, new))\n",
         "a parameter that is replaced while shown is dropped",
         _tests("writes", "what_is_replaced_while_shown_is_kept"),
     ),
@@ -1101,8 +1101,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "        return [(id(visible.param), visible.param._version) for visible in self.visible]\n",
-        "        return []\n",
+        "        return self._ids, [param._version for param in self._params]\n",
+        "        return self._ids, []\n",
         "what users write inside no_sync is not gathered",
         _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
     ),

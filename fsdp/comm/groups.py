@@ -10,6 +10,7 @@ import warnings
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class Groups:
     hybrid: bool = False  # the strategy is: what reduces inside the shard group leaves the replicas to the engine
     tp: Any | None = None  # the ranks that tensor parallelism has placed the unit's parameters on
 
-    @property
+    @cached_property
     def sharded(self) -> bool:
         return self.shard_size > 1 or self.forced
 
@@ -48,7 +49,7 @@ class Groups:
     def data_parallel_size(self) -> int:
         return self.shard_size * self.replica_size
 
-    @property
+    @cached_property
     def reduces(self) -> bool:
         """Whether a gradient has to be communicated at all."""
         return self.sharded or self.replica_size > 1

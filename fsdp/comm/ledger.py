@@ -66,22 +66,25 @@ class _Ledger:
     def __init__(self) -> None:
         self.count = 0
         self.latest: deque[Issued] = deque(maxlen=_KEPT)
+        self.backends: dict[tuple[str, bool], str] = {}  # by device, and whether it serves control messages
 
 
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
 
 
 def _ledger_of(group: Any) -> _Ledger:
-    if group not in _ledgers:
-        _ledgers[group] = _Ledger()
-    return _ledgers[group]
+    ledger = _ledgers.get(group)
+    if ledger is None:
+        ledger = _ledgers[group] = _Ledger()
+    return ledger
 
 
-def _note(group: Any, what: Issued) -> None:
-    """This rank is about to issue it in ``group``."""
+def _note(group: Any, what: Issued) -> _Ledger:
+    """This rank is about to issue it in ``group``; returns where that is written."""
     ledger = _ledger_of(group)
     ledger.count += 1
     ledger.latest.append(what)
+    return ledger
 
 
 def issue(
@@ -94,11 +97,17 @@ def issue(
     numels = [tensor.numel() for tensor in tensors] if not pieces else ()
     operation = str(options["op"]).rpartition(".")[2] if "op" in options else None
     detail = pieces or operation or options.get("src")
-    _note(group, Issued(name, first.device.type, detail, str(first.dtype), numels, control))
+    ledger = _note(group, Issued(name, first.device.type, detail, str(first.dtype), numels, control))
     serving = serving_group(group, first.device) if control else group
-    with labelled(label):
+    _label.text = label
+    try:
         work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
-    backend = backend_of(serving, first.device)
+    finally:
+        _label.text = None
+    key = first.device.type, control
+    backend = ledger.backends.get(key)
+    if backend is None:  # it does not change once it has served
+        backend = ledger.backends[key] = backend_of(serving, first.device)
     ends_alone = backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
     return Work([work] if work is not None else [], group, label, first.device, ends_alone=ends_alone)
 

@@ -226,8 +226,9 @@ class FlatParamHandle:
     @property
     def departs_from_layout(self) -> bool:
         """Whether it computes or reduces in other dtypes than the layout's."""
-        dtypes = (self.layout.compute_dtype, self.layout.reduce_dtype)
-        return self.full_precision and dtypes != (self.layout.dtype, self.layout.dtype)
+        if not self.full_precision:
+            return False
+        return (self.layout.compute_dtype, self.layout.reduce_dtype) != (self.layout.dtype, self.layout.dtype)
 
     @property
     def casts(self) -> bool:
@@ -366,6 +367,8 @@ class FlatParamHandle:
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
+        if self._shard.dtype == dtype and self._shard.device == self.device:
+            return self._shard
         return streams.upload(self._shard).to(dtype)
 
     def take_part_in_gather(

@@ -10,6 +10,7 @@ Two classes, one per mode (``use_orig_params``), chosen once per bucket.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +26,9 @@ from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
 from fsdp.flat.tensor_parallel import local_of
 
-# of a bucket: its full copy; and of each visible parameter which one it is, and how often it was changed in place
-Marks = tuple[FullCopy, list[tuple[int, int]]]
+# of each visible parameter which one it is, and how often it was changed in place
+Versions = tuple[Sequence[int], list[int]]
+Marks = tuple[FullCopy, Versions]  # of a bucket: its full copy, and these
 Guard = Callable[[nn.Module, Callable[[], str]], Write]  # refuses forwards of the module, in these words
 
 
@@ -59,7 +61,13 @@ def _flags(tensors: Iterable[torch.Tensor | None]) -> list[bool | None]:
 class _BucketViews:
     """What both modes share."""
 
-    visible: list[Visible]
+    visible: Sequence[Visible]
+
+    def _see(self, visible: Sequence[Visible]) -> None:
+        """Users hold these from here on."""
+        self.visible = visible
+        self._params = [each.param for each in visible]
+        self._ids = [id(param) for param in self._params]
 
     def __init__(self, handle: FlatParamHandle, registration: Registration) -> None:
         self.handle, self.registration = handle, registration
@@ -71,14 +79,14 @@ class _BucketViews:
     # -- versions ------------------------------------------------------------------------------------------------------
 
     @property
-    def versions(self) -> list[tuple[int, int]]:
+    def versions(self) -> Versions:
         """Others when a visible parameter is replaced or written in place; past it, through its ``.data`` for instance,
         nobody sees it."""
-        return [(id(visible.param), visible.param._version) for visible in self.visible]
+        return self._ids, [param._version for param in self._params]
 
     def marks(self) -> Marks:
         """What ``check_unchanged`` compares with."""
-        return self.handle.copy, self.versions if self.check_writeback else []
+        return self.handle.copy, self.versions if self.check_writeback else ((), [])
 
     def check_unchanged(self, before: Marks, expected: Collection[int]) -> None:
         """Raises RuntimeError if a backward from a forward in which these marks were made would compute with other
@@ -90,7 +98,7 @@ class _BucketViews:
                 f"{self.handle.unit_name} was moved or cast between a forward and its backward, whose values are gone: "
                 "call .to(), .half() and the like after the backward; or run the forward again"
             )
-        for visible, now, then in zip(self.visible, versions, before[1]):
+        for visible, now, then in zip(self.visible, zip(*versions), zip(*before[1])):
             if now != then and any(member in expected for member in visible.members):
                 raise RuntimeError(
                     f"{visible.name!r} of {self.handle.unit_name} was changed in place, or replaced, between a forward "
@@ -211,12 +219,15 @@ class _BucketViews:
         if summoned is not None:
             ours, values = summoned.tensors, summoned.values
             pointers = _memories_of(values or ())
+        replaced = self.registration.replaced()
+        if (first := next(replaced, None)) is not None:
+            with torch.no_grad():
+                for index, new in itertools.chain([first], replaced):
+                    self._check_fits(index, new, values[index] if values is not None else ours[index])
+                    self._adopt(index, new, self._write(index, new))
+        if values is None or (found := _memories_of(ours)) == pointers:
+            return
         with torch.no_grad():
-            for index, new in self.registration.replaced():
-                self._check_fits(index, new, values[index] if values is not None else ours[index])
-                self._adopt(index, new, self._write(index, new))
-            if values is None or (found := _memories_of(ours)) == pointers:
-                return
             for index, (tensor, memory, pointer) in enumerate(zip(ours, found, pointers)):
                 if memory != pointer:
                     self._check_fits(index, tensor, values[index], cast=summoned is not None)
@@ -405,10 +416,12 @@ class OriginalViews(_BucketViews):
         self._originals: list[Any] = [item.param for item in owned]
         self._guard = guard
         pieces = handle.layout.pieces(handle.groups.shard_rank)
-        self.visible = [
-            Visible(item.name, item.param, (index,), piece.numel == 0 and handle.groups.sharded)
-            for index, (item, piece) in enumerate(zip(owned, pieces))
-        ]
+        self._see(
+            [
+                Visible(item.name, item.param, (index,), piece.numel == 0 and handle.groups.sharded)
+                for index, (item, piece) in enumerate(zip(owned, pieces))
+            ]
+        )
         rests = [handle.groups.sharded or tp is not None for tp in handle.tp]  # in another shape than it computes in
         owners = {p.module: index for index, item in enumerate(owned) for p in item.places if rests[index]}
         guards = [guard(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
@@ -517,7 +530,7 @@ class OriginalViews(_BucketViews):
         old._fsdp_flattened, old._fsdp_replaced = False, True
         point_at([old, new], [old.data.clone(), memory])
         self._originals[index] = new
-        self.visible[index] = replace(self.visible[index], param=new)
+        self._see([replace(each, param=new) if i == index else each for i, each in enumerate(self.visible)])
         self.registration.rest(self._originals)
 
 
@@ -528,7 +541,7 @@ class FlatViews(_BucketViews):
 
     def __init__(self, handle: FlatParamHandle, owned: list[OwnedParam], home: Home) -> None:
         registration = Registration(handle, owned, home)
-        self.visible = [Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)]
+        self._see([Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)])
         self._runs = handle.layout.shard_runs(handle.groups.shard_rank)
         super().__init__(handle, registration)
         registration.forbid_copies()

@@ -220,7 +220,6 @@ class Unit(UnitBuffers):
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    @hooks.untraced
     @ranged("_pre_forward")
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
         """Gather, and prefetch; returns the call to hand to ``post_forward``, and the inputs, cast."""
@@ -470,7 +469,7 @@ class Unit(UnitBuffers):
         """The whole backward is over; nothing of it may stay."""
         context = self.context
         assert context is not None
-        if self.synchronize and self._reduces and not self._has_written:
+        if self.synchronize and not self._has_written:
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:
                     gradients.open(context.reductions, synchronize=True)
@@ -531,8 +530,7 @@ def _leaf_arrived(unit_ref: weakref.ref[Unit], key: LeafKey, leaf: torch.Tensor)
     unit = unit_ref()
     if unit is None:
         return
-    context = unit.context
-    assert context is not None
+    context: RootContext = unit._tree()
     try:
         if context.compute is None:  # no stream to join
             unit.leaf_ready(context, key, leaf)

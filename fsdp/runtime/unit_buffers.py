@@ -137,6 +137,7 @@ class UnitBuffers(ABC):
     def __post_init__(self) -> None:
         self.handles = [views.handle for views in self.views]
         self._tree: Callable[[], Any] = lambda: None
+        self._tags: dict[tuple[int, str], Tag] = {}  # see ``tag``
         self._call(self.name)
 
     # -- the tree ------------------------------------------------------------------------------------------------------
@@ -158,6 +159,7 @@ class UnitBuffers(ABC):
 
     def _call(self, name: str) -> None:
         self.name = name
+        self._tags.clear()
         for handle in self.handles:
             handle.unit_name = name
 
@@ -235,7 +237,7 @@ class UnitBuffers(ABC):
     def in_full_precision(self) -> bool:
         """Whether messages have the parameters' own dtypes, and usually have others."""
         for handle in self.handles:
-            if handle.departs_from_layout:
+            if handle.full_precision and handle.departs_from_layout:
                 return True
         return False
 
@@ -250,7 +252,10 @@ class UnitBuffers(ABC):
         return [(view.handle.shard._version, view.versions) for view in self.views]
 
     def tag(self, bucket: int, what: str) -> Tag:
-        return Tag(f"{what} {self.name}", (self.place * MAX_BUCKETS + bucket) * 2 + (what == "reduce"))
+        if (bucket, what) not in self._tags:
+            number = (self.place * MAX_BUCKETS + bucket) * 2 + (what == "reduce")
+            self._tags[bucket, what] = Tag(f"{what} {self.name}", number)
+        return self._tags[bucket, what]
 
     def use_resting(self) -> None:
         """The modules show shards, or what is summoned."""
