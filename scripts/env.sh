@@ -1,8 +1,8 @@
 # Sourced by the other scripts: `ensure_env demo`, `ensure_env test` or `ensure_env libraries` (test, and what others
 # wrote for it to be tested with) makes .venv at the repository root, `ensure_env clients` (the tools that
-# test_clients.sh runs) makes .venv-clients, with what that kind needs, and sets `python` to its interpreter. It installs
-# only when something is missing, so later runs need no network. PYTHON=/path/to/python3 chooses the interpreter that the
-# environment is made from.
+# test_clients.sh runs) makes .venv-clients, `ensure_env torch-VERSION` .venv-torch-VERSION, with what that kind needs, and
+# sets `python` to its interpreter. It installs only when something is missing, so later runs need no network.
+# PYTHON=/path/to/python3 chooses the interpreter that the environment is made from.
 # shellcheck shell=bash
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,18 +31,19 @@ _find_python() {
 }
 
 ensure_env() {
-  local kind=$1 extras venv="$_root/.venv" stamp wanted base
+  local kind=$1 extras torch=$_torch venv="$_root/.venv" stamp wanted base
   case "$kind" in
     demo) extras="examples" ;;
     test) extras="test,examples,dev" ;;
     libraries) extras="test,examples,dev,libraries" ;;
     clients) extras="clients" venv="$_root/.venv-clients" ;;
-    *) echo "error: ensure_env takes demo, test, libraries or clients, got '$kind'" >&2; return 1 ;;
+    torch-*) extras="test,examples" torch="torch==${kind#torch-}" venv="$_root/.venv-$kind" ;;
+    *) echo "error: ensure_env takes demo, test, libraries, clients or torch-VERSION, got '$kind'" >&2; return 1 ;;
   esac
   python="$venv/bin/python"
   stamp="$venv/.installed-$kind"
   # The path is part of it since an environment that was moved or copied does not work.
-  wanted="$_torch [$extras] $venv $(cksum <"$_root/setup.py")"
+  wanted="$torch [$extras] $venv $(cksum <"$_root/setup.py")"
   if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; then
     return
   fi
@@ -51,11 +52,11 @@ ensure_env() {
     echo "Making ${venv##*/} with $("$base" --version)" >&2
     "$base" -m venv --clear "$venv"
   fi
-  echo "Installing $_torch and the packages that '$kind' needs into ${venv##*/} (once)" >&2
+  echo "Installing $torch and the packages that '$kind' needs into ${venv##*/} (once)" >&2
   # The build runs in there (--no-build-isolation): an isolated one would download setuptools again at every change.
   local pip=("$python" -m pip --disable-pip-version-check --no-input install --quiet)
   "${pip[@]}" "setuptools>=77" </dev/null
-  "${pip[@]}" --no-build-isolation "$_torch" -e "$_root[$extras]" </dev/null
+  "${pip[@]}" --no-build-isolation "$torch" -e "$_root[$extras]" </dev/null
   echo "$wanted" >"$stamp.part"
   mv "$stamp.part" "$stamp"
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,23 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 # Exchanging the memory of two storages costs nothing; without it a storage is resized, which asks the allocator each
 # time.
 STORAGES_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+_set_versions: Callable[..., None] = torch._C._autograd._unsafe_set_version_counter
+
+
+def _set_each_version(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    for tensor, version in zip(tensors, versions, strict=True):
+        _set_versions(tensor, version)
+
+
+# Gives each of several tensors the version of the same place, by which autograd tells whether one was written. It takes
+# several at once where it can.
+try:
+    _set_versions((), ())
+    set_versions = _set_versions
+except TypeError:
+    set_versions = _set_each_version
 
 
 # What torch.compile looks at Python frames with; importing its Python parts would load the whole compiler.

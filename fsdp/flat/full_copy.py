@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from fsdp.comm.collectives import Pending
+from fsdp.comm.versions import set_versions
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
 from fsdp.flat.released import CheckedLeaf
@@ -166,7 +167,7 @@ class FullCopy:
         """Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a leaf
         which is not there, past all that would have gathered it."""
         if versions:
-            torch._C._autograd._unsafe_set_version_counter(self._unchecked, versions)
+            set_versions(self._unchecked, versions)
 
 
 _RELEASED = 1 << 30  # the version of a leaf while there is nothing behind it

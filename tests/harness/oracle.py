@@ -25,6 +25,7 @@ a result that can cancel. There are three comparisons:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
@@ -220,7 +221,9 @@ def run_ddp(
     for block in module.modules():
         if isinstance(block, SegmentBlock) and block.segment == "reentrant":
             block.segment = "non-reentrant"  # the same arithmetic; DDP refuses the other beside unused parameters
-    ddp = DistributedDataParallel(module, forward_sync_buffers=False, find_unused_parameters=bool(case.unused))
+    keywords = inspect.signature(DistributedDataParallel.__init__).parameters
+    buffers = {next(name for name in ("forward_sync_buffers", "broadcast_buffers") if name in keywords): False}
+    ddp = DistributedDataParallel(module, find_unused_parameters=bool(case.unused), **buffers)
     optimizer = make_optimizer(module.parameters())
     steps = []
     for step in range(schedule.steps):

@@ -89,7 +89,7 @@ def _tidy_up() -> None:
     gc.collect()  # quick: what the template has imported is not looked at
     if groups:
         for mesh in [one for one in gc.get_objects() if type(one) is DeviceMesh]:
-            mesh._pg_registry.clear()
+            vars(mesh).get("_pg_registry", {}).clear()
 
 
 @contextmanager
