@@ -68,11 +68,16 @@ class MemoryPool:
         self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
         self._free_nbytes = 0  # of all these
 
+    @property
+    def exchanges_blocks(self) -> bool:
+        """Whether buffers get blocks that others have given back; else storages are resized, and nothing is kept."""
+        return STORAGES_SWAP
+
     def allocate(self, buffer: PooledTensor) -> None:
         """Give ``buffer`` memory, with undefined contents."""
         if buffer.nbytes == 0:
             return
-        if not STORAGES_SWAP:
+        if not self.exchanges_blocks:
             buffer.tensor.untyped_storage().resize_(buffer.nbytes)
             return
         # A small buffer in a large block would make the next large one ask for more.
@@ -100,7 +105,7 @@ class MemoryPool:
         """Take ``buffer``'s memory; other streams have used it until ``last_use``."""
         if buffer.nbytes == 0:
             return
-        if not STORAGES_SWAP:
+        if not self.exchanges_blocks:
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             buffer.tensor.untyped_storage().resize_(0)
             return
@@ -163,6 +168,11 @@ class SharedPool(MemoryPool):
 class PoisoningPool(MemoryPool):
     """For debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN, so that a use after
     release shows as NaN at the place that did it instead of a crash or another unit's weights."""
+
+    @property
+    def exchanges_blocks(self) -> bool:
+        """Whether buffers get blocks that others have given back; else storages are resized, and nothing is kept."""
+        return STORAGES_SWAP
 
     def allocate(self, buffer: PooledTensor) -> None:
         if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -76,8 +77,8 @@ class RootContext:
     def __del__(self) -> None:
         """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
         waits for the last use."""
-        if not hasattr(self, "residency"):
-            return  # its constructor raised
+        if not hasattr(self, "residency") or sys.is_finalizing():
+            return  # its constructor raised; or the process ends
         for unit in self.residency:
             if not (self.passes.failed and unit.is_gathering):  # who knows till when; the gather keeps its memory alive
                 self.residency.forget_output(unit)
