@@ -214,6 +214,20 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
+        "        parts = flat_shard.split_with_sizes(self._cuts)\n",
+        "        parts = flat_shard.split_with_sizes(_cuts(self.layout, self.groups.shard_rank)[0])\n",
+        "where the parameters lie in a shard is found out anew at every step",
+        _tests("host_cost", "calls_per_unit"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        if not expected and not self.expected:\n",
+        "        if not expected:\n",
+        "a unit reduces before a backward that runs around the one at hand has brought its gradients",
+        ("tests/test_backward.py::test_structures",),
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
         "describe_sharded(index)}. {_KEPT}",
         "describe_sharded(index)}",
         "FSDP_DEBUG=1 does not say what to do about a side output",

@@ -135,7 +135,7 @@ class FlatParamHandle:
         self.device = device
         self.offload = offload
         self.tp = tuple(tp)
-        self._cuts = _cuts(layout, groups.shard_rank) if groups.sharded else []
+        self._cuts, self._places = _cuts(layout, groups.shard_rank) if groups.sharded else ([], [])
         self.full_precision = False
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self._part: torch.Tensor | None = None  # of the full buffer, among the ranks nearby, likewise
@@ -487,7 +487,8 @@ class FlatParamHandle:
         """
         if not self.groups.sharded:
             return parameter_views(self.layout, flat_shard)
-        return list(flat_shard.split_with_sizes(self._cuts)[1::2])
+        parts = flat_shard.split_with_sizes(self._cuts)
+        return [parts[place] for place in self._places]
 
     def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """What :meth:`sharded_views` has of parameter ``index``, of a tensor in its true shape, or with tensor
@@ -521,13 +522,18 @@ class FlatParamHandle:
         self.flat_param.data = self._shard
 
 
-def _cuts(layout: FlatLayout, rank: int) -> list[int]:
-    """The lengths of what a shard consists of: by turns what lies before a parameter's piece, and the piece."""
-    cuts, end = list[int](), 0
+def _cuts(layout: FlatLayout, rank: int) -> tuple[list[int], list[int]]:
+    """The lengths of what a shard consists of, nothing first: by turns what lies before a parameter's piece, and the
+    piece; and which of these each parameter has. Many have nothing here."""
+    cuts, places, end = [0], list[int](), 0
     for piece in layout.pieces(rank):
+        if piece.numel == 0:
+            places.append(0)
+            continue
+        places.append(len(cuts) + 1)
         cuts += [piece.shard_offset - end, piece.numel]
         end = piece.shard_offset + piece.numel
-    return [*cuts, layout.shard_numel - end]
+    return [*cuts, layout.shard_numel - end], places
 
 
 _KEPT = (

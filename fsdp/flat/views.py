@@ -454,7 +454,8 @@ class OriginalViews(_BucketViews):
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:
             grad = super().hooked(index, grad)
-        for hook in tuple((self._originals[index]._backward_hooks or {}).values()):
+        hooks = self._originals[index]._backward_hooks
+        for hook in tuple(hooks.values()) if hooks else ():
             changed = hook(grad)
             if changed is not None:
                 if changed.shape != grad.shape:
