@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -54,11 +55,19 @@ from fsdp.comm.nodes import node_groups
 from fsdp.comm.versions import skip_code
 from fsdp.ddp_names import DDPNames, refuse_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
-from fsdp.flat.names import WRAPPED_MODULE
+from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, members_of
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
 from fsdp.private_names import UnshardHandle
 from fsdp.runtime.backward import ForwardCall, Running
-from fsdp.runtime.build import Membership, UnitOptions, build_unit, inside_checkpoint, shard_info, unit_policy
+from fsdp.runtime.build import (
+    Membership,
+    UnitOptions,
+    build_unit,
+    inside_checkpoint,
+    outermost_of,
+    shard_info,
+    unit_policy,
+)
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
 from fsdp.runtime.comm_hook import register_comm_hook
@@ -69,7 +78,7 @@ from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
 from fsdp.switches import register_forward_method as register_forward_method
-from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap, declare_group, has_groups
 
 __all__ = [
     "BackwardPrefetch",
@@ -110,6 +119,9 @@ FLAT_PARAM = "_flat_param"
 FSDP_WRAPPED_MODULE = WRAPPED_MODULE
 FSDP_PREFIX = f"{WRAPPED_MODULE}."
 ProcessGroupType = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
+
+
+_NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states"}
 
 
 class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
@@ -238,12 +250,13 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             use_orig_params=use_orig_params,
         )
         check_groups(strategy, process_group, device_mesh, auto_wrap_policy)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(
-                f"FullyShardedDataParallel wraps a {type(module).__name__}, which has no forward: its parameters would "
-                "never be gathered. Wrap its elements, or the module that calls them",
-                stacklevel=2,
-            )
+        for called in outermost_of(module):
+            if isinstance(called, (nn.ModuleList, nn.ModuleDict)):
+                warnings.warn(
+                    f"FullyShardedDataParallel wraps a {type(called).__name__}, which has no forward: its parameters "
+                    "would never be gathered. Wrap its elements, or the module that calls them",
+                    stacklevel=2,
+                )
         hybrid = strategy in HYBRID_SHARDING_STRATEGIES
         if device_mesh is not None:
             chosen = groups_of_mesh(strategy, device_mesh)
@@ -261,12 +274,12 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         self.rank: int = self.process_group.rank()
         self.world_size: int = self.process_group.size()
         processes()  # from now on the others can tell whether this one has ended
-        unit_name = f"the {type(module).__name__} unit"
+        unit_name = f"the {' and '.join(type(member).__name__ for member in members_of(module).values())} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
         if param_init_fn is None:  # of the whole tree, before any of it is wrapped
             check_initialisers(module, ignored, unit_name)
             owned_params(module, ignored, unit_name, groups)
-        if auto_wrap_policy is not None:
+        if auto_wrap_policy is not None or has_groups(module):
             auto_wrap(
                 module,
                 auto_wrap_policy,
@@ -310,10 +323,58 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             self._fsdp_unit = build_unit(module, unit_name, ignored, options)
         self._device_mesh = device_mesh
         self._membership = Membership(self._fsdp_unit)
-        self._fsdp_wrapped_module = module
-        self._fsdp_saving, self._fsdp_loading = SavingHooks(self), LoadingHooks(self)
+        self._fsdp_saving, self._fsdp_loading = SavingHooks(self._membership), LoadingHooks(self._membership)
+        self._surround(module, "")
         watch_state_of(self._fsdp_unit)
         watch_torchs_clipping()
+
+    def _surround(self, module: nn.Module, place: str) -> None:
+        """Stand for ``module``, whose parameters have names in the unit that begin with ``place``."""
+        self._fsdp_wrapped_module, self._fsdp_place = module, place
+        self._fsdp_loading.register([self])
+
+    @staticmethod
+    def group(modules: Iterable[nn.Module], **arguments: Any) -> None:
+        """Let these modules be one unit of the model in which they are, which is wrapped after that.
+
+        The wrapper around the whole model (or around any module that contains all of them, in which they are not
+        wrapped yet) puts a wrapper in the place of each, whatever its ``auto_wrap_policy`` says of them; modules inside
+        of them become units as it says. What the modules share (tied weights of an embedding and a head) is trained,
+        and what they have is gathered together: when the first of them runs, in forward and in backward, until the
+        last of them has run, at the latest until the pass is over. In between, the unit has memory beside those that
+        the policy of the tree allows. (A backward knows only of modules with parameters that it trains: where they
+        have none, the unit is gathered for each.)
+
+            FSDP.group([model.embed, model.head])
+            model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+        Everything has the names that it has in the plain model. With ``use_orig_params=False`` the first of the
+        modules, in the order of the model, has the flat parameters, in ``LOCAL_STATE_DICT`` as well.
+
+        Args:
+            modules: two or more, none of them inside another, and in no other group.
+            arguments: what the constructor is called with for this unit in place of what the wrapper was given.
+
+        Raises:
+            TypeError, ValueError: the modules are none that can be one unit, or there is no such argument. What only
+                the wrapper can know is refused by it: whether all of them are there, and wrapped by nothing else.
+        """
+        unknown = set(arguments) - (set(inspect.signature(FullyShardedDataParallel).parameters) - _NOT_OF_GROUPS)
+        if unknown:
+            raise TypeError(f"group() takes no {', '.join(sorted(unknown))}: pass it to the wrapper around the model")
+        declare_group(modules, arguments)
+
+    @classmethod
+    def _around_group(cls, group: ModuleGroup, arguments: dict[str, Any]) -> dict[nn.Module, FullyShardedDataParallel]:
+        """Of each module of ``group`` the wrapper to take its place; they have one unit."""
+        first = cls(group, **arguments)
+        wrappers = {}
+        for place, member in members_of(group).items():
+            wrapper = wrappers[member] = cls.__new__(cls)
+            nn.Module.__init__(wrapper)
+            wrapper.__dict__.update({name: own for name, own in first.__dict__.items() if name not in wrapper.__dict__})
+            wrapper._surround(member, place)
+        return wrappers
 
     # -- the module ----------------------------------------------------------------------------------------------------
 
@@ -350,7 +411,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         try:
             with Running(call, unit.name):
                 output = function(*args, **kwargs)
-            return unit.post_forward(context, call, output)
+            return unit.post_forward(context, call, output, self._fsdp_place)
         except BaseException:
             unit.abort_forward(context)
             raise
@@ -396,8 +457,10 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         finally:
             for views in unit.views:
                 views.registration.use_resting()
-        with torch.no_grad():
-            device = unit.apply_to_shards(fn) if unit.handles else fn(torch.empty(0, device=unit.device)).device
+        device = unit.device
+        if unit.changes_shards(fn, self._fsdp_place):
+            with torch.no_grad():
+                device = unit.apply_to_shards(fn) if unit.handles else fn(torch.empty(0, device=device)).device
         if unit.context is not None:
             unit.precision.place_buffers(device, full_precision=unit.precision.wants_full)
         if device != unit.device:
@@ -481,8 +544,8 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
                 stacklevel=3,
             )
         with torch.inference_mode(False):
-            units = [(wrapper._fsdp_unit, wrapper._join_context()) for wrapper in wrappers]
-        with summon(units, options):
+            units = {wrapper._fsdp_unit: wrapper._join_context() for wrapper in wrappers}
+        with summon(list(units.items()), options):
             yield
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -596,18 +659,16 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         copied = memo[id(self)] = type(self).__new__(type(self))
         for shared in (self.process_group, self.__dict__.get("_inter_node_pg")):
             memo[id(shared)] = shared
-        own = {"_fsdp_unit": None, "_membership": None}
-
-        def copy_module() -> nn.Module:
-            state = {name: value for name, value in self.__dict__.items() if name not in own}
-            copied.__dict__.update(copy.deepcopy(state, memo))
-            return copied._fsdp_wrapped_module
-
-        copied.__dict__.update(own)
-        copied._fsdp_unit = copy_unit(self._fsdp_unit, copy_module, memo)
-        copied._membership = Membership(copied._fsdp_unit)
+        unit, is_first = self._fsdp_unit, id(self._fsdp_unit) not in memo
+        if is_first:  # of the wrappers around the unit's modules, nearly always the only one
+            memo[id(unit)] = copy_unit(unit, lambda: copy.deepcopy(unit.module, memo), memo)
+            memo[id(self._membership)] = Membership(memo[id(unit)])
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if is_first:
+            for hooks in (copied._fsdp_saving, copied._fsdp_loading):
+                hooks.belong_to(copied._membership)
+            watch_state_of(copied._fsdp_unit)
         copied._publish_lists()
-        watch_state_of(copied._fsdp_unit)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:

@@ -16,13 +16,15 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, clean, members_of, own_modules
 from fsdp.runtime.hooks import around_forward
 
 __all__ = [
@@ -266,7 +268,8 @@ def auto_wrap(
     wrapper_cls: type[nn.Module],
     root_kwargs: dict[str, Any],
 ) -> int:
-    """Wraps submodules of ``root_module`` as ``policy`` says, and returns how many. The root itself is never wrapped.
+    """Wraps submodules of ``root_module`` as ``policy`` says (None: none), and what users have made groups of; returns
+    how many units that gives. The root itself is never wrapped.
 
     Afterwards each chosen module is replaced, at every place it had, by one ``wrapper_cls(module, **kwargs)``. The
     arguments are ``root_kwargs`` as the policy changed them, and ``auto_wrap_policy=None`` besides for a policy object.
@@ -275,13 +278,19 @@ def auto_wrap(
     ``root_kwargs`` leaves out become units of their own, in full precision, with a warning.
 
     Raises:
-        ValueError: the tree holds a ``wrapper_cls`` already, or ``policy`` is not a policy. Nothing was changed.
+        ValueError: the tree holds a ``wrapper_cls`` already, or ``policy`` is not a policy, or a group cannot be one
+            unit. Nothing was changed.
     """
-    _check_not_wrapped(root_module, wrapper_cls)
-    if callable(getattr(policy, "_run_policy", None)):  # torch's own policy objects too
+    groups = _groups_in(root_module, ignored_modules)
+    grouped = {member: group for group, _ in groups for member in members_of(group).values()}
+    if policy is not None:
+        _check_not_wrapped(root_module, wrapper_cls)
+    if policy is None:
+        targets: _Targets = {}
+    elif callable(getattr(policy, "_run_policy", None)):  # torch's own policy objects too
         targets = policy._run_policy(root_module, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
     elif callable(policy):
-        choice = _Choice(policy, ignored_modules, ignored_params)
+        choice = _Choice(policy, ignored_modules, ignored_params, grouped)
         choice.visit(root_module, only_children=True)
         targets = {module: _with_own_overrides(module, root_kwargs) for module in choice.modules}
         del choice  # its references would keep the memory of the original parameters while they are being replaced
@@ -290,24 +299,114 @@ def auto_wrap(
             "expected auto_wrap_policy to be callable or a policy object such as ModuleWrapPolicy({Block}), "
             f"but got {policy!r}"
         )
-    if not targets and any(True for _ in root_module.children()):
+    if policy is not None and not targets and any(True for _ in root_module.children()):
         warnings.warn(
             f"auto_wrap_policy {policy!r} matched no submodule of {type(root_module).__name__}: the whole module "
             "becomes one unit, gathered at once. Check the policy's classes or sizes, or pass auto_wrap_policy=None.",
             stacklevel=3,
         )
-    sensitive = _in_full_precision(root_module, root_kwargs.get("mixed_precision"), ignored_modules)
+    kept_full = root_kwargs.get("mixed_precision") if policy is not None else None
+    sensitive = _in_full_precision(root_module, kept_full, {*ignored_modules, *grouped})
     targets = {
         module: {**targets.get(module, root_kwargs), **({"mixed_precision": None} if module in sensitive else {})}
         for module in root_module.modules()
-        if module in targets or module in sensitive
+        if (module in targets or module in sensitive) and module not in grouped
     }
     targets.pop(root_module, None)
-    _check_ties(root_module, targets, ignored_modules, ignored_params)
+    _check_ties(root_module, {**dict(zip(targets, targets)), **grouped}, ignored_modules, ignored_params)
     for module in sensitive:
         _CastAround(module)
-    _post_order_apply(root_module, _construct_wrap_fn(root_module, targets, wrapper_cls))
-    return len(targets)
+    wrapped = _construct_wrap_fn(root_module, targets, wrapper_cls)
+    inside = {module for member in grouped for module in member.modules()}
+    if groups:  # before the units around their members, and after those in them
+        _post_order_apply(root_module, lambda module: wrapped(module) if module in inside else None)
+    for group, arguments in groups:
+        for member in members_of(group).values():
+            del member.__dict__[_GROUP]
+        around: Any = wrapper_cls
+        wrappers = around._around_group(group, {**root_kwargs, **arguments})
+        _post_order_apply(root_module, wrappers.get)
+    _post_order_apply(root_module, lambda module: wrapped(module) if module not in inside else None)
+    return len(targets) + len(groups)
+
+
+# Groups
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Modules that are to be one unit, and the arguments of their wrappers that are not those of the tree's."""
+
+    modules: tuple[nn.Module, ...]
+    arguments: dict[str, Any]
+
+
+_GROUP = "_fsdp_group"  # what its modules have theirs as, until they are wrapped; so it is copied with them
+
+
+def declare_group(modules: Iterable[nn.Module], arguments: dict[str, Any]) -> None:
+    """Let ``modules`` be one unit, made with ``arguments``; see ``FullyShardedDataParallel.group``.
+
+    Raises:
+        TypeError, ValueError: they cannot be one. Nothing was changed.
+    """
+    members = tuple(modules)
+    for module in members:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"group() expects nn.Module elements, got {type(module).__name__}")
+    if len(set(members)) < max(2, len(members)):
+        raise ValueError(f"group() expects two or more modules, each once, got {_kinds(members)}")
+    for module in members:
+        inner = set(module.modules())
+        if any(other in inner for other in members if other is not module):
+            raise ValueError(f"group(): one of its modules, a {type(module).__name__}, contains another one of them")
+        if WRAPPED_MODULE in module._modules or any("_fsdp_in_unit" in below.__dict__ for below in inner):
+            raise ValueError(
+                f"group(): the {type(module).__name__} is wrapped already; call it before FullyShardedDataParallel, on "
+                "the modules of the plain model"
+            )
+    found = [module for member in members for module in member.modules() if _GROUP in module.__dict__]
+    if found:
+        raise ValueError(f"group(): {_kinds(found)} among these modules, or inside of them, is in a group already")
+    group = _Group(members, arguments)
+    for module in members:
+        module.__dict__[_GROUP] = group
+
+
+def has_groups(module: nn.Module) -> bool:
+    """Whether a group is declared of modules in ``module``."""
+    return any(_GROUP in below.__dict__ for below in module.modules())
+
+
+def _groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> list[tuple[ModuleGroup, dict[str, Any]]]:
+    """The groups of modules below ``root_module``, with their arguments, in the order of the model.
+
+    Raises:
+        ValueError: not all modules of one are there, or are to be wrapped.
+    """
+    found: dict[_Group, dict[str, nn.Module]] = {}
+    for path, module in own_modules(root_module):
+        if _GROUP in module.__dict__:
+            found.setdefault(module.__dict__[_GROUP], {})[clean(path)] = module
+    for group, members in found.items():
+        absent = set(group.modules) - set(members.values())
+        if absent or root_module in group.modules or any(member in ignored for member in group.modules):
+            raise ValueError(
+                f"FullyShardedDataParallel.group() has made {_kinds(group.modules)} one unit, and the "
+                f"{type(root_module).__name__} that is being wrapped does not contain all of them, or they are wrapped "
+                f"or ignored there: {_kinds(absent or group.modules)}. Wrap a module around all of them first"
+            )
+        for member in group.modules:
+            if any(below.__dict__.get(_GROUP) not in (None, group) for below in member.modules()):
+                raise ValueError(
+                    f"FullyShardedDataParallel.group(): in the {type(member).__name__} of one group lies a module of "
+                    "another. Groups cannot be nested"
+                )
+    return [(ModuleGroup(members), group.arguments) for group, members in found.items()]
+
+
+def _kinds(modules: Iterable[nn.Module]) -> str:
+    return " and ".join(f"a {type(module).__name__}" for module in modules)
 
 
 def _in_full_precision(root_module: nn.Module, precision: Any, ignored_modules: set[nn.Module]) -> list[nn.Module]:
@@ -354,18 +453,19 @@ class _CastAround:
 
 def _check_ties(
     root_module: nn.Module,
-    targets: Collection[nn.Module],
+    targets: Mapping[nn.Module, nn.Module],
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
 ) -> None:
-    """Raises ValueError if a parameter would belong to two units, with its two names. A shared module is one unit."""
+    """Raises ValueError if a parameter would belong to two units, with its two names. A shared module is one unit.
+    ``targets`` says of which module the unit will be that one is wrapped for: itself, or its group."""
     homes: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     pending = [(root_module, root_module, "")]
     while pending:
         module, unit, path = pending.pop()
         if module in ignored_modules:
             continue
-        unit = module if module in targets else unit
+        unit = targets.get(module, unit)
         for attribute, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param in ignored_params:
                 continue
@@ -374,7 +474,8 @@ def _check_ties(
                 raise ValueError(
                     f"parameter {path + attribute!r} is shared with {name!r}, and auto_wrap_policy puts the two into "
                     f"different units ({type(unit).__name__} and {type(first).__name__}). A parameter can be sharded "
-                    "by one unit only: wrap the lowest module that contains both, and neither of the two apart"
+                    "by one unit only: make the two modules that have it one unit by FullyShardedDataParallel.group(), "
+                    "or wrap the lowest module that contains both, and neither of the two apart"
                 )
         children = [(child, unit, f"{path}{name}.") for name, child in module._modules.items() if child is not None]
         pending += reversed(children)
@@ -408,9 +509,15 @@ class _Choice:
     """What a callable policy chooses in a tree: ``modules``, children before parents."""
 
     def __init__(
-        self, policy: Callable[..., bool], ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]
+        self,
+        policy: Callable[..., bool],
+        ignored_modules: set[nn.Module],
+        ignored_params: set[nn.Parameter],
+        grouped: Collection[nn.Module] = (),
     ) -> None:
+        """``grouped`` modules are chosen already, what lies in them is not."""
         self.modules: list[nn.Module] = []
+        self._grouped = grouped
         self._policy = policy
         self._ignored_params = ignored_params
         # Of each module that needs no visit (any more): the parameters in its subtree that are in chosen modules.
@@ -421,11 +528,15 @@ class _Choice:
         the subtree that are in chosen modules."""
         covered = self._covered[module] = set()
         params = [param for param in module.parameters() if param not in self._ignored_params]
-        if not self._policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
+        if self._policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
+            for child in module.children():
+                covered |= self._covered[child] if child in self._covered else self.visit(child)
+        elif module not in self._grouped:
             return covered
-        for child in module.children():
-            covered |= self._covered[child] if child in self._covered else self.visit(child)
         if only_children:
+            return covered
+        if module in self._grouped:
+            covered.update(params)
             return covered
         remainder = _numel(param for param in params if param not in covered)
         if self._policy(module=module, recurse=False, nonwrapped_numel=remainder):

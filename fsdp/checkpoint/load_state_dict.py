@@ -101,7 +101,7 @@ def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mappi
 
     Raises: as ``load_state_dict``, with the model as it was.
     """
-    loading = Loading(model, wrappers_in(model), alone=True)
+    loading = Loading(model, _hooks_in(model), alone=True)
     try:
         try:
             found = loading.incompatible = into_module(state_dict, strict=strict)
@@ -136,7 +136,7 @@ class Loading:
     assign = False
     incompatible: Any = None
 
-    def __init__(self, opener: nn.Module, wrappers: list[Any], *, alone: bool) -> None:
+    def __init__(self, opener: nn.Module, hooks_of_units: list[LoadingHooks], *, alone: bool) -> None:
         """Registers the recorders.
 
         Raises:
@@ -147,7 +147,7 @@ class Loading:
         self.prefix = ""  # of the opener, in the names that nn.Module goes by
         self.units: list[UnitLoading] = []
         self.rest: RestLoading | None = None
-        self._hooks: list[LoadingHooks] = [wrapper._fsdp_loading for wrapper in wrappers]
+        self._hooks = list(dict.fromkeys(hooks_of_units))  # one for each unit
         for hooks in self._hooks:
             join(hooks.unit)
             check_at_rest(hooks.unit, "load_state_dict()")
@@ -305,7 +305,7 @@ class LoadingHooks(StateHooks):
     active: Loading | None
 
     def register(self, modules: list[nn.Module]) -> None:
-        for module in (self._wrapper(), *modules):
+        for module in modules:
             module.register_load_state_dict_pre_hook(self._before)
             module.register_load_state_dict_post_hook(self._after)
 
@@ -320,13 +320,12 @@ class LoadingHooks(StateHooks):
         unexpected_keys: list[str],
         error_messages: list[str],
     ) -> None:
-        wrapper = self._wrapper()
-        if wrapper is None:
+        if self._belongs_to() is None:
             return
         if self.active is not None and self.active.opener is module and self.active.error_messages is not None:
             self.abandon()  # that one ended in an exception
         if self.active is None:
-            Loading(module, list(dict.fromkeys([wrapper, *wrappers_in(module)])), alone=False)
+            Loading(module, [self, *_hooks_in(module)], alone=False)
         assert self.active is not None
         self.active.assign = bool(local_metadata.get("assign_to_params_buffers", False))
         if self.active.opener is module:
@@ -334,16 +333,9 @@ class LoadingHooks(StateHooks):
         for key, value in state_dict.items():
             if isinstance(value, ShardedTensor):
                 state_dict[key] = Opaque(value)
-        if module is wrapper:  # the names that nn.Module goes by have the wrapper's part
+        if unit_of(module) is not None:  # a wrapper: the names that nn.Module goes by have the wrapper's part
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
-
-    @property
-    def unit(self) -> Unit:
-        wrapper = self._wrapper()
-        assert wrapper is not None  # it is being loaded
-        unit: Unit = unit_of(wrapper)
-        return unit
 
     def abandon(self) -> None:
         """Let go of a load that ended in an exception, if there is one."""
@@ -353,6 +345,10 @@ class LoadingHooks(StateHooks):
     def _after(self, module: nn.Module, incompatible_keys: Any) -> None:
         if self.active is not None and self.active.opener is module:
             self.active.finish(incompatible_keys.missing_keys, incompatible_keys.unexpected_keys)
+
+
+def _hooks_in(model: nn.Module) -> list[LoadingHooks]:
+    return [wrapper._fsdp_loading for wrapper in wrappers_in(model)]
 
 
 # -- from rank 0 alone -------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from fsdp.checkpoint.ragged import elements_of
 from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord, Piece
-from fsdp.flat.names import clean, joined, unit_of
+from fsdp.flat.names import clean, joined, path_of, unit_name, unit_of
 from fsdp.flat.views import FlatViews
 from fsdp.runtime.unit import Unit
 
@@ -119,7 +119,7 @@ class Holder:
 
 
 def holders_of(unit: Unit, prefix: str = "") -> Iterator[Holder]:
-    """What optimizers hold of ``unit``; ``prefix`` is its name in the model."""
+    """What optimizers hold of ``unit``; ``prefix`` is the path that its names are relative to in the model."""
     for handle, views in zip(unit.handles, unit.views):
         for visible in views.visible:
             members = []
@@ -154,9 +154,9 @@ class ModelParams:
             unit = unit_of(module)
             if unit is None or unit in self.units:
                 continue
-            prefix = clean(path)
-            self.units[unit] = f"unit {prefix!r}" if prefix else "the outermost unit"
-            self.holders.update((holder.param, holder) for holder in holders_of(unit, prefix))
+            name = unit_name(module, clean(path))
+            self.units[unit] = f"unit {name!r}" if name else "the outermost unit"
+            self.holders.update((holder.param, holder) for holder in holders_of(unit, path_of(unit, name)))
             for handle, views in zip(unit.handles, unit.views):
                 modes.add(isinstance(views, FlatViews))
                 stands_for.update(dict.fromkeys(handle.wholes, handle.flat_param))

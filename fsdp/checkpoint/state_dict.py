@@ -30,7 +30,7 @@ from fsdp.flat.names import WRAPPED_MODULE, clean, joined, own_modules, unit_of,
 from fsdp.flat.registration import registered_params
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.agreement import GATHER
-from fsdp.runtime.build import inside_checkpoint, join
+from fsdp.runtime.build import Membership, inside_checkpoint, join, outermost_of
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Phase, Unit, units_of
 
@@ -270,8 +270,8 @@ def flat_home(unit: Unit, opener: nn.Module) -> nn.Module:
     Raises:
         RuntimeError: ``opener`` is a part of the unit without it.
     """
-    home = inside_checkpoint(unit.module)
-    if all(home is not module for module in opener.modules()):
+    home, *others = outermost_of(unit.module)
+    if all(home is not module for module in opener.modules()) and inside_checkpoint(opener) not in others:
         raise RuntimeError(
             f"LOCAL_STATE_DICT holds whole units, and {type(opener).__name__} is a part of {unit.name}: "
             "ask the wrapped module, or choose another kind of state dict"
@@ -316,7 +316,7 @@ def begin_saving(unit: Unit, opener: nn.Module) -> UnitSaving:
 
 
 class StateHooks:
-    """What ``nn.Module`` calls on a wrapper's modules while it walks them for a state dict.
+    """What ``nn.Module`` calls on a unit's modules while it walks them for a state dict.
 
     Attributes:
         active: the walk that is under way, if any.
@@ -324,18 +324,27 @@ class StateHooks:
 
     active: Any = None
 
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper: Callable[[], Any] = weakref.ref(wrapper)
-        self.register(list(dict.fromkeys(owner for _, owner in own_modules(unit_of(wrapper).module))))
+    def __init__(self, membership: Membership) -> None:
+        self.belong_to(membership)
+        self.register(list(dict.fromkeys(owner for _, owner in own_modules(membership.unit.module))))
+
+    def belong_to(self, membership: Membership) -> None:
+        """The hooks are for its unit, as long as a wrapper holds it."""
+        self._belongs_to: Callable[[], Membership | None] = weakref.ref(membership)
+
+    @property
+    def unit(self) -> Unit:
+        membership = self._belongs_to()
+        assert membership is not None  # a wrapper is there
+        return membership.unit
 
     def register(self, modules: list[nn.Module]) -> None:
         raise AssertionError("each way has its own")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHooks:
-        """Those of the wrapper's copy, which is under way; of a module that is copied alone, none."""
+        """Those of the unit's copy, which is under way and will say so; of a module that is copied alone, none."""
         copied = memo[id(self)] = type(self).__new__(type(self))
-        wrapper = memo.get(id(self._wrapper()))
-        copied._wrapper = weakref.ref(wrapper) if wrapper is not None else _nothing
+        copied._belongs_to = _nothing
         return copied
 
 
@@ -354,13 +363,12 @@ class SavingHooks(StateHooks):
             module.register_state_dict_post_hook(after)
 
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        wrapper = self._wrapper()
-        if wrapper is None:
+        if self._belongs_to() is None:
             return
-        if self.active is not None and module in (self.active.opener, wrapper.module):
+        if self.active is not None and module in (self.active.opener, *outermost_of(self.unit.module)):
             self.abandon()  # the last walk ended in an exception
         if self.active is None:
-            self.active = begin_saving(unit_of(wrapper), module)
+            self.active = begin_saving(self.unit, module)
 
     def _after(self, module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         saving = self.active

@@ -40,18 +40,21 @@ class UnitInfo:
     """One unit.
 
     Attributes:
-        name: the path of its module in the model asked about, without wrapper parts ("" for the model).
+        name: the path of its module in the model asked about, without wrapper parts ("" for the model); of several
+            modules, the paths of all, with ", " between them.
+        path: what the layouts' names are relative to: the same, but for several modules that around all of them.
         shares_memory: whether the ranks of its shard group communicate through memory that they share; they decide when
             they first communicate.
     """
 
     name: str
+    path: str
     buckets: tuple[BucketInfo, ...]
     shares_memory: bool = False
 
     def full_name(self, record: ParamRecord) -> str:
         """A parameter's name in the model asked about."""
-        return f"{self.name}.{record.name}" if self.name else record.name
+        return f"{self.path}.{record.name}" if self.path else record.name
 
 
 class ShardParamInfo(NamedTuple):

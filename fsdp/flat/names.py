@@ -3,7 +3,7 @@ known here alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -35,6 +35,54 @@ def bare(name: str) -> str:
     return ".".join(part for part in parts if part != _COMPILED_MODULE)
 
 
+# -- units of several modules ------------------------------------------------------------------------------------------
+
+
+class ModuleGroup(nn.Module):
+    """The modules that are one unit, by their paths in the plain model below the module in which they were grouped,
+    which names of the unit's parameters are relative to. It is in no model; each of its members has a wrapper there."""
+
+    def __init__(self, members: Mapping[str, nn.Module]) -> None:
+        """``members`` has all paths to each."""
+        super().__init__()
+        self._modules.update(members)
+
+    @property
+    def training(self) -> bool:
+        return any(member.training for member in self._modules.values() if member is not None)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        """Each member has a mode, which the model sets."""
+
+
+def members_of(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules by which the unit of ``module`` is called, with what the names in it begin with: nearly always itself
+    alone, with nothing."""
+    if not isinstance(module, ModuleGroup):
+        return {"": module}
+    first: dict[nn.Module, str] = {}
+    for path, member in module._modules.items():
+        assert member is not None
+        first.setdefault(member, path)
+    return {path: member for member, path in first.items()}
+
+
+def unit_name(wrapper: Any, path: str) -> str:
+    """The name of the unit that ``wrapper``, at ``path`` in the plain model, belongs to: the paths of its modules."""
+    place, members = wrapper._fsdp_place, members_of(unit_of(wrapper).module)
+    if not place:
+        return path
+    around = path[: -len(place)].removesuffix(".") if f".{path}".endswith(f".{place}") else ""
+    return ", ".join(joined(around, member) for member in members)
+
+
+def path_of(unit: Any, name: str) -> str:
+    """The path that the names of the unit's parameters are relative to where the unit has this name."""
+    first = next(iter(members_of(unit.module)))
+    return name.split(", ")[0].removesuffix(first).removesuffix(".") if first else name
+
+
 # -- walks through the modules -----------------------------------------------------------------------------------------
 
 
@@ -42,7 +90,8 @@ def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
     """(path, module) for ``module`` and its descendants, every path to each, without entering nested units."""
     if WRAPPED_MODULE in module._modules:
         return
-    yield path, module
+    if not isinstance(module, ModuleGroup):
+        yield path, module
     for name, child in module._modules.items():
         if child is not None:
             yield from own_modules(child, joined(path, name))

@@ -130,8 +130,8 @@ def _check(param: nn.Parameter, name: str, unit_name: str) -> None:
         other = getattr(param, "_fsdp_owner", "another unit")
         raise ValueError(
             f"parameter {name!r} of {unit_name} is shared with {other}, which already owns it. A parameter can be "
-            "sharded by one unit only: wrap the lowest module that contains both of its places as one unit, and none "
-            "of the two apart"
+            "sharded by one unit only: make the two modules that have it one unit by FullyShardedDataParallel.group(), "
+            "or wrap the lowest module that contains both of its places as one unit, and none of the two apart"
         )
     if isinstance(param, nn.UninitializedParameter):
         raise ValueError(

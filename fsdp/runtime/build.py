@@ -21,7 +21,7 @@ from fsdp.api import (
 from fsdp.comm.groups import Groups
 from fsdp.comm.shared_memory import segment_of
 from fsdp.flat.metadata import BucketInfo, UnitInfo
-from fsdp.flat.names import CHECKPOINTED_MODULE
+from fsdp.flat.names import CHECKPOINTED_MODULE, members_of, path_of
 from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, owned_params, synchronize
 from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
@@ -55,6 +55,12 @@ def inside_checkpoint(module: nn.Module) -> nn.Module:
     return getattr(module, CHECKPOINTED_MODULE, module)
 
 
+def outermost_of(module: nn.Module) -> list[nn.Module]:
+    """The modules by which the unit of ``module`` is called, without torch's checkpoint wrappers; the first one has the
+    flat parameters."""
+    return [inside_checkpoint(member) for member in members_of(module).values()]
+
+
 def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOptions) -> Unit:
     """The unit of ``module``, whose parameters are given values, moved, flattened and sharded; the wrapper calls.
 
@@ -73,7 +79,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
     if options.synchronized:
         synchronize(module, owned, options.groups)
-    home = Home.of(module, inside_checkpoint(module))
+    home = Home.of(module, outermost_of(module)[0])
     buckets: list[BucketViews] = []
     for handle, members in build_handles(
         owned, options.groups, device, options.mixed_precision, options.cpu_offload, use_orig_params=use_orig_params
@@ -146,6 +152,7 @@ def shard_info(module: nn.Module) -> list[UnitInfo]:
     return [
         UnitInfo(
             name,
+            path_of(unit, name),
             tuple(
                 BucketInfo(
                     handle.layout, unit.groups.shard_rank, handle.flat_param, tuple(v.param for v in views.visible)

@@ -167,8 +167,7 @@ class RootContext:
         if failed:
             self.reset()
             return
-        for unit in self.residency.idle if backward_follows else self.residency:
-            self.residency.reshard(unit)
+        self.residency.end_forward(backward_follows=backward_follows)
         self.residency.settle_offloaded()  # in any case: no backward may come, and the shards may be written
         if not backward_follows:
             self.residency.forget_kept()

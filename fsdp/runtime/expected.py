@@ -30,26 +30,26 @@ class ExpectedLeaves:
         self._handles = handles
         self._arrived = arrived
         self.of_task: dict[int, set[LeafKey]] = {}
+        self._hooked: set[int] = set()  # the ids of the leaves that are, frozen ones among them
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[LeafKey, Any]] = {}
         self.watch()
 
     def watch(self) -> None:
-        """Hook the leaves that require grad and are not hooked yet."""
+        """Hook the leaves that require grad now, as far as they are not yet."""
         for key, leaf in self._leaves():
             if leaf.requires_grad and id(leaf) not in self._accumulators:
                 self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
-                hooks.on_accumulated(leaf, functools.partial(self._arrived, key))
+                if id(leaf) not in self._hooked:
+                    self._hooked.add(id(leaf))
+                    hooks.on_accumulated(leaf, functools.partial(self._arrived, key))
 
     def renew(self) -> None:
         """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
         there. Where a graph holds an old one, it stays."""
-        hooked = set(self._accumulators)
         self._accumulators.clear()  # a node lives as long as somebody holds it
-        self._accumulators = {
-            id(leaf): (key, hooks.accumulator_of(leaf)) for key, leaf in self._leaves() if id(leaf) in hooked
-        }
-        self.watch()  # a DTensor of another dtype is another leaf
+        self._hooked &= {id(leaf) for _, leaf in self._leaves()}  # a DTensor of another dtype is another leaf
+        self.watch()
 
     def _leaves(self) -> list[tuple[LeafKey, torch.Tensor]]:
         return [((bucket, i), leaf) for bucket, handle in enumerate(self._handles) for i, leaf in handle.all_leaves]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp.flat.full_copy import BufferState, parameter_views
-from fsdp.flat.names import joined
+from fsdp.flat.names import joined, path_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.build import join
 from fsdp.runtime.context import RootContext
@@ -156,10 +156,10 @@ def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[st
     A parameter is good until the next one is asked for; with ``writeback``, so are changes made to it. All ranks have
     to run the loop alike and to its end.
     """
-    for path, unit, _ in list(units_in(module)):
+    for name_of_unit, unit, _ in list(units_in(module)):
         with torch.inference_mode(False):
             context = join(unit)
         with summon([(unit, context)], SummonOptions(writeback)):
             for views in unit.views:
                 for name, param in views.summoned():
-                    yield joined(path, name), param
+                    yield joined(path_of(unit, name_of_unit), name), param

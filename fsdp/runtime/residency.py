@@ -32,6 +32,7 @@ class Residence(Enum):
     IN_USE = auto()  # the modules compute with them, or they are shown, or returned by a forward
     RECOMPUTED = auto()  # its forward was recomputed, its backward follows
     KEPT = auto()  # its strategy keeps it for the next pass
+    AWAITED = auto()  # some of its modules have run in this pass, and others are to come
 
     __hash__ = object.__hash__  # Enum's own is a Python function
 
@@ -40,9 +41,10 @@ _IDLE = (Residence.PREFETCHED, Residence.RECOMPUTED)
 _NEXT = {
     Residence.SHARDED: (Residence.PREFETCHED, Residence.IN_USE),
     Residence.PREFETCHED: (Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
-    Residence.IN_USE: (Residence.PREFETCHED, Residence.RECOMPUTED, Residence.KEPT, Residence.SHARDED),
+    Residence.IN_USE: tuple(why for why in Residence if why is not Residence.IN_USE),
     Residence.RECOMPUTED: (Residence.PREFETCHED, Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
     Residence.KEPT: (Residence.PREFETCHED, Residence.IN_USE, Residence.SHARDED),
+    Residence.AWAITED: (Residence.PREFETCHED, Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
 }
 
 
@@ -67,7 +69,7 @@ class Residences(Generic[T]):
         if why is not before and why not in _NEXT[before]:
             raise AssertionError(f"a unit went from {before.name} to {why.name}")
         if why is not Residence.SHARDED:
-            (self._kept if why is Residence.KEPT else self._of)[unit] = why
+            (self._kept if why in (Residence.KEPT, Residence.AWAITED) else self._of)[unit] = why
 
     def becomes(self, unit: T, why: Residence) -> bool:
         """If ``unit`` is gathered, it is so for another reason from here on, or not at all; returns whether it was."""
@@ -217,10 +219,25 @@ class Residency(Residences[UnitBuffers]):
                     handle.release(self.pool, last_use)
             torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
-    def keep(self, unit: UnitBuffers) -> None:
+    def keep(self, unit: UnitBuffers, why: Residence = Residence.KEPT) -> None:
         """Leave ``unit`` gathered for the next pass; what users change in between is the shard, not the copy."""
         unit.use_resting()
-        self.becomes(unit, Residence.KEPT)
+        self.becomes(unit, why)
+
+    def keep_to_others(self, unit: UnitBuffers) -> None:
+        """Some modules of ``unit`` have run: keep it for the others, at the latest to the end of the pass. Nobody else
+        gets less room for that."""
+        if self.of(unit) is Residence.IN_USE:
+            self.keep(unit, Residence.AWAITED)
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """The forward of the tree is over: reshard what no backward will read, and modules that were awaited did not
+        come."""
+        for unit in self.idle if backward_follows else self:
+            self.reshard(unit)
+        for unit in [unit for unit, why in self._kept.items() if why is Residence.AWAITED]:
+            if not self.keep_to_backward(unit):
+                self.reshard(unit, backward_follows=True)
 
     def keep_to_backward(self, unit: UnitBuffers) -> bool:
         """``unit`` has run, and a backward is to come: keep it for that if its strategy or the budget says so. Returns
@@ -240,7 +257,7 @@ class Residency(Residences[UnitBuffers]):
         room = unit.policy.keep_gathered_nbytes - unit.full_nbytes
         if room < 0:
             return False
-        kept = [other for other in self._kept if not self.stays(other)]
+        kept = [other for other, why in self._kept.items() if why is Residence.KEPT and not self.stays(other)]
         excess = sum(other.full_nbytes for other in kept if other is not unit) - room
         for other in kept:
             if excess > 0 and other is not unit:
@@ -344,7 +361,7 @@ class Residency(Residences[UnitBuffers]):
 
     def _has_room(self, unit: UnitBuffers, computing: UnitBuffers) -> bool:
         """Whether one more unit fits while ``computing`` does: 1 + the prefetch distance, not counting the root, the
-        ancestors of ``unit`` and units that their strategy keeps."""
+        ancestors of ``unit`` and units that are kept."""
         if not computing.policy.limit_gathers:
             return True
         room = self._distance(computing)
@@ -366,7 +383,8 @@ class Residency(Residences[UnitBuffers]):
         if unit.policy.reduce_unused:
             return
         waits = self.passes.in_backward and unit.policy.prefetch_after_gradients
-        if waits and any(other.expected and other.index not in unit.ancestors for other in self):
+        under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED] if waits else ()
+        if any(other.index not in unit.ancestors for other in under_way):
             return
         listed = unit.listed(self.passes.in_backward) if unit.listed is not None else None
         if listed is not None and not begins:

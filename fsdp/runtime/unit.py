@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.full_copy import BufferState
-from fsdp.flat.names import plain_children, unit_of
+from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.backward import ForwardCall, Place, close_passed
@@ -68,6 +68,8 @@ class Unit(UnitBuffers):
         self.ref = weakref.ref(self)
         _units.add(self)
         self._depth = 0  # forwards of this unit under way
+        self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
+        self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
         self.expected = ExpectedLeaves(self.handles, functools.partial(_leaf_arrived, self.ref))
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.watch_optimizers(self)
@@ -200,6 +202,15 @@ class Unit(UnitBuffers):
         self.expected.renew()
         return self.device
 
+    def changes_shards(self, change: Callable[[torch.Tensor], torch.Tensor], member: str) -> bool:
+        """``nn.Module._apply`` has come to ``member`` with ``change``: whether the shards are to be changed, which they
+        are not where it has come to another of the unit's modules with the same before."""
+        first = member in self._changed_by or change not in self._changed_by.values()
+        self._changed_by = {member: change} if first else {**self._changed_by, member: change}
+        if len(self._changed_by) == len(self._ran):
+            self._changed_by = {}
+        return first
+
     # -- gathered by hand ----------------------------------------------------------------------------------------------
 
     def unshard_by_hand(self, context: RootContext) -> Callable[[], None]:
@@ -264,8 +275,9 @@ class Unit(UnitBuffers):
 
     @hooks.untraced
     @ranged("_post_forward")
-    def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any) -> Any:
-        """Reshard unless the backward follows at once, and hook the outputs; returns them."""
+    def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any, member: str = "") -> Any:
+        """``member`` has run: reshard unless others of the unit's modules are to come, or the backward follows at once;
+        and hook the outputs, which are returned."""
         for view in self.views:
             view.check_leaves(compares=context.streams.asynchronous_work)
         if not self.is_summoned and not self.precision.wants_full:
@@ -282,7 +294,10 @@ class Unit(UnitBuffers):
             self._leave_forward(context)
             if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
                 follows = residency.expects_backward
-                if not (follows and residency.keep_to_backward(self)):
+                self._ran[member] = residency.generation
+                if any(ran != residency.generation for ran in self._ran.values()):
+                    residency.keep_to_others(self)
+                elif not (follows and residency.keep_to_backward(self)):
                     residency.reshard(self, backward_follows=follows)
                 residency.prefetch(self)
             if self._depth == 0:  # last: what fails before it is aborted
@@ -409,9 +424,12 @@ class Unit(UnitBuffers):
             raise
 
     def backward_passed(self, call: ForwardCall) -> None:
-        """The backward is behind ``call``."""
+        """The backward is behind ``call``; of several modules others may be to come, for what they share or have of
+        their own."""
+        context = self.context or call.context
         self._open_calls.discard(call)
-        self._maybe_reshard(self.context or call.context)
+        if not self._maybe_reshard(context) and len(self._ran) > 1 and not self._open_calls and self._depth == 0:
+            context.residency.keep_to_others(self)
 
     def _maybe_reshard(self, context: RootContext) -> bool:
         """Reshard if the backward is over for the unit; returns whether it is."""
@@ -553,9 +571,10 @@ def every_unit() -> list[Unit]:
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     """Every unit in ``module``, depth first, children in registration order, each once.
 
-    As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` in the plain model.
+    As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` in the plain model;
+    where a unit has several modules, the paths of all of them.
     """
-    return _walk(module, "", frozenset(), {})
+    return _walk(module, "", frozenset(), {}, set())
 
 
 def units_of(module: nn.Module) -> list[Unit]:
@@ -566,18 +585,20 @@ def units_of(module: nn.Module) -> list[Unit]:
 def units_below(root: Unit) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     """As ``units_in``, of ``root`` and of the module that it is of."""
     yield "", root, frozenset()
-    yield from _walk(root.module, "", frozenset({0}), {root: 0})
+    yield from _walk(root.module, "", frozenset({0}), {root: 0}, set())
 
 
 def _walk(
-    module: nn.Module, path: str, around: frozenset[int], seen: dict[Unit, int]
+    module: nn.Module, path: str, around: frozenset[int], seen: dict[Unit, int], visited: set[nn.Module]
 ) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     unit = unit_of(module)
     if unit is not None:
-        if unit in seen:
+        if module in visited:
             return
-        seen[unit] = len(seen)
-        yield path, unit, around
+        visited.add(module)
+        if unit not in seen:
+            seen[unit] = len(seen)
+            yield unit_name(module, path), unit, around
         around = around | {seen[unit]}
     for _, inside, child in plain_children(module, path):
-        yield from _walk(child, inside, around, seen)
+        yield from _walk(child, inside, around, seen, visited)

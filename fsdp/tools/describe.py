@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from fsdp.flat.names import joined, plain_modules, unit_of, wrappers_in
+from fsdp.flat.names import joined, members_of, path_of, plain_modules, unit_of, wrappers_in
 from fsdp.runtime.tensors import num_params
 from fsdp.runtime.unit import Unit, units_in
 from fsdp.tools.text import in_bytes, in_dtype, table
@@ -127,10 +127,8 @@ def describe(model: nn.Module) -> Description:
             f"describe() is for wrapped models, and nothing in this {type(model).__name__} is: wrap it with "
             "FullyShardedDataParallel, or ask fsdp.plan(model, world_size=...) what that would give"
         )
-    strategies = [wrapper.sharding_strategy.name for wrapper in wrappers_in(model)]
-    units = tuple(
-        _described(name, unit, len(around), strategy) for (name, unit, around), strategy in zip(found, strategies)
-    )
+    strategies = {unit_of(wrapper): wrapper.sharding_strategy.name for wrapper in wrappers_in(model)}
+    units = tuple(_described(name, unit, len(around), strategies[unit]) for name, unit, around in found)
     unmanaged = num_params(model) - sum(unit.numel for unit in units)
     return Description(units, unmanaged, tuple(_remarks(model, found, units, unmanaged)))
 
@@ -149,7 +147,7 @@ def _described(name: str, unit: Unit, depth: int, strategy: str) -> UnitDescript
         strategy += ", kept after forward"
     return UnitDescription(
         name=name,
-        kind=type(unit.module).__name__,
+        kind=", ".join(dict.fromkeys(type(member).__name__ for member in members_of(unit.module).values())),
         depth=depth,
         strategy=strategy,
         shards=unit.groups.shard_size,
@@ -161,7 +159,7 @@ def _described(name: str, unit: Unit, depth: int, strategy: str) -> UnitDescript
         grad_nbytes=sum(nbytes for nbytes, trains in zip(shards, trainable) if trains),
         full_nbytes=unit.full_nbytes,
         tied=tuple(
-            tuple(joined(name, each) for each in (record.name, *record.aliases))
+            tuple(joined(path_of(unit, name), each) for each in (record.name, *record.aliases))
             for layout in layouts
             for record in layout.params
             if record.aliases
@@ -211,7 +209,7 @@ def _hint(model: nn.Module, found: list[tuple[str, Unit, frozenset[int]]]) -> st
     numel_below: Counter[str] = Counter()
     for name, unit, _ in found:
         for record in (record for handle in unit.handles for record in handle.layout.params):
-            parts = joined(name, record.name).split(".")
+            parts = joined(path_of(unit, name), record.name).split(".")
             numel_below.update({".".join(parts[:end]): record.numel for end in range(1, len(parts))})
     modules = {path: module for path, module in plain_modules(model) if path and unit_of(module) is None}
     kinds = {path: type(m) for path, m in modules.items() if not type(m).__module__.endswith("modules.container")}

@@ -28,7 +28,7 @@ from fsdp.flat.ownership import Ignored, bucket_layouts, owned_params
 from fsdp.runtime.hooks import on_saved
 from fsdp.tools.step_memory import Bucket, PlannedUnit, Step
 from fsdp.tools.text import in_bytes, table
-from fsdp.wrap import ModuleWrapPolicy, auto_wrap
+from fsdp.wrap import ModuleWrapPolicy, auto_wrap, has_groups
 
 _LARGEST_WORLD = 1 << 16
 _PROBED = 4096  # elements of the parameter that an optimizer is tried on
@@ -225,6 +225,10 @@ def _on_meta(model: Any) -> nn.Module:
             raise TypeError(f"expected the function to make an nn.Module, but it made a {type(model).__name__}")
     if any(unit_of(module) is not None for module in model.modules()):
         raise ValueError("plan() is for models that are not wrapped yet; fsdp.describe(model) tells of wrapped ones")
+    if has_groups(model):
+        raise NotImplementedError(
+            "plan() does not count units of several modules: plan the model without FullyShardedDataParallel.group()"
+        )
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise NotImplementedError(
             "plan() does not count tensor parallelism: plan the model as it is before parallelize_module(), with the "

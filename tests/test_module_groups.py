@@ -1,0 +1,390 @@
+"""One unit of several modules: ``FullyShardedDataParallel.group``.
+
+What a model computes with such units is compared, bit for bit, with what it computes without them, wrapped by the same
+policy, which the other tests compare with plain models; and with the plain model once, where the policy cannot do it.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp
+from fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.checkpoint import load, save
+from fsdp.flat.names import clean
+from fsdp.runtime.unit import units_of
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import VOCABULARY, WIDTH, ZOO, Case, MlpBlock
+from tests.harness.oracle import Schedule, adamw, assert_bit_equal, run_plain, sgd
+from tests.harness.passes import gathered
+from tests.harness.pool import run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, full_optim_state, full_parameters, run_fsdp, wrap
+from tests.test_state_dict import KINDS, kind_of
+
+FULL, KEPT = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+
+
+class Lm(nn.Module):
+    """An embedding and a head at both ends, and two norms in between, inside of the blocks."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), MlpBlock(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def tied() -> nn.Module:
+    model = Lm(True)
+    FSDP.group([model.head, model.embed])
+    return model
+
+
+def untied() -> nn.Module:
+    model = Lm(False)
+    FSDP.group([model.norm, model.head])
+    FSDP.group([block.norm for block in model.blocks])
+    return model
+
+
+_LM = ZOO["tied-transformer"]
+
+
+def case_of(model: Any) -> Case:
+    return Case("lm", model, _LM.samples, _LM.criterion, frozenset({Block}))
+
+
+GROUPED = {"tied": case_of(tied), "untied": case_of(untied)}
+WITHOUT = {"tied": case_of(partial(Lm, True)), "untied": case_of(partial(Lm, False))}
+
+
+def _same(name: str, schedule: Schedule, **options: Any) -> None:
+    both = [run_fsdp(cases[name], sgd, schedule, **options) for cases in (GROUPED, WITHOUT)]
+    for grouped, without in zip(*both, strict=True):
+        assert_bit_equal(grouped.grads, without.grads, f"gradients of {name} {options}")
+        assert_bit_equal(grouped.params, without.params, f"parameters of {name} {options}")
+
+
+def _trains() -> None:
+    schedule = Schedule(steps=3, micro=2)
+    for name in GROUPED:
+        for step, plain in zip(run_fsdp(GROUPED[name], sgd, schedule), run_plain(GROUPED[name], sgd, 2, schedule)):
+            assert_bit_equal(step.params, plain.params, name)
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16)
+    _same("tied", schedule, strategy=KEPT, use_orig_params=True)
+    _same("untied", schedule, mixed_precision=low, use_orig_params=True)
+    _same("untied", schedule, backward_prefetch=BackwardPrefetch.BACKWARD_POST, limit_all_gathers=False)
+    _same("tied", schedule, strategy=ShardingStrategy.NO_SHARD)
+    _same("tied", Schedule(steps=2), reduce_unused=True)
+
+
+def test_it_trains_as_without() -> None:
+    run_ranks(2, _trains)
+
+
+def _hybrid() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    _same("tied", Schedule(steps=2), strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh, use_orig_params=True)
+
+
+def test_over_two_replicas() -> None:
+    run_ranks(4, _hybrid)
+
+
+def _same_states(states: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]]) -> None:
+    assert set(states) == set(wanted)
+    for name, state in wanted.items():
+        assert_bit_equal(states[name], state, name)
+
+
+def _state(mode: bool, directory: str) -> None:
+    for name in GROUPED:
+        grouped, without = (wrap(cases[name], use_orig_params=mode) for cases in (GROUPED, WITHOUT))
+        optims = []
+        for model in (grouped, without):
+            optims.append(adamw(model.parameters()))
+            for step in range(2):
+                optims[-1].zero_grad()
+                _LM.loss(model, _LM.make_batch(step, 2)).backward()
+                norm = model.clip_grad_norm_(0.1)
+                optims[-1].step()
+            if model is grouped:
+                first = norm
+        assert torch.equal(first, norm)
+        plain = WITHOUT[name].build()
+        values = full_parameters(without)
+        assert_bit_equal(full_parameters(grouped), values)
+        for kind in KINDS:
+            with kind_of(grouped, kind):
+                state = grouped.state_dict()
+                if kind != "local":
+                    assert list(state) == list(plain.state_dict()), kind
+                fresh = wrap(GROUPED[name], use_orig_params=mode, seed=1)
+                with kind_of(fresh, kind):
+                    fresh.load_state_dict(state)
+            assert_bit_equal(full_parameters(fresh), values, kind)
+        plain.load_state_dict(grouped.state_dict())
+        with FSDP.summon_full_params(grouped):
+            if mode:
+                assert {key: tuple(p.shape) for key, p in grouped.named_parameters()} == {
+                    key: tuple(p.shape) for key, p in plain.named_parameters()
+                }
+        assert {key for key, _ in fsdp.full_params(grouped)} == {key for key, _ in plain.named_parameters()}
+        wanted = FSDP.optim_state_dict(without, optims[1])
+        _same_states(FSDP.optim_state_dict(grouped, optims[0])["state"], wanted["state"])
+        fresh = wrap(GROUPED[name], use_orig_params=mode, seed=1)
+        optim = adamw(fresh.parameters())
+        optim.load_state_dict(FSDP.optim_state_dict_to_load(fresh, optim, wanted))
+        _same_states(full_optim_state(fresh, optim), wanted["state"])
+        path = Path(directory, name)
+        save(path, grouped, optims[0])
+        for cases in (GROUPED, WITHOUT):
+            fresh = wrap(cases[name], use_orig_params=mode, seed=1)
+            optim = adamw(fresh.parameters())
+            load(path, fresh, optim)
+            assert_bit_equal(full_parameters(fresh), values)
+            _same_states(full_optim_state(fresh, optim), wanted["state"])
+        copied = copy.deepcopy(grouped)
+        for model in (copied, grouped):
+            model.zero_grad()
+            _LM.loss(model, _LM.make_batch(7, 2)).backward()
+        assert_bit_equal(full_gradients(copied), full_gradients(grouped))
+        assert "\n  embed, head Embedding, Linear " in str(fsdp.describe(grouped)) or name == "untied"
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_state_is_that_of_the_plain_model(mode: bool, tmp_path: Path) -> None:
+    run_ranks(2, _state, mode, str(tmp_path))
+
+
+def _labels(log: Any, what: str) -> list[str]:
+    return [label.removeprefix(f"{what} ") for label in log.labels() if label and label.startswith(f"{what} ")]
+
+
+def _note(seen: dict[str, set[str]], name: str, now: Any, *_: Any) -> None:
+    seen[name] = now()
+
+
+def _once() -> None:
+    head, norms, ends = "unit 'norm, head'", "unit 'blocks.0.norm, blocks.1.norm'", "unit 'embed, head'"
+    blocks = [f"unit 'blocks.{index}'" for index in range(2)]
+    forwards = {"tied": [ends, *blocks], "untied": [blocks[0], norms, blocks[1], head]}
+    backwards = {"tied": [ends, blocks[1], blocks[0]], "untied": [head, blocks[1], norms, blocks[0]]}
+    for name, forward in forwards.items():
+        prefetches = BackwardPrefetch.BACKWARD_POST if name == "tied" else BackwardPrefetch.BACKWARD_PRE
+        model = wrap(GROUPED[name], use_orig_params=True, backward_prefetch=prefetches)
+        seen: dict[str, set[str]] = {}
+        for index, block in enumerate(model.module.blocks):
+            told = partial(_note, seen, f"blocks.{index}", partial(gathered, model))
+            block.module.mlp.register_forward_hook(told)
+        for prefetch in (False, True):  # the first step knows no order
+            batch = _LM.make_batch(0, 2)
+            with record_collectives() as log:
+                loss = _LM.loss(model, batch)
+            assert _labels(log, "gather") == ["the root unit", *forward], name
+            assert gathered(model) == {""}
+            with record_collectives() as log:
+                loss.backward()
+            assert _labels(log, "gather") == backwards[name], name
+            if prefetch and name == "tied":  # also while a unit waits for gradients of the modules that are to come
+                assert log.labels().index(f"gather {blocks[0]}") < log.labels().index(f"reduce {blocks[1]}")
+            assert sorted(_labels(log, "reduce")) == sorted(["the root unit", *forward]), name
+            assert gathered(model) == set()
+            if name == "tied":  # the awaited unit takes nobody's room: the next block is there beside it
+                ahead = {"blocks.1"} if prefetch else set()
+                assert seen["blocks.0"] == {"", "embed, head", "blocks.0", *ahead}
+                assert seen["blocks.1"] == {"", "embed, head", "blocks.1"}
+        with torch.no_grad(), record_collectives() as log:
+            _LM.loss(model, batch)
+        assert _labels(log, "gather") == ["the root unit", *forward]
+        assert gathered(model) == set()
+
+
+def _partly() -> None:
+    """Not all of a unit's modules run, or one of them twice."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))
+            FSDP.group([self.first, self.second])
+
+        def forward(self, x: Tensor, plan: str) -> Tensor:
+            for name in plan.split():
+                if name == "fail":
+                    raise ZeroDivisionError
+                x = getattr(self, name)(x).sin()
+            return x
+
+    plans = ["first third", "third second third", "first second first", "second third first", "third"]
+    for keeps in (FULL, KEPT):
+        torch.manual_seed(0)
+        plain = Parts()
+        model = FSDP(copy.deepcopy(plain), sharding_strategy=keeps, use_orig_params=True)
+        for plan in plans:
+            x = torch.randn(2, 3)
+            for each in (plain, model):
+                each.zero_grad()
+                each(x, plan).sum().backward()
+                if each is model:
+                    assert gathered(model) == set(), plan
+            for name, grad in full_gradients(model).items():
+                wanted = plain.get_parameter(name).grad
+                if wanted is None:  # zeros of what other modules of its unit have gradients for
+                    assert grad is None or (name.split(".")[0] in ("first", "second") and not grad.any()), (plan, name)
+                else:
+                    assert torch.equal(grad, wanted), (plan, name)
+        loss = model(x, "first third").sum()
+        assert gathered(model) == ({"", "first, second"} if keeps is KEPT else {""})
+        del loss
+        with pytest.raises(ZeroDivisionError):
+            model(x, "first fail")
+        assert gathered(model) == set()
+
+
+def test_gathered_once_per_pass() -> None:
+    run_ranks(2, _once)
+
+
+def test_partly() -> None:
+    run_ranks(2, _partly)
+
+
+class Nested(nn.Module):
+    """Its members hold modules that a policy makes units of, buffers, and a third place of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.again, self.middle = self.front, nn.Linear(4, 4)
+        FSDP.group([self.back, self.front], reshard_after_forward=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.middle(self.again(self.front(x))))
+
+
+def _interplay() -> None:
+    batch = _LM.make_batch(0, 2)
+    for name in GROUPED:
+        losses = {}
+        for checkpointed in ("", "before", "after"):
+            module = GROUPED[name].build()
+            chosen = partial(apply_activation_checkpointing, check_fn=lambda m: isinstance(m, (nn.LayerNorm, Block)))
+            if checkpointed == "before":
+                apply_activation_checkpointing(module, check_fn=lambda m: isinstance(m, (MlpBlock, nn.Embedding)))
+            model = wrap(
+                GROUPED[name] if not checkpointed else module,
+                use_orig_params=True,
+                wrap_policy=ModuleWrapPolicy({Block}),
+            )
+            if checkpointed == "after":
+                chosen(model)
+            _LM.loss(model, batch).backward()
+            losses[checkpointed] = {clean(key): grad for key, grad in full_gradients(model).items()}
+        for checkpointed in ("before", "after"):
+            assert_bit_equal(losses[checkpointed], losses[""], checkpointed)
+    # one of two is frozen, and later trained; then all of it is
+    model = wrap(GROUPED["untied"], use_orig_params=True)
+    whole, head = full_parameters(model), model.get_submodule("_fsdp_wrapped_module.head")
+    for param in head.parameters():
+        param.requires_grad_(False)
+    _LM.loss(model, batch).backward()
+    assert all((grad is None) == (key == "head.weight") for key, grad in full_gradients(model).items())
+    # casting changes the shards once, also while something is frozen; and each of the modules is called as a user's own
+    doubled = model._apply(lambda tensor: tensor * 2 if tensor.is_floating_point() else tensor)
+    assert_bit_equal(full_parameters(doubled), {key: 2 * value for key, value in whole.items()})
+    reference = wrap(WITHOUT["untied"], use_orig_params=True)
+    reference.load_state_dict(doubled.state_dict())
+    for param in head.parameters():
+        param.requires_grad_(True)
+    for each in (model, reference):
+        each.zero_grad()
+        _LM.loss(each, batch).backward()
+    assert_bit_equal(full_gradients(model), full_gradients(reference))
+    assert set(head.state_dict()) == {"weight"}
+    with torch.no_grad():
+        assert head(torch.ones(2, WIDTH)).shape == (2, VOCABULARY)
+    head.load_state_dict({"weight": torch.ones(VOCABULARY, WIDTH)})
+    assert full_parameters(model)["head.weight"].eq(1).all()
+    with kind_of(model, "local"), pytest.raises(RuntimeError, match="holds whole units, and FullyShardedDataParallel"):
+        head.load_state_dict({})
+    # modules inside of members are units, members may have several places, and arguments of their own
+    model = FSDP(Nested(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear, nn.Sequential}))
+    assert [unit.name for unit in fsdp.shard_info(model)] == ["", "front, back", "front.0", "back.0", "middle"]
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.module.front is model.module.again and model.module.back._fsdp_unit is model.module.front._fsdp_unit
+    kept = [unit.policy.reshard_after_forward for unit in units_of(model)]
+    assert kept == [None, False, None, None, None]
+    assert list(model.state_dict()) == list(Nested().state_dict())
+
+
+def test_interplay() -> None:
+    run_ranks(2, _interplay)
+
+
+def _refused() -> None:
+    def error(
+        *choose: Any, of: type[nn.Module] = nn.Sequential, match: str, kind: type[Exception] = ValueError, **kw: Any
+    ) -> None:
+        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2), nn.Linear(2, 2))
+        before = list(model.modules())
+        with pytest.raises(kind, match=match):
+            for modules in choose:
+                FSDP.group([model.get_submodule(path) for path in modules], **kw)
+            FSDP(model if of is nn.Sequential else model[1])
+        assert list(model.modules()) == before
+
+    error(["1"], match="two or more modules, each once")
+    error(["1", "1"], match="two or more modules, each once")
+    error(["0", "0.0"], match="a Sequential, contains another")
+    error(["1", "2"], ["0", "2"], match="is in a group already")
+    error(["1", "2"], of=nn.Linear, match="does not contain all of them")
+    error(["", "2"], match="contains another")
+    error(["0", "1"], ["0.0", "2"], match="Groups cannot be nested")
+    error(["0.0", "1"], ["0", "2"], match="in a group already")
+    error(["1", "2"], kind=TypeError, match="takes no auto_wrap_policy", auto_wrap_policy=None)
+    with pytest.raises(TypeError, match=r"nn\.Module elements, got int"):
+        FSDP.group([nn.Linear(2, 2), 3])
+    wrapped = FSDP(nn.Linear(2, 2))
+    for module in (wrapped, wrapped.module):
+        with pytest.raises(ValueError, match="is wrapped already"):
+            FSDP.group([nn.Linear(2, 2), module])
+    with pytest.raises(ValueError, match="or ignored there: a LayerNorm and a Linear"):
+        model = Lm(False)
+        FSDP.group([model.norm, model.head])
+        FSDP(model, ignored_modules=[model.head])
+    with pytest.raises(NotImplementedError, match="units of several modules"):
+        fsdp.plan(tied(), world_size=2)
+
+
+def test_refused() -> None:
+    run_ranks(2, _refused)
