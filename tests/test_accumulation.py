@@ -645,6 +645,7 @@ def test_memory_of_accumulated_gradients() -> None:
 
 
 def _gathers_under_no_sync() -> None:
+    os.environ["FSDP_COLLECTIVES"] = "native"
     for orig in (True, False):
         for strategy, expected in ((GRAD_OP, [3, 0, 0, 0, 3]), (FULL, [5, 5, 5, 5, 5])):
             torch.manual_seed(3)

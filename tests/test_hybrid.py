@@ -196,6 +196,7 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
 
 
 def _traffic(strategy: ShardingStrategy) -> None:
+    os.environ["FSDP_COLLECTIVES"] = "native"
     model = build(Chain(UNEQUAL), new_pair(), strategy)
     shard, replica = (tuple(dist.get_process_group_ranks(g)) for g in (model.process_group, model._inter_node_pg))
     for _ in range(2):

@@ -346,6 +346,7 @@ class Channel:
             self.advance()
             if holds():
                 return True
+            os.sched_yield()  # to whom it waits for, where there are fewer cores than ranks
         started = looked = now = time.monotonic()
         while True:
             time.sleep(_SHORTEST if now - started < _SOON else _LONGEST)
