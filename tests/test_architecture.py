@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -140,8 +140,17 @@ class Source:
                 found.append((node.lineno, name))  # type: ignore[attr-defined]
         return found
 
+    @cached_property
+    def _calls(self) -> dict[str, list[ast.Call]]:
+        """By what is called."""
+        found: dict[str, list[ast.Call]] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                found.setdefault(ast.unparse(node.func), []).append(node)
+        return found
+
     def calls(self, function: str) -> list[ast.Call]:
-        return [node for node in self.nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == function]
+        return self._calls.get(function, [])
 
     def attributes(self, names: set[str]) -> Iterator[tuple[int, str]]:
         """(line, name) wherever one of `names` is an attribute, an import, or a string that could be used as one.
@@ -160,10 +169,18 @@ class Source:
                     yield imported.lineno, name
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    """Trees of all files are large."""
+    yield
+    _read.cache_clear()
+
+
 def package() -> list[Source]:
     return _read("fsdp")
 
 
+@cache
 def _read(folder: str) -> list[Source]:
     paths = sorted((REPOSITORY / folder).rglob("*.py"))
     return [Source(path.relative_to(REPOSITORY).as_posix(), path.read_text()) for path in paths]
@@ -275,7 +292,7 @@ def stores_in_board(source: Source) -> list[str]:
         return []
     polls = () if source.name.startswith("fsdp/comm/") else ("fsdp.comm.groups.group_store", "time.sleep")
     wrong = [f"line {line}: {name}" for line, name in source.references if name in polls]
-    calls = [node for node in source.nodes if isinstance(node, ast.Call) and STORE_CALL.search(ast.unparse(node.func))]
+    calls = [call for function, calls in source._calls.items() if STORE_CALL.search(function) for call in calls]
     return wrong + [f"line {call.lineno}: {ast.unparse(call)}" for call in calls]
 
 

@@ -13,6 +13,7 @@ import threading
 import time
 import types
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fsdp.comm import shared_memory
 from tests.harness import pool
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import ZOO
@@ -237,9 +239,18 @@ def out_of_step() -> None:
         dist.broadcast(torch.ones(1), src=0, async_op=True)
 
 
-def test_pool_refuses_a_job_that_leaves_the_group_out_of_step() -> None:
+def out_of_step_in_shared_memory() -> None:
+    channel = shared_memory.connect(dist.group.WORLD)
+    if channel is None:  # they share no memory
+        out_of_step()
+    elif dist.get_rank() == 0:
+        channel.ask(0, 0, "what nobody else asks", [])
+
+
+@pytest.mark.parametrize("job", [out_of_step, out_of_step_in_shared_memory])
+def test_pool_refuses_a_job_that_leaves_the_group_out_of_step(job: Callable[[], None]) -> None:
     with pytest.raises(RankFailure, match="different numbers of collectives on the default group: "):
-        run_ranks(2, out_of_step)
+        run_ranks(2, job)
 
 
 def test_pool_refuses_a_function_that_cannot_be_imported() -> None:

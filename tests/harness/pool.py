@@ -75,11 +75,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class Returned:
-    """What a rank reports when its function returned: its value, how many collectives the default group has run, and
-    how many threads there were when it began."""
+    """What a rank reports when its function returned: its value, how many collectives the default group has run, of
+    each kind, and how many threads there were when it began."""
 
     payload: bytes
-    collectives: int
+    collectives: tuple[int, ...]
     threads: int
 
 

@@ -46,7 +46,7 @@ def main() -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout)
     )
-    connection.send(Returned(pickle.dumps(None), 0, 0))
+    connection.send(Returned(pickle.dumps(None), (0,), 0))
     while True:
         try:
             job = connection.recv_bytes()
@@ -74,7 +74,15 @@ def _answer(job: bytes) -> Returned | Failed:
             payload = pickle.dumps(fn(*args, **kwargs))
     except (Exception, SystemExit) as error:
         return Failed(time.monotonic(), type(error).__name__, describe(error, __file__))
-    return Returned(payload, dist.group.WORLD._get_sequence_number_for_group(), threads)
+    return Returned(payload, _collectives(), threads)
+
+
+def _collectives() -> tuple[int, ...]:
+    """How many this rank has run in the default group: by its backend, and what it has posted in shared memory."""
+    package, group = sys.modules.get("fsdp.comm.shared_memory"), dist.group.WORLD
+    channel = None if package is None else package.channel_of(group)
+    posted = () if channel is None else (channel.collectives.number, channel.questions.number)
+    return group._get_sequence_number_for_group(), *posted
 
 
 def _tidy_up() -> None:
