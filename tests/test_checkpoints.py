@@ -171,9 +171,10 @@ def carried_on(root: str) -> None:
         train(*run, range(2))
         half, goes_on = whole(*run), build(2, strategy, mode)
         for turn in range(len(kinds)):  # the last of them, another one for each way, is trained further
-            if world_size != 2 and turn % 2 == 0:
-                continue
             kind = kinds[(number + world_size + turn) % len(kinds)]
+            is_loaded = world_size == 2 and kind == "directory"  # by other numbers of ranks
+            if turn % 2 == (number // 2 % 2 if world_size == 2 else 0) and turn < len(kinds) - 1 and not is_loaded:
+                continue
             target = goes_on if turn == len(kinds) - 1 else build(2, strategy, mode)
             carry(kind, run, target, f"{root}/{world_size}-{number}")
             assert_bit_equal(whole(*target), half, f"{kind}, {strategy}, use_orig_params={mode}")
@@ -200,8 +201,8 @@ def carried_over(root: str) -> None:
 
 
 def test_r40_any_run_goes_on_from_any_kind_of_state_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """R40: every kind of state x strategies x modes on 2 ranks, by turns on others, bit for bit, and five steps later;
-    and from 1, 2 and 3 ranks to 1, 2 and 4."""
+    """R40: every kind of state with every strategy and in both modes on 2 ranks, by turns on others, bit for bit, and
+    five steps later; and from 1, 2 and 3 ranks to 1, 2 and 4."""
     for world_size in (1, 2, 3, 4):
         run_ranks(world_size, carried_on, str(tmp_path), timeout=180)
     for world_size in (1, 2, 4):
@@ -601,7 +602,7 @@ def hurt(path: Path, how: str, paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "numbers"), [(1, range(0, 6, 5)), (2, range(6)), (3, range(1, 6, 3)), (4, range(3, 6))]
+    ("world_size", "numbers"), [(1, range(0, 6, 5)), (2, range(6)), (3, range(1, 6, 3)), (4, range(3, 4))]
 )
 def test_r45_r46_faults_and_damage_with_every_strategy(tmp_path: Path, world_size: int, numbers: range) -> None:
     """R45, R46: on all ranks, in both modes; the old checkpoint stays, and what is damaged changes nothing."""
