@@ -15,14 +15,13 @@ ARGUMENTS = {
     "device_ids": "device_id= is the one device of this process; on CPU leave both out",
     "output_device": "outputs stay where the module computes",
     "dim": "inputs are not scattered",
-    "broadcast_buffers": "buffers are not sent from rank 0 at each forward; sync_module_states=True sends them once",
     "bucket_cap_mb": "what is reduced together is a unit: choose them by auto_wrap_policy=",
     "find_unused_parameters": "reduce_unused=True lets ranks use different parts of the model",
     "check_reduction": "it does nothing in DistributedDataParallel either",
     "gradient_as_bucket_view": "gradients are always views of what was reduced",
     "static_graph": "nothing has to be promised about the graph",
     "init_sync": "sync_module_states=True gives all ranks the values of rank 0",
-    "forward_sync_buffers": "buffers are not sent from rank 0 at each forward; sync_module_states=True sends them once",
+    "forward_sync_buffers": "broadcast_buffers=True sends rank 0's when a forward begins",
     "skip_all_reduce_unused_params": "with reduce_unused=True what no rank used is not reduced",
 }
 # Names of its instances, of which a wrapped model has not the like.

@@ -190,6 +190,10 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             stay gathered from forward to backward, those of the units that ran last, whose backward comes first; and
             inside ``no_sync`` from backward to forward. Each saves a gather. 0 is ``FULL_SHARD``, all there are is
             ``SHARD_GRAD_OP``. The same for all instances under one root.
+        broadcast_buffers: give all ranks the buffers of rank 0 (running statistics, for instance) when a forward of the
+            outermost module begins, as ``DistributedDataParallel`` does, which has it on by default: one broadcast per
+            dtype, but after forwards inside ``no_sync()`` or without gradients. The same for all instances under one
+            root.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
@@ -221,6 +225,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         backward_prefetch_distance: int = 1,
         reshard_after_forward: bool | int | None = None,
         keep_gathered_nbytes: int = 0,
+        broadcast_buffers: bool = False,
         **unknown: NoReturn,
     ) -> None:
         super().__init__()
@@ -247,6 +252,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             forward_prefetch=self.forward_prefetch,
             limit_gathers=self.limit_all_gathers,
             reduce_unused=reduce_unused,
+            broadcast_buffers=as_flag(broadcast_buffers, "broadcast_buffers"),
             use_orig_params=use_orig_params,
         )
         check_groups(strategy, process_group, device_mesh, auto_wrap_policy)
@@ -305,6 +311,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
                     "backward_prefetch_distance": backward_prefetch_distance,
                     "reshard_after_forward": reshard_after_forward,
                     "keep_gathered_nbytes": keep_gathered_nbytes,
+                    "broadcast_buffers": broadcast_buffers,
                 },
             )
 

@@ -2679,6 +2679,13 @@ MUTATIONS = [
         _tests("switches", "one_rank_divides_as_well"),
     ),
     Mutation(
+        "fsdp/runtime/context.py",
+        "torch.is_grad_enabled() and self.root.synchronize\n",
+        "True\n",
+        "buffers are sent at other forwards than DDP sends them at",
+        _tests("from_ddp", "the_traps"),
+    ),
+    Mutation(
         "fsdp/runtime/mistakes.py",
         "not isinstance(scaler, ShardedGradScaler)",
         "False",

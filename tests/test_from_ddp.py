@@ -20,6 +20,8 @@ from torch.nn.utils import clip_grad_norm_
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.sharded_grad_scaler import ShardedGradScaler
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import clean_name
 from tests.harness.pool import run_ranks
 from tests.harness.sharded import full_gradients, full_parameters
 
@@ -74,6 +76,49 @@ def _m2_torchs_clipping() -> None:
 
 def _clip(params: Any) -> None:
     clip_grad_norm_(params, 0.01)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("offset", torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x) + self.offset)
+
+
+def _m7_broadcast_buffers() -> None:
+    """As under DDP, whose default it is: with accumulation, evaluation in between, two forwards before a backward."""
+    theirs = Normed()
+    ours = FullyShardedDataParallel(
+        Normed(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), sync_module_states=True, broadcast_buffers=True
+    )
+    ddp = DistributedDataParallel(theirs)
+    rank = dist.get_rank()
+    for step, mode in enumerate(["sync", "no_sync", "no_sync", "sync", "no_grad", "sync", "twice", "sync"]):
+        for model in (ours, ddp):
+            x = batch(10 * step + rank)
+            if mode == "no_grad":
+                with torch.no_grad():
+                    model(x)
+            elif mode == "no_sync":
+                with model.no_sync():
+                    model(x).sum().backward()
+            elif mode == "twice":
+                model.module.eval()
+                first = model(x).sum()
+                (first + model(2 * x).sum()).backward()
+                model.module.train()
+            else:
+                model(x).sum().backward()
+        found = {clean_name(name): buffer for name, buffer in ours.named_buffers()}
+        assert_close(found, dict(theirs.named_buffers()))
+    with pytest.raises(ValueError, match="broadcast_buffers must be the same"):
+        inner = FullyShardedDataParallel(nn.Linear(1, 1), broadcast_buffers=True)
+        FullyShardedDataParallel(nn.Sequential(inner))(torch.ones(1, 1))
 
 
 def _m8_m9_m15_names() -> None:
@@ -209,5 +254,5 @@ def _all() -> None:
 
 
 def test_the_traps() -> None:
-    """M2, M8, M9, M10, M11, M14, M15, M16, loss scaling, and a wrapper inside of DDP."""
+    """M2, M7, M8, M9, M10, M11, M14, M15, M16, loss scaling, and a wrapper inside of DDP."""
     run_ranks(2, _all)

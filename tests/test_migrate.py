@@ -54,7 +54,7 @@ def test_what_is_proposed_trains_as_the_script_did() -> None:
 SAID = {
     "hand-written": [
         ("import DistributedDataParallel", "import FullyShardedDataParallel", True),
-        ("model = DDP(", "without broadcast_buffers: buffers are not sent", True),
+        ("model = DDP(", "wrap by FullyShardedDataParallel", True),
         ("model = DDP(", "without auto_wrap_policy= the whole model", False),
         ("module.load_state_dict", "every rank calls it, with the whole state dict", False),
         ("optimizer.load_state_dict", "FSDP.optim_state_dict_to_load takes", True),
@@ -157,7 +157,8 @@ def test_state_dicts_are_asked_for_on_every_rank_when_they_are_saved() -> None:
         in migrated
     )
     assert (
-        "FSDP(make_model(), device_id=rank if torch.cuda.is_available() else None, use_orig_params=True, " in migrated
+        "FSDP(make_model(), device_id=rank if torch.cuda.is_available() else None, broadcast_buffers=False, "
+        in migrated
     )
 
 

@@ -43,6 +43,7 @@ OWN_ARGUMENTS = {
         "backward_prefetch_distance",
         "reshard_after_forward",
         "keep_gathered_nbytes",
+        "broadcast_buffers",
         "unknown",
     ],
     "clip_grad_norm_": ["error_if_nonfinite"],

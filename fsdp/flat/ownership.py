@@ -399,16 +399,15 @@ def move_to(
     return target
 
 
-def synchronize(module: nn.Module, owned: list[OwnedParam], groups: Groups) -> None:
-    """Give the unit's parameters and buffers the values that the first rank has: of the shard group, and of those the
-    first replica's."""
-    tensors = [item.param.detach() for item in owned]
-    seen: set[torch.Tensor] = set()
-    for _, owner in own_modules(module):
-        for buffer in owner._buffers.values():
-            if buffer is not None and buffer not in seen:
-                seen.add(buffer)
-                tensors.append(local_of(buffer).detach())
+def own_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """The buffers of the unit of ``module``, without those of units inside, each once."""
+    owners = [owner for _, owner in own_modules(module)]
+    found = dict.fromkeys(buffer for owner in owners for buffer in owner._buffers.values() if buffer is not None)
+    return [local_of(buffer).detach() for buffer in found]
+
+
+def synchronize(tensors: list[torch.Tensor], groups: Groups) -> None:
+    """Give ``tensors`` the values that the first rank has: of the shard group, and of those the first replica's."""
     if groups.replica is not None and groups.shard_rank == 0:  # the others get it inside of their shard group
         broadcast(tensors, groups.replica)
     if groups.shard is not None:

@@ -22,7 +22,7 @@ from fsdp.comm.groups import Groups
 from fsdp.comm.shared_memory import segment_of
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE, members_of, path_of
-from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, owned_params, synchronize
+from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, own_buffers, owned_params, synchronize
 from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
@@ -78,7 +78,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     owned = owned_params(module, ignored, name, options.groups)
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
     if options.synchronized:
-        synchronize(module, owned, options.groups)
+        synchronize([item.param.detach() for item in owned] + own_buffers(module), options.groups)
     home = Home.of(module, outermost_of(module)[0])
     buckets: list[BucketViews] = []
     for handle, members in build_handles(
@@ -202,6 +202,7 @@ class Membership:
             ("limit_all_gathers", {unit.policy.limit_gathers for unit in units}),
             ("use_full_prec_in_eval", {unit.precision.full_in_eval for unit in units}),
             ("reduce_unused", {unit.policy.reduce_unused for unit in units}),
+            ("broadcast_buffers", {unit.policy.broadcast_buffers for unit in units}),
             ("keep_gathered_nbytes", {unit.policy.keep_gathered_nbytes for unit in units}),
         ):
             if len(choices) > 1:

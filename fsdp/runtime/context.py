@@ -11,8 +11,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from fsdp.comm.groups import Groups
 from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.flat.memory import pool_for
+from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import Pass
 from fsdp.runtime.passes import Passes
@@ -54,6 +56,7 @@ class RootContext:
         self.reductions = ReductionQueue(pool, self.streams, root.policy.reduce_buffers)
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._thread = 0  # that of the outermost forward
+        self._sends_buffers = True  # whether the next forward is to begin with the first rank's
         self.units: list[UnitBuffers] = []
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors)
@@ -142,9 +145,25 @@ class RootContext:
             forward = Pass(f"forward of {unit.name}", unit, trains=unit.module.training)
             self.passes.begin(forward, backward_follows=self.residency.expects_backward)
             self.residency.gathers_follow_compute()
+            self._send_buffers()
         except BaseException:
             self.reset()  # the unit has not begun, and does not end
             raise
+
+    def _send_buffers(self) -> None:
+        """Where that was asked for, give all ranks the buffers of the first, when DDP does: unless the forward before
+        was one of an accumulation, or without gradients."""
+        sends, self._sends_buffers = self._sends_buffers, torch.is_grad_enabled() and self.root.synchronize
+        if not (sends and self.root.policy.broadcast_buffers):
+            return
+        by_groups: dict[Groups, list[torch.Tensor]] = {}
+        for unit in self.units:
+            by_groups.setdefault(unit.groups, []).extend(own_buffers(unit.module))
+        for groups, buffers in by_groups.items():
+            for group in (groups.replica, groups.shard) if buffers else ():
+                self.passes.announce(group)
+            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # backwards may be to come
+                synchronize(buffers, groups)
 
     def _adopt_stream(self) -> None:
         """What the backward does to gradients, and allocates for them, will be on the stream that is current now."""

@@ -45,6 +45,7 @@ class UnitPolicy:
             held back, and nothing idle resharded, for want of room.
         reduce_unused: whether a rank may skip the unit where others do not. Nothing is prefetched then, as what
             comes next may not be what came last time.
+        broadcast_buffers: whether forwards begin with the buffers of the first rank.
         gradient_divide_factor: what sums of gradients over all ranks are divided by; None: their number.
         requires_all_reduce: whether a backward's reductions go on to the replicas.
         is_last_backward: whether the tree's backwards wait for its reductions; the root's counts.
@@ -62,6 +63,7 @@ class UnitPolicy:
     prefetch_after_gradients: bool = False
     limit_gathers: bool = True
     reduce_unused: bool = False
+    broadcast_buffers: bool = False
     gradient_divide_factor: float | None = None
     requires_all_reduce: bool = True
     is_last_backward: bool = True
@@ -96,7 +98,8 @@ class UnitPolicy:
         when = "after" if self.prefetch_after_gradients else "before"
         limited = "" if self.limit_gathers else ", not limited"
         kept = f", {self.keep_gathered_nbytes} bytes kept" if self.keep_gathered_nbytes else ""
-        return f"{self.backward_prefetch} ahead {when} gradients{limited}{kept}"
+        sent = ", buffers broadcast" if self.broadcast_buffers else ""
+        return f"{self.backward_prefetch} ahead {when} gradients{limited}{kept}{sent}"
 
 
 class Summoned(Enum):

@@ -32,7 +32,7 @@ _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_n
 _OF_ONE_RANK = re.compile(r"rank|is_main|is_master|master_process|main_process")
 _OURS = "FSDP"
 _WRAPPER_IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
-_KEPT_ARGUMENTS = ("module", "process_group")
+_KEPT_ARGUMENTS = ("module", "process_group", "broadcast_buffers")
 
 
 @dataclass(frozen=True)
