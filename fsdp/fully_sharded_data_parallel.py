@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -55,7 +54,7 @@ from fsdp.comm.nodes import node_groups
 from fsdp.comm.versions import skip_code
 from fsdp.ddp_names import DDPNames, refuse_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
-from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, members_of
+from fsdp.flat.names import WRAPPED_MODULE, members_of
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
 from fsdp.private_names import UnshardHandle
 from fsdp.runtime.backward import ForwardCall, Running
@@ -78,7 +77,7 @@ from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
 from fsdp.switches import register_forward_method as register_forward_method
-from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap, declare_group, has_groups
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap, has_groups
 
 __all__ = [
     "BackwardPrefetch",
@@ -119,9 +118,6 @@ FLAT_PARAM = "_flat_param"
 FSDP_WRAPPED_MODULE = WRAPPED_MODULE
 FSDP_PREFIX = f"{WRAPPED_MODULE}."
 ProcessGroupType = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
-
-
-_NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states"}
 
 
 class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
@@ -339,49 +335,6 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         """Stand for ``module``, whose parameters have names in the unit that begin with ``place``."""
         self._fsdp_wrapped_module, self._fsdp_place = module, place
         self._fsdp_loading.register([self])
-
-    @staticmethod
-    def group(modules: Iterable[nn.Module], **arguments: Any) -> None:
-        """Let these modules be one unit of the model in which they are, which is wrapped after that.
-
-        The wrapper around the whole model (or around any module that contains all of them, in which they are not
-        wrapped yet) puts a wrapper in the place of each, whatever its ``auto_wrap_policy`` says of them; modules inside
-        of them become units as it says. What the modules share (tied weights of an embedding and a head) is trained,
-        and what they have is gathered together: when the first of them runs, in forward and in backward, until the
-        last of them has run, at the latest until the pass is over. In between, the unit has memory beside those that
-        the policy of the tree allows. (A backward knows only of modules with parameters that it trains: where they
-        have none, the unit is gathered for each.)
-
-            FSDP.group([model.embed, model.head])
-            model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-
-        Everything has the names that it has in the plain model. With ``use_orig_params=False`` the first of the
-        modules, in the order of the model, has the flat parameters, in ``LOCAL_STATE_DICT`` as well.
-
-        Args:
-            modules: two or more, none of them inside another, and in no other group.
-            arguments: what the constructor is called with for this unit in place of what the wrapper was given.
-
-        Raises:
-            TypeError, ValueError: the modules are none that can be one unit, or there is no such argument. What only
-                the wrapper can know is refused by it: whether all of them are there, and wrapped by nothing else.
-        """
-        unknown = set(arguments) - (set(inspect.signature(FullyShardedDataParallel).parameters) - _NOT_OF_GROUPS)
-        if unknown:
-            raise TypeError(f"group() takes no {', '.join(sorted(unknown))}: pass it to the wrapper around the model")
-        declare_group(modules, arguments)
-
-    @classmethod
-    def _around_group(cls, group: ModuleGroup, arguments: dict[str, Any]) -> dict[nn.Module, FullyShardedDataParallel]:
-        """Of each module of ``group`` the wrapper to take its place; they have one unit."""
-        first = cls(group, **arguments)
-        wrappers = {}
-        for place, member in members_of(group).items():
-            wrapper = wrappers[member] = cls.__new__(cls)
-            nn.Module.__init__(wrapper)
-            wrapper.__dict__.update({name: own for name, own in first.__dict__.items() if name not in wrapper.__dict__})
-            wrapper._surround(member, place)
-        return wrappers
 
     # -- the module ----------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,15 @@
-"""Switches of single units and of whole trees, by the names that they have in the successor, ``fully_shard``.
+"""What the successor, ``fully_shard``, has besides: units of several modules, and switches of single units and of whole
+trees, by the names that these have there.
 
-Each is read when it is needed, and stays until it is set again; a copy of a model has those of the original, but that
-it synchronises its gradients. All ranks set them alike: they decide what is gathered when.
+A switch is read when it is needed, and stays until it is set again; a copy of a model has those of the original, but
+that it synchronises its gradients. All ranks set them alike: they decide what is gathered when.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -16,9 +18,13 @@ import torch
 from torch import nn
 
 from fsdp.api import as_flag
+from fsdp.flat.names import ModuleGroup, members_of
 from fsdp.private_names import PrivateNames, UnshardHandle
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
+from fsdp.wrap import declare_group
+
+_NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states"}  # of the constructor's arguments
 
 
 class Switches(PrivateNames):
@@ -26,7 +32,53 @@ class Switches(PrivateNames):
 
     _check_root: Callable[..., None]
     _run: Callable[..., Any]
+    _surround: Callable[[nn.Module, str], None]
     module: Any
+
+    # -- units of several modules --------------------------------------------------------------------------------------
+
+    @classmethod
+    def group(cls, modules: Iterable[nn.Module], **arguments: Any) -> None:
+        """Let these modules be one unit of the model in which they are, which is wrapped after that.
+
+        The wrapper around the whole model (or around any module that contains all of them, in which they are not
+        wrapped yet) puts a wrapper in the place of each, whatever its ``auto_wrap_policy`` says of them; modules inside
+        of them become units as it says. What the modules share (tied weights of an embedding and a head) is trained,
+        and what they have is gathered together: when the first of them runs, in forward and in backward, until the
+        last of them has run, at the latest until the pass is over. In between, the unit has memory beside those that
+        the policy of the tree allows. (A backward knows only of modules with parameters that it trains: where they
+        have none, the unit is gathered for each.)
+
+            FSDP.group([model.embed, model.head])
+            model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+        Everything has the names that it has in the plain model. With ``use_orig_params=False`` the first of the
+        modules, in the order of the model, has the flat parameters, in ``LOCAL_STATE_DICT`` as well.
+
+        Args:
+            modules: two or more, none of them inside another, and in no other group.
+            arguments: what the constructor is called with for this unit in place of what the wrapper was given.
+
+        Raises:
+            TypeError, ValueError: the modules are none that can be one unit, or there is no such argument. What only
+                the wrapper can know is refused by it: whether all of them are there, and wrapped by nothing else.
+        """
+        unknown = set(arguments) - (set(inspect.signature(cls).parameters) - _NOT_OF_GROUPS)
+        if unknown:
+            raise TypeError(f"group() takes no {', '.join(sorted(unknown))}: pass it to the wrapper around the model")
+        declare_group(modules, arguments)
+
+    @classmethod
+    def _around_group(cls, group: ModuleGroup, arguments: dict[str, Any]) -> dict[nn.Module, Switches]:
+        """Of each module of ``group`` the wrapper to take its place; they have one unit."""
+        make: Any = cls
+        first, wrappers = make(group, **arguments), dict[nn.Module, Switches]()
+        for place, member in members_of(group).items():
+            wrapper = wrappers[member] = cls.__new__(cls)
+            nn.Module.__init__(wrapper)
+            wrapper.__dict__.update({name: own for name, own in first.__dict__.items() if name not in wrapper.__dict__})
+            wrapper._surround(member, place)
+        return wrappers
 
     # -- gathered and resharded by hand --------------------------------------------------------------------------------
 

@@ -501,9 +501,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/expected.py",
-        "                if id(leaf) not in self._hooked:\n",
-        "                if True:\n",
-        "a parameter that is frozen, cast with its model and trained again has its gradient taken twice",
+        "if leaf.requires_grad and id(leaf) not in self._accumulators:",
+        "if (leaf.requires_grad or id(leaf) in self._hooked) and id(leaf) not in self._accumulators:",
+        "a model with parameters that were frozen after a step cannot be cast or moved",
         _tests("module_groups", "interplay"),
     ),
     Mutation(
