@@ -615,3 +615,17 @@ def test_circles_are_seen() -> None:
 def test_a_file_on_no_floor_is_an_error() -> None:
     with pytest.raises(LookupError, match="is on no floor"):
         floor_of("fsdp/elsewhere.py")
+
+
+def test_the_readme_explains_messages_that_there_are() -> None:
+    """Each row of its table has words that stand in one text of the package."""
+    table = (REPOSITORY / "README.md").read_text().partition("| the message has |")[2].partition("\n\n")[0]
+    words = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    assert len(words) > 20
+    texts = [
+        "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in getattr(node, "values", [node]))
+        for source in _read("fsdp")
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+    ]
+    assert not [missing for missing in words if not any(missing in text for text in texts)]
