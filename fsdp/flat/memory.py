@@ -169,11 +169,6 @@ class PoisoningPool(MemoryPool):
     """For debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN, so that a use after
     release shows as NaN at the place that did it instead of a crash or another unit's weights."""
 
-    @property
-    def exchanges_blocks(self) -> bool:
-        """Whether buffers get blocks that others have given back; else storages are resized, and nothing is kept."""
-        return STORAGES_SWAP
-
     def allocate(self, buffer: PooledTensor) -> None:
         if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:
             super().allocate(buffer)

@@ -13,6 +13,7 @@ import torch
 
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import Stream, Streams, streams_for
+from fsdp.comm.versions import set_versions
 from fsdp.flat.memory import pool_for
 from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
@@ -162,8 +163,9 @@ class RootContext:
         for groups, buffers in by_groups.items():
             for group in (groups.replica, groups.shard) if buffers else ():
                 self.passes.announce(group)
-            with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):  # backwards may be to come
-                synchronize(buffers, groups)
+            versions = [buffer._version for buffer in buffers]
+            synchronize(buffers, groups)
+            set_versions(buffers, versions)  # backwards that have saved them may be to come
 
     def _adopt_stream(self) -> None:
         """What the backward does to gradients, and allocates for them, will be on the stream that is current now."""
