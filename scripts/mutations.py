@@ -46,6 +46,13 @@ def _tests(file: str, *names: str) -> tuple[str, ...]:
 MUTATIONS = [
     Mutation(
         "fsdp/runtime/residency.py",
+        "            if not unit.is_gathered or earlier or self.of(unit) is Residence.PREFETCHED:\n",
+        "            if not unit.is_gathered or self.of(unit) is Residence.PREFETCHED:\n",
+        "after a pass with units that stayed, nothing is gathered ahead",
+        _tests("prefetch", "units_that_are_kept"),
+    ),
+    Mutation(
+        "fsdp/runtime/residency.py",
         "before = self._of.pop(unit, None) or",
         "before = self._of.get(unit, None) or",
         "idle units are resharded in the order in which they were gathered first",

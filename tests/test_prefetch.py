@@ -339,6 +339,15 @@ def kept() -> None:
             forward = expected_forward(distance if number else 0)
             assert events[: len(forward)] == forward, f"{choice}, step {number}: {events}"
             assert not any(event.startswith("gather") for event in events[len(forward) :])
+    policy, choice = ModuleWrapPolicy({Part, Around}), Choice(2, PRE, 0, strategy=SHARD_GRAD_OP)
+    model = wrap(chain(), choice.strategy, wrap_policy=policy, **choice.options)
+    tracer = Tracer(model)
+    with model.no_sync():
+        tracer.run(model, 0)
+    events, _ = tracer.run(model, 1)  # with what was kept; its order is a record all the same
+    assert not any(event.startswith("gather") for event in events), events
+    events, _ = tracer.run(model, 2)
+    assert events[: len(expected_forward(2))] == expected_forward(2), events
 
 
 def test_units_that_are_kept() -> None:
