@@ -1,22 +1,28 @@
 """Measures training steps beside torch's DDP, FSDP1 and FSDP2, in one run, so that the machine's moods meet all alike.
 
-    python scripts/bench.py --ranks 2 --rounds 8 --contenders ddp fsdp1 direct shared
+    python scripts/bench.py --ranks 2 --rounds 8 --contenders ddp fsdp1 fsdp2 auto bound
 
 starts ``--ranks`` fresh processes for every contender: ``plain`` (one model per rank, nothing communicated: what the
-machine can do), ``ddp``, ``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared`` or
-``auto`` (the values of ``FSDP_COLLECTIVES``). They take turns, ``--rounds`` times, in ``--steps`` steps of each
-workload while all others sleep:
+machine can do), ``bound`` (the plain model with what sharding cannot do without, see :class:`Bound`), ``ddp``,
+``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared`` or ``auto`` (the values of
+``FSDP_COLLECTIVES``). They take turns, ``--rounds`` times, in ``--steps`` steps of each workload, while the others
+sleep:
 
 * ``compute``: a GPT of 29 million parameters, 256 tokens per rank;
 * ``communication``: one of 118 million, 16 tokens per rank;
-* ``tiny``: 121 units of two layers with 2,000 parameters each.
+* ``tiny``: 121 units of two layers with 2,000 parameters each;
+* ``lora``: one of 63 million that are frozen, with adapters of rank 8, 64 tokens per rank;
+* ``accumulation``: the first one, with four batches of 64 tokens in a step, three of them under ``no_sync``.
 
 Prints for each the median time of a step on the slowest rank, with the fastest and slowest round; processor time, page
-faults and the highest proportional share of memory (PSS) per rank; and the time in units of the first contender's, as
-the median over rounds. ``--json`` writes what was measured.
+faults and the highest proportional share of memory (PSS) per rank; the collectives of a step and the bytes that a rank
+receives in them; and the time in units of the first contender's, as the median over rounds. ``--json`` writes what was
+measured, ``--plot`` draws it (an SVG), ``--markdown`` prints tables for a README. Host time alone, in a deep chain
+without a network and with up to 4096 ranks, is for ``bench_scale.py``.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -25,10 +31,12 @@ import statistics
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -38,15 +46,21 @@ import torch.distributed.fsdp
 import torch.distributed.fsdp.wrap
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import fsdp
 import fsdp.wrap
 
-CONTENDERS = ("plain", "ddp", "fsdp1", "fsdp2", "native", "direct", "shared", "auto")
+OURS = ("native", "direct", "shared", "auto")
+CONTENDERS = ("plain", "bound", "ddp", "fsdp1", "fsdp2", *OURS)
 
 
 class Block(nn.Module):
     """A transformer's."""
+
+    attend: nn.Module
+    project: nn.Module
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -84,17 +98,85 @@ class Tiny(nn.Module):
         return x + self.second(torch.tanh(self.first(x)))
 
 
+class Adapter(nn.Module):
+    """Of a frozen layer, of rank 8."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.down = nn.Linear(layer.in_features, 8, bias=False)
+        self.up = nn.Linear(8, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.down(x))
+
+
+class Adapted(nn.Module):
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.adapter = layer, Adapter(layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.adapter(x)
+
+
+def adapted(model: GPT) -> GPT:
+    model.requires_grad_(False)
+    for block in [block for block in model.modules() if isinstance(block, Block)]:
+        block.attend, block.project = Adapted(block.attend), Adapted(block.project)
+    return model
+
+
+class Workload(NamedTuple):
+    model: Callable[[], nn.Module]
+    batch: Callable[[], Tensor]
+    batches: int = 1  # in a step
+
+
 WORKLOADS = {
-    "compute": (lambda: GPT(512, 8, 4000), lambda: torch.randint(0, 4000, (2, 128))),
-    "communication": (lambda: GPT(1024, 9, 2400), lambda: torch.randint(0, 2400, (1, 16))),
-    "tiny": (lambda: nn.Sequential(*(Tiny() for _ in range(120))), lambda: torch.randn(4, 32)),
+    "compute": Workload(lambda: GPT(512, 8, 4000), lambda: torch.randint(0, 4000, (2, 128))),
+    "communication": Workload(lambda: GPT(1024, 9, 2400), lambda: torch.randint(0, 2400, (1, 16))),
+    "tiny": Workload(lambda: nn.Sequential(*(Tiny() for _ in range(120))), lambda: torch.randn(4, 32)),
+    "lora": Workload(lambda: adapted(GPT(768, 8, 4000)), lambda: torch.randint(0, 4000, (1, 64))),
+    "accumulation": Workload(lambda: GPT(512, 8, 4000), lambda: torch.randint(0, 4000, (1, 64)), batches=4),
 }
 
 
-def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> nn.Module:
-    units: Any = {Block, Tiny}
+class Bound(nn.Module):
+    """What a rank does at least with full sharding: the plain model's forward and backward; before each, a copy of what
+    the other ranks have of all parameters (``gather``); after the last backward, this rank's 1/N of the gradients
+    summed over all ranks, and the optimizer for that (``reduce``). Nobody waits, and nothing is scheduled."""
+
+    def __init__(self, model: nn.Module, ranks: int) -> None:
+        super().__init__()
+        self.model, self._ranks = model, ranks
+        total = sum(p.numel() for p in model.parameters())
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self._theirs = torch.rand(total - total // ranks)
+        self._full = torch.empty_like(self._theirs)
+        self._gradients = torch.zeros(ranks, trained // ranks)
+        self.shard = nn.Parameter(torch.zeros(trained // ranks))
+
+    def gather(self) -> None:
+        self._full.copy_(self._theirs)
+
+    def reduce(self) -> None:
+        self.shard.grad = self._gradients.sum(0).div_(self._ranks)
+        for p in self.model.parameters():
+            p.grad = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gather()
+        y: Tensor = self.model(x)
+        self.gather()  # before the backward
+        return y
+
+
+def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
+    units: Any = {Block, Tiny} if use_orig_params else {Block, Tiny, Adapter}  # a flat parameter is trained or frozen
     if contender == "plain":
         return model
+    if contender == "bound":
+        return Bound(model, dist.get_world_size())
     if contender == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if contender == "fsdp2":
@@ -108,6 +190,50 @@ def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> nn.Modul
     return engine.FullyShardedDataParallel(
         model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
     )
+
+
+def unsynchronized(model: Any, contender: str) -> AbstractContextManager[None]:
+    """For all batches of a step but the last."""
+    if contender in ("plain", "bound"):
+        return contextlib.nullcontext()
+    if contender != "fsdp2":
+        return model.no_sync()
+
+    @contextlib.contextmanager
+    def context() -> Any:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    return context()
+
+
+class Counted(TorchDispatchMode):
+    """The collectives of ``torch.distributed``, below everybody's Python, and the bytes that this rank receives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.received = 0, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            ranks, name = dist.get_world_size(), func._schema.name.removeprefix("c10d::")
+            moved = {"allreduce_": 2, "_allgather_base_": 1, "allgather_": 1, "_reduce_scatter_base_": ranks}[name]
+            self.calls += 1
+            self.received += moved * sum(output.nbytes for output in tree_leaves(args[0])) * (ranks - 1) / ranks
+        return func(*args, **(kwargs or {}))
+
+
+def traffic(model: nn.Module, contender: str, step: Callable[[], None]) -> tuple[int, float]:
+    """The collectives of a step, and the bytes that this rank receives in them."""
+    if contender in OURS:
+        with fsdp.trace(model) as trace:
+            step()
+        moved = [event for event in trace.events if event.phase in ("gather", "reduce")]
+        return len(moved), sum(event.nbytes for event in moved)
+    with Counted() as counted:
+        step()
+    return counted.calls, counted.received
 
 
 def pss() -> int:
@@ -133,23 +259,29 @@ def highest_pss(step: Callable[[], None]) -> int:
 
 def rank_process(rank: int, options: argparse.Namespace, contender: str, workload: str, port: int, pipe: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if contender in ("native", "direct", "shared", "auto"):
+    if contender in OURS:
         os.environ["FSDP_COLLECTIVES"] = contender
+    warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")  # FSDP1's
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
-    make, batch = WORKLOADS[workload]
+    made = WORKLOADS[workload]
     torch.manual_seed(0)
-    model = wrapped(make(), contender, options.use_orig_params)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model = wrapped(made.model(), contender, options.use_orig_params)
+    trained = [model.shard] if isinstance(model, Bound) else [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=1e-3)
 
     def step() -> None:
-        loss = model(batch()).float().square().mean()
-        loss.backward()
+        for left in reversed(range(made.batches)):
+            with unsynchronized(model, contender) if left else contextlib.nullcontext():
+                model(made.batch()).float().square().mean().backward()
+        if isinstance(model, Bound):
+            model.reduce()
         optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(3):
         step()
+    moved = traffic(model, contender, step)
     dist.barrier()
     pipe.send(None)
     while pipe.recv():
@@ -161,7 +293,7 @@ def rank_process(rank: int, options: argparse.Namespace, contender: str, workloa
         highest = highest_pss(step)
         dist.barrier()
         n = options.steps
-        pipe.send((wall / n, cpu / n, (after.ru_minflt - before.ru_minflt) / n, highest))
+        pipe.send((wall / n, cpu / n, (after.ru_minflt - before.ru_minflt) / n, highest, *moved))
     dist.destroy_process_group()
 
 
@@ -181,7 +313,8 @@ def start(options: argparse.Namespace, contender: str, workload: str) -> list[Co
 
 
 def measure(options: argparse.Namespace, workload: str) -> dict[str, list[list[float]]]:
-    """Of each contender, for each round: seconds, processor seconds, page faults, bytes; of the worst rank."""
+    """Of each contender, for each round: seconds, processor seconds, page faults, bytes of memory, collectives, bytes
+    received; of the worst rank."""
     pipes = {contender: start(options, contender, workload) for contender in options.contenders}
     found: dict[str, list[list[float]]] = {contender: [] for contender in pipes}
     for _ in range(options.rounds):
@@ -194,17 +327,61 @@ def measure(options: argparse.Namespace, workload: str) -> dict[str, list[list[f
     return found
 
 
-def show(workload: str, found: dict[str, list[list[float]]]) -> None:
+HEAD = ("ms", "fastest", "slowest", "CPU ms", "faults", "PSS MB", "calls", "MB in", "ratio")
+
+
+def rows(found: dict[str, list[list[float]]]) -> dict[str, list[str]]:
+    """By contender, what :data:`HEAD` says."""
     base = next(iter(found.values()))
-    print(f"\n{workload:13}{'ms':>8}{'fastest':>9}{'slowest':>9}{'CPU ms':>9}{'faults':>9}{'PSS MB':>8}{'ratio':>7}")
+    shown = {}
     for contender, rounds in found.items():
-        wall, cpu, faults, memory = (list(values) for values in zip(*rounds))
+        wall, cpu, faults, memory, calls, received = (list(values) for values in zip(*rounds))
         ratio = statistics.median(one[0] / other[0] for one, other in zip(rounds, base))
-        print(
-            f"{contender:13}{statistics.median(wall) * 1e3:8.1f}{min(wall) * 1e3:9.1f}{max(wall) * 1e3:9.1f}"
-            f"{statistics.median(cpu) * 1e3:9.1f}{statistics.median(faults):9.0f}{max(memory) / 1e6:8.0f}{ratio:7.2f}",
-            flush=True,
-        )
+        times = [1e3 * seconds for seconds in (statistics.median(wall), min(wall), max(wall), statistics.median(cpu))]
+        shown[contender] = [f"{time:.1f}" for time in times] + [
+            f"{statistics.median(faults):.0f}",
+            f"{max(memory) / 1e6:.0f}",
+            f"{calls[0]:.0f}",
+            f"{received[0] / 1e6:.1f}",
+            f"{ratio:.2f}",
+        ]
+    return shown
+
+
+def show(workload: str, found: dict[str, list[list[float]]]) -> None:
+    print(f"\n{workload:13}" + "".join(f"{word:>9}" for word in HEAD))
+    for contender, cells in rows(found).items():
+        print(f"{contender:13}" + "".join(f"{cell:>9}" for cell in cells), flush=True)
+
+
+def in_markdown(workload: str, found: dict[str, list[list[float]]]) -> str:
+    lines = [[workload, *HEAD], ["---"] * (len(HEAD) + 1), *([name, *cells] for name, cells in rows(found).items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def drawn(results: dict[str, dict[str, list[list[float]]]]) -> str:
+    """An SVG: for each workload a bar per contender, as long as its step takes (median; the line is from the fastest to
+    the slowest round), on a scale of the workload's own."""
+    height, left, width, y = 18, 110, 620, 0
+    parts = []
+    for workload, found in results.items():
+        seconds = {contender: [values[0] for values in rounds] for contender, rounds in found.items()}
+        scale = width / max(max(rounds) for rounds in seconds.values())
+        y += height + 6
+        parts.append(f'<text x="4" y="{y - 4}" font-weight="bold">{workload}</text>')
+        for contender, rounds in seconds.items():
+            median, color = statistics.median(rounds), "#3d6cb9" if contender in OURS else "#999999"
+            low, high, middle = left + min(rounds) * scale, left + max(rounds) * scale, y + height / 2 - 1
+            parts += [
+                f'<text x="14" y="{y + 12}">{contender}</text>',
+                f'<rect x="{left}" y="{y}" width="{median * scale:.1f}" height="{height - 3}" fill="{color}"/>',
+                f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}" stroke="black"/>',
+                f'<text x="{high + 6:.1f}" y="{y + 12}">{1e3 * median:.0f} ms</text>',
+            ]
+            y += height
+    size = f'width="{left + width + 80}" height="{y + 8}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">'
+    return "\n".join([head, f'<rect {size} fill="white"/>', *parts, "</svg>\n"])
 
 
 def main() -> None:
@@ -217,13 +394,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument("--use-orig-params", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     results = {}
     for workload in options.workloads:
         results[workload] = measure(options, workload)
         show(workload, results[workload])
+    if options.markdown:
+        print(*(f"\n{in_markdown(workload, found)}" for workload, found in results.items()), sep="\n")
+    if options.plot is not None:
+        options.plot.write_text(drawn(results))
     if options.json is not None:
-        options.json.write_text(json.dumps({"options": vars(options) | {"json": None}, "results": results}, indent=1))
+        given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+        options.json.write_text(json.dumps({"options": given, "results": results}, indent=1))
 
 
 if __name__ == "__main__":
