@@ -845,6 +845,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/host_memory.py",
+        "        pages.madvise(mmap.MADV_HUGEPAGE, skipped, nbytes // _HUGE_PAGE * _HUGE_PAGE)\n",
+        "        pass\n",
+        "what every step needs anew costs a page fault for each 4 KiB",
+        _tests("accelerators", "large_pieces_of_host_memory_may_have_huge_pages"),
+    ),
+    Mutation(
+        "fsdp/comm/host_memory.py",
         "    lock(address, memory.numel())\n",
         "    lock(address, 1 << memory.numel().bit_length())\n",
         "page-locked memory is rounded up to a power of two",

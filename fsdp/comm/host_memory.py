@@ -1,12 +1,16 @@
-"""Host memory that an accelerator copies to and from without blocking the host.
+"""Host memory in large pieces: what an accelerator copies to and from without blocking, or every step needs anew.
 
 What an allocator of page-locked memory hands out is rounded up to a power of two, and kept for ever. Shards, their
 gradients and copies for a save are large and few: each gets pages of its own, which are locked while something holds
 them, and then given back.
+
+Memory that is given back at the end of every step costs page faults in the next: a microsecond for 4 KiB, as much as
+copying 8 KiB. In pages of 2 MiB it costs a seventh of that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Callable
 
@@ -33,6 +37,23 @@ def locked_pages(nbytes: int, lock: Callable[[int, int], None], unlock: Callable
     lock(address, memory.numel())
     pages.unlock = lambda: unlock(address)
     return memory[:nbytes]
+
+
+_HUGE_PAGE = 1 << 21
+_MAY_BE_HUGE = hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def empty(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A 1-D tensor with undefined contents; where it is large and the system has huge pages for who asks, in these."""
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or not _MAY_BE_HUGE:
+        return torch.empty(numel, dtype=dtype, device=device)
+    # More addresses than bytes, to begin where a huge page does; what is not written takes no memory.
+    pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    skipped = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
+    with contextlib.suppress(OSError):  # a system that was built without them
+        pages.madvise(mmap.MADV_HUGEPAGE, skipped, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+    return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
 
 
 class HostBuffers:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fsdp.comm import shared_memory
+from fsdp.comm import host_memory, shared_memory
 from fsdp.comm.collectives import may_share
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
@@ -125,10 +125,10 @@ class MemoryPool:
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of such memory as the buffers have, for users to hold."""
-        return torch.empty(numel, dtype=dtype, device=device)
+        return host_memory.empty(numel, dtype=dtype, device=device)
 
     def _new_block(self, nbytes: int) -> torch.UntypedStorage:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
+        return host_memory.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
 
     def _shrink_to(self, nbytes: int) -> None:
         too_large = [i for i, (block, _) in enumerate(self._free) if block.nbytes() > self.kept_block_nbytes]

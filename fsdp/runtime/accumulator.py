@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from fsdp.comm import host_memory
 from fsdp.flat.full_copy import SlotBuffer
 from fsdp.flat.views import BucketViews
 
@@ -84,7 +85,7 @@ class Accumulator:
         if flat is None or held or any(grad is not exposed[position] for position, grad in shown):
             # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
             handle = self._handle
-            flat = torch.empty(handle.layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device)
+            flat = host_memory.empty(handle.layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device)
             grads = self._views.full_grads(SlotBuffer(handle.layout, flat))
             for position, grad in shown:
                 grads[position].copy_(grad)

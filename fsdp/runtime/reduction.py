@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import Event, Streams
@@ -257,7 +258,7 @@ class BucketGradients:
         sharded, adopted = self.handle.groups.sharded, self._adopted
         shard = source.flat
         if sharded:
-            shard = torch.empty(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
+            shard = host_memory.empty(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
         streams = queue.streams
         written = streams.record()
         offloaded: list[tuple[torch.Tensor, Event]] = []
