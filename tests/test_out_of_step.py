@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from fsdp.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fsdp.comm import waiting
+from fsdp.comm import beginning, waiting
 from fsdp.runtime.agreement import Agreement
 from tests.harness.agreeing import (
     FULL_SHARD,
@@ -52,7 +53,7 @@ from tests.harness.agreeing import (
     train,
     train_and_raise,
 )
-from tests.harness.pool import run_ranks
+from tests.harness.pool import Died, run_fresh, run_ranks
 
 FIRST_OR_LATER = pytest.mark.parametrize("at", [0, 3])
 
@@ -397,6 +398,7 @@ def test_another_model() -> None:
     """One rank uses a new model where the others go on with theirs: its first question meets theirs."""
     for step, error, seconds in run_ranks(RANKS, play, "another model", UNEQUAL, 2, seconds=SHORT):
         assert step == 2 and seconds < SHORT + 5 and error is not None
+        assert "rank 1 is about to begin the first pass or call of a model" in error
 
 
 @impatient
@@ -498,3 +500,101 @@ def show_late() -> None:
 def test_late_rank_before_the_first_pass() -> None:
     """Nor then."""
     run_ranks(RANKS, show_late)
+
+
+# What one rank does with a model, and whether the next one is wrapped with the values of rank 0.
+BEFORE_ANOTHER = [
+    ("swap", False),
+    ("skip a unit", True),
+    ("one eval more", False),
+    ("raise early", False),
+    ("raise in backward", True),
+    ("no backward", False),
+    ("no backward", True),
+]
+
+
+@impatient
+def begin_another(way: str) -> list[str]:
+    """The situations after which a new model on the same group does not train as one on a fresh group does."""
+    os.environ["FSDP_COLLECTIVES"] = way
+    found, expected = list[str](), three_steps(new_model(new_group()))
+    for odd, synchronized in BEFORE_ANOTHER:
+        group = new_group(12.0)
+        model = new_model(group)
+        with contextlib.suppress(RuntimeError):
+            train(model)
+            STEPS[odd if dist.get_rank() == ODD else "train"](model)
+        del model
+        model = new_model(group, sync_module_states=synchronized)
+        if not torch.equal(three_steps(model), expected):
+            found.append(odd)
+    return found
+
+
+def new_model(group: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return build(Chain(UNEQUAL), group, **options)
+
+
+def three_steps(model: Any) -> Tensor:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        train(model)
+        optimizer.step()
+    return torch.cat([param.detach() for param in model.parameters()])
+
+
+@pytest.mark.parametrize("way", ["auto", "native", "direct"])
+def test_another_model_after_ranks_were_out_of_step(way: str) -> None:
+    """It begins where the ranks have come together, whether they noticed or not, and trains to the same bits."""
+    assert run_ranks(RANKS, begin_another, way) == [[]] * RANKS
+
+
+@impatient
+def begin_alone(how: str) -> str:
+    """Something begins in a group, and the odd rank does something else, or nothing, or ends."""
+    group = new_group(1.0 if how == "nothing" else PATIENT)
+    train(new_model(group))
+    odd = dist.get_rank() == ODD
+    if odd and how == "ends":
+        os._exit(3)
+    with pytest.raises(RuntimeError) as caught:
+        if odd and how == "nothing":
+            raise RuntimeError(how)
+        train(new_model(group, sync_module_states=odd))
+    return str(caught.value)
+
+
+def test_another_model_on_some_ranks() -> None:
+    for error in run_ranks(RANKS, begin_alone, "synchronizes"):
+        assert "do not make the same calls: rank 0 is about to begin the first" in error, error
+        assert "rank 1 is about to begin a model with the values of rank 0" in error
+    for error in run_ranks(RANKS, begin_alone, "nothing")[::2]:
+        assert "waited in vain for the other ranks to do the same: rank 1 did not come" in error, error
+    first, died, last = run_fresh(RANKS, begin_alone, "ends")
+    assert died == Died(3)
+    assert all("the process of rank 1 has ended" in error and "Make a new one" in error for error in (first, last))
+
+
+@impatient
+def wait_at_a_beginning() -> list[str | None]:
+    """What a rank is told of another one that waits for it, having issued as much, and less; at the store until all
+    have met there, and as they have."""
+    group = new_group()
+    train(new_model(group))
+    its, issued = beginning._known[group], beginning._issued(group)
+    told = []
+    for less in (0, 1):
+        if dist.get_rank() == ODD:
+            its.board.post("here", [its.count, "a model", [issued[0] - less, *issued[1:]]])
+        dist.barrier()
+        told.append(beginning.gone_on(group))
+        dist.barrier()
+    return [*told, beginning.gone_on(group, met=lambda: False), beginning.gone_on(group, met=lambda: True)]
+
+
+def test_a_rank_that_is_ahead_has_not_gone_on() -> None:
+    """Slow is not wrong, here either."""
+    words = "rank 1 is about to begin a model"
+    assert run_ranks(RANKS, wait_at_a_beginning)[::2] == [[None, words, words, None]] * 2

@@ -4,6 +4,7 @@ collectives, so that a rank can be heard which takes no part in them. No other f
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import time
@@ -33,6 +34,7 @@ class Board:
         self._rank, self._size = group.rank(), group.size()
         self._lives: dict[int, list[Any]] = {}  # as they were read: they do not change
         self._signed = ""  # the latest: who gives up to wait, and comes again, signs once
+        self._said = "", ""  # the latest meeting of ranks that are to be alike, and where this one is counted
         self._spent: list[str] = []  # keys of the latest meeting
 
     @property
@@ -73,6 +75,27 @@ class Board:
         while not enough(messages := self.posted(key)) and time.monotonic() < until and self._store is not None:
             time.sleep(_LONGEST)
         return messages
+
+    def exchange(self, key: str, value: Any, look: Callable[[], None]) -> dict[int, Any]:
+        """What every rank says under ``key``, by rank, in rank order; ``look`` as for ``meet``. Nothing without a
+        store."""
+        self.post(key, value)
+        self.meet(key, look)
+        return self.posted(key)
+
+    def meet_alike(self, key: str, value: Any, look: Callable[[], None]) -> bool:
+        """``meet``; whether all ranks have come with the same ``value``, anything that JSON holds. Of who gives up to
+        wait, and comes again, the first one counts."""
+        store = self._store
+        if store is None:
+            return True
+        if self._said[0] != key:
+            digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+            self._said = key, self._path(f"{key}/{digest}")
+            store.add(self._said[1], 1)
+        self.meet(key, look)
+        self._spent.append(self._said[1])
+        return bool(store.add(self._said[1], 0) == self._size)
 
     def meet(self, key: str, look: Callable[[], None], sign: str = "count") -> None:
         """Wait until all ranks have come to ``key``, with the same ``sign``; call ``look``, which may raise, whenever

@@ -67,6 +67,8 @@ class _Ledger:
         self.count = 0
         self.latest: deque[Issued] = deque(maxlen=_KEPT)
         self.backends: dict[tuple[str, bool], str] = {}  # by device, and whether it serves control messages
+        self.messages: deque[weakref.ref[HostWork]] = deque(maxlen=_KEPT)  # the latest waits for messages
+        self.held: set[HostWork] = set()  # those that a failure has left
 
 
 _ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
@@ -147,13 +149,22 @@ def issue_transfers(transfers: Sequence[Transfer], group: Any, label: str, devic
         for transfer in transfers
     ]
     detail = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in transfers]
-    _note(group, Issued("messages", device.type, detail))
+    ledger = _note(group, Issued("messages", device.type, detail))
     with labelled(label):
         works = dist.batch_isend_irecv(operations) if operations else []
-    return Work(works, group, label, device)
+    work = Work(works, group, label, device)
+    ledger.messages.extend(weakref.ref(each) for each in work.on_host)
+    return work
 
 
 # -- ranks that have parted --------------------------------------------------------------------------------------------
+
+
+def hold(group: Any) -> None:
+    """Messages of ``group`` that this rank waits for no more, as a pass has failed, are under way until the ranks have
+    caught up: gloo closes the connection where one comes for which nobody has kept memory."""
+    ledger = _ledger_of(group)
+    ledger.held.update(work for work in (reference() for reference in ledger.messages) if work is not None)
 
 
 def issued_in(group: Any) -> int:
@@ -196,8 +207,10 @@ def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]])
         what = next(iter(found.values()))
         where = torch.device("cpu") if what.device == "cpu" else device
         under_way.append(_issue_again(found, group, where, f"catch up with {what.name}"))
-    for work in under_way:
+    held = _ledger_of(group).held
+    for work in [*under_way, *(Work([each], group, "catch up", device, ends_alone=True) for each in held)]:
         work.wait()
+    held.clear()
 
 
 def _by_number(said: list[Any]) -> dict[int, Issued]:

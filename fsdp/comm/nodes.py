@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fsdp.comm.beginning import prepare
 from fsdp.comm.collectives import Vote
 from fsdp.comm.groups import default_group, group_ranks, group_timeout, is_registered
 from fsdp.comm.streams import default_device, device_count
@@ -27,6 +28,7 @@ def node_groups(world: Any) -> tuple[Any, Any]:
     """
     if not all(is_registered(group) for group in _node_groups.get(world, (None,))):
         size, here = world.size(), _ranks_here(world)
+        prepare([world], default_device(), "a model with hybrid sharding")
         if Vote(here, world, default_device(), "agree on the ranks of a machine").result() is None or size % here:
             raise ValueError(
                 f"hybrid sharding without process groups shards within each machine: they would all have to have as "
@@ -53,6 +55,7 @@ def nearby_group(group: Any, count: int) -> Any:
     """
     made = _nearby_groups.setdefault(group, {}).setdefault(count, [])
     if not made or not is_registered(made[-1]):
+        prepare([group], default_device(), "a model with reshard_after_forward")
         if Vote(count, group, default_device(), "agree on the ranks to reshard over").result() is None:
             raise ValueError(
                 f"reshard_after_forward is {count} on rank {dist.get_rank()}, and another number on other ranks"

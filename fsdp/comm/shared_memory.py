@@ -186,6 +186,11 @@ class Posts:
             self._under_way.popleft()
 
     @property
+    def progress(self) -> tuple[int, int]:
+        """How far this rank has come, and how often it went or proposes to go another way."""
+        return self.number, self._own.words[self._place + _ELSEWHERE]
+
+    @property
     def epoch(self) -> int:
         return self.number // _EPOCH
 
@@ -509,9 +514,7 @@ def _tell(group: Any, key: str, value: Any) -> list[Any]:
         if time.monotonic() - started > group_timeout(group).total_seconds():
             raise RuntimeError("agree on shared memory: other ranks do not come")
 
-    board.post(key, value)
-    board.meet(key, look)
-    return list(board.posted(key).values())
+    return list(board.exchange(key, value, look).values())
 
 
 def _own_segment() -> Segment:
@@ -572,6 +575,18 @@ def segment_of(group: Any) -> Segment | None:
     """This process's segment, if the ranks of ``group`` share memory."""
     channel = None if group is None else _channels.get(group)
     return segment() if channel is not None and channel.usable else None
+
+
+def posted_in(group: Any) -> list[int]:
+    """What this rank has posted in ``group``, in numbers that are equal on all ranks where nobody waits for a post."""
+    channel = _channels.get(group)
+    return [] if channel is None else [*channel.collectives.progress, *channel.questions.progress]
+
+
+def is_broken(group: Any) -> bool:
+    """Whether nothing more comes from the other ranks, until ``renew``."""
+    channel = _channels.get(group)
+    return channel is not None and channel.broken is not None
 
 
 def renew(group: Any) -> None:

@@ -175,6 +175,11 @@ class Work:
     def watch(self) -> Watch | None:
         return None if self._watch is None else self._watch()
 
+    @property
+    def on_host(self) -> list[HostWork]:
+        """What the host waits for beside ``torch.distributed``'s own."""
+        return [work for work in self._works if isinstance(work, HostWork)]
+
     def is_completed(self) -> bool:
         """As far as it can tell: what can only be waited for counts as completed."""
         return all(work.is_completed() for work in self._works if isinstance(work, dist.Work))

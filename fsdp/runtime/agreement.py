@@ -37,7 +37,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from fsdp.comm import ledger, shared_memory
+from fsdp.comm import beginning, ledger, shared_memory
 from fsdp.comm.board import Board
 from fsdp.comm.collectives import OutOfStep, Vote, debug_detail, gather_values
 from fsdp.comm.consensus import all_gather_object, hash_of
@@ -193,6 +193,7 @@ class Agreement:
         """
         if self._layout_agreed:
             return
+        beginning.begin(self._group, self._device, "the first pass or call of a model")
         lines = [f"{member.name}: {member.signature(self._group)}" for member in self._present()]
         digest = hash_of("\n".join(line.partition(": ")[2] for line in lines))
         name = Vote(
@@ -294,6 +295,7 @@ class Agreement:
         """The pass under way has failed here, or one of the tree that has not come to this group; it is called
         ``words``. The others are told, and all ranks meet before anything else; see ``meet``."""
         self._questions.clear()
+        ledger.hold(self._group)
         if not self._layout_agreed:
             return
         if self._gave_up is None:
@@ -344,6 +346,7 @@ class Agreement:
 
         def look() -> None:
             self.slow()
+            self._raise_if_left(met=functools.partial(self._board.has_met, key))
             if time.monotonic() - started > group_timeout(self._group).total_seconds():
                 raise RuntimeError(
                     f"rank {self._rank} is at {self._report().where}, {why}, and waited in vain for the other ranks to "
@@ -422,11 +425,19 @@ class Agreement:
         found = self._first_mismatch(self._exchange_reports(timedelta(0)))
         if found is not None:
             raise self._out_of_step(found)
+        self._raise_if_left()
         if dead := self._board.dead():
             ended = f"the process of {', '.join(f'rank {self._names[rank]}' for rank in dead)} has ended"
             raise self._told(
                 f"{ended}, and rank {self._rank} waits for it at {self._report().where}. {self.explain()}", ended
             )
+
+    def _raise_if_left(self, met: Callable[[], bool] | None = None) -> None:
+        """Raises where other ranks have gone on to another tree, while this one waits; see ``beginning.gone_on``."""
+        found = beginning.gone_on(self._group, met=met)
+        if found is not None:
+            here = f"{found}, and rank {self._rank} is at {self._report().where}"
+            raise self._out_of_step(f"The ranks do not make the same calls: {here}. {CALLS_REMEDY}")
 
     def _raise_if_broken(self) -> None:
         """Raises what another rank has found out; once, if this one has given up."""

@@ -18,6 +18,7 @@ from fsdp.api import (
     as_count,
     as_resharding,
 )
+from fsdp.comm import beginning
 from fsdp.comm.groups import Groups
 from fsdp.comm.shared_memory import segment_of
 from fsdp.flat.metadata import BucketInfo, UnitInfo
@@ -78,7 +79,10 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     owned = owned_params(module, ignored, name, options.groups)
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
     if options.synchronized:
+        several = [group for group in (options.groups.replica, options.groups.shard) if group is not None]
+        beginning.prepare(several, device, "a model with the values of rank 0")
         synchronize([item.param.detach() for item in owned] + own_buffers(module), options.groups)
+        beginning.settled(several)
     home = Home.of(module, outermost_of(module)[0])
     buckets: list[BucketViews] = []
     for handle, members in build_handles(
