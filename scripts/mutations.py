@@ -137,6 +137,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/tools/plan.py",
+        "if last.get(event, i) == i)",
+        "if True)",
+        "a unit of several modules is planned as if it ended with the first of them",
+        _tests("plan", "two_ranks_hold_and_receive_what_was_planned"),
+    ),
+    Mutation(
+        "fsdp/tools/plan.py",
         "{item.places[0].module for item in unit.owned if item.param.requires_grad}",
         "{p.module for item in unit.owned for p in item.places if item.param.requires_grad}",
         "the gradient of tied weights is planned to come with their last use",

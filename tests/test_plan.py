@@ -92,6 +92,13 @@ class Untied(Language):
         self.head = nn.Linear(600, 900, bias=False)
 
 
+def grouped() -> nn.Module:
+    """Units of which the first and the last to run are one."""
+    model = Language()
+    FullyShardedDataParallel.group([model.embed, model.head])
+    return model
+
+
 class Adapted(nn.Module):
     """A frozen base beside what is trained."""
 
@@ -175,6 +182,7 @@ CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any]]] = [
     (LargeLanguage, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
     (Untied, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
     (Stages, ModuleWrapPolicy({Layer, nn.Sequential, Adapted}), torch.ones(2, 600), {"use_orig_params": True}),
+    (grouped, ModuleWrapPolicy({Layer}), torch.zeros(1, 8, dtype=torch.long), {"mixed_precision": MIXED}),
 ]
 
 

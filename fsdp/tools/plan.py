@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp.api import MixedPrecision, ShardingStrategy, as_mixed_precision, as_resharding, as_sharding_strategy
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES, Groups
-from fsdp.flat.names import WRAPPED_MODULE, joined, unit_of
+from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, joined, members_of, unit_of
 from fsdp.flat.ownership import Ignored, bucket_layouts, owned_params
 from fsdp.runtime.hooks import on_saved
 from fsdp.tools.step_memory import Bucket, PlannedUnit, Step
 from fsdp.tools.text import in_bytes, table
-from fsdp.wrap import ModuleWrapPolicy, auto_wrap, has_groups
+from fsdp.wrap import ModuleWrapPolicy, auto_wrap
 
 _LARGEST_WORLD = 1 << 16
 _PROBED = 4096  # elements of the parameter that an optimizer is tried on
@@ -225,10 +225,6 @@ def _on_meta(model: Any) -> nn.Module:
             raise TypeError(f"expected the function to make an nn.Module, but it made a {type(model).__name__}")
     if any(unit_of(module) is not None for module in model.modules()):
         raise ValueError("plan() is for models that are not wrapped yet; fsdp.describe(model) tells of wrapped ones")
-    if has_groups(model):
-        raise NotImplementedError(
-            "plan() does not count units of several modules: plan the model without FullyShardedDataParallel.group()"
-        )
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise NotImplementedError(
             "plan() does not count tensor parallelism: plan the model as it is before parallelize_module(), with the "
@@ -243,22 +239,31 @@ def _on_meta(model: Any) -> nn.Module:
 
 
 class _Wrapped(nn.Module):
-    """Stands where a unit would be, and knows when it runs."""
+    """Stands where a unit would be, and knows when it runs; of a group, where one of its modules is, beside ``unit``,
+    which stands nowhere."""
 
-    def __init__(self, module: nn.Module, **options: Any) -> None:
+    def __init__(self, module: nn.Module, unit: _Wrapped | None = None, **options: Any) -> None:
         super().__init__()
         setattr(self, WRAPPED_MODULE, module)
-        self.inner, self.options = [module], options  # in a list: not a second time among the modules
-        self.name, self.index, self.around = "", 0, frozenset[int]()
-        self.opens_early = self.closes_late = False
+        self.inner, self.of = [module], [unit or self]  # in lists: not a second time among the modules
+        if unit is not None:
+            return
+        self.name, self.index, self.around, self.options = "", 0, frozenset[int](), options
+        self.is_group = self.opens_early = self.closes_late = isinstance(module, ModuleGroup)
         self.saved = 0
         self.told: Callable[[_Wrapped, bool, Any], None] = lambda *_: None
         self.owned = owned_params(module, Ignored(), f"the {type(module).__name__} unit")
 
+    @classmethod
+    def _around_group(cls, group: ModuleGroup, options: dict[str, Any]) -> dict[nn.Module, nn.Module]:
+        unit = cls(group, **options)
+        return {member: cls(member, unit) for member in members_of(group).values()}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.told(self, True, (args, kwargs))
+        (unit,) = self.of
+        unit.told(unit, True, (args, kwargs))
         output = self.inner[0](*args, **kwargs)
-        self.told(self, False, None)
+        unit.told(unit, False, None)
         return output
 
 
@@ -276,28 +281,45 @@ class _Tree:
         self.name, self.on_cpu = type(model).__name__, on_cpu
         self._use_orig_params = use_orig_params
         self._params = set(model.parameters())
-        options = {"mixed_precision": precision, "sharding_strategy": None}
-        if policy is not None:
-            auto_wrap(model, policy, set(), set(), _Wrapped, options)
+        options: dict[str, Any] = {"mixed_precision": precision, "sharding_strategy": None}
+        auto_wrap(model, policy, set(), set(), _Wrapped, options)
         self._root = _Wrapped(model, **options)
         self.wrapped: list[_Wrapped] = []
         self.order: list[tuple[int, bool]] = []
         self._visit(self._root, "", frozenset())
+        self._settle(self.order)
 
-    def _visit(self, unit: _Wrapped, name: str, around: frozenset[int]) -> None:
-        unit.name, unit.index, unit.around = name, len(self.wrapped), around
-        self.wrapped.append(unit)
+    def _settle(self, order: list[tuple[int, bool]]) -> None:
+        """Of a unit that ran several times its first run counts, as it is gathered in between. A group runs from the
+        first of its modules to the last, around what runs between them."""
+        groups = [unit for unit in self.wrapped if unit.is_group]
+        last = {
+            (unit.index, False): max(i for i, event in enumerate(order) if event[0] == unit.index) for unit in groups
+        }
+        self.order = list(dict.fromkeys(event for i, event in enumerate(order) if last.get(event, i) == i))
+        for unit in groups:
+            begin, end = self.order.index((unit.index, True)), self.order.index((unit.index, False))
+            for index in {index for index, begins in self.order[begin:end] if begins} - {unit.index}:
+                self.wrapped[index].around |= {unit.index}
+
+    def _visit(self, wrapper: _Wrapped, name: str, around: frozenset[int]) -> None:
+        (unit,) = wrapper.of
+        if unit in self.wrapped:
+            unit.name += f", {name}"
+        else:
+            unit.name, unit.index, unit.around = name, len(self.wrapped), around
+            self.wrapped.append(unit)
         self.order.append((unit.index, True))
         # the gradient of what has several places comes once, with the first one's, which a backward reaches last
         trained = {item.places[0].module for item in unit.owned if item.param.requires_grad}
         behind = False
-        for path, module in _modules(unit.inner[0], name):
+        for path, module in _modules(wrapper.inner[0], name):
             if not isinstance(module, _Wrapped):
                 unit.opens_early |= behind and module in trained
                 unit.closes_late |= not behind and module in trained
                 continue
             behind = True
-            if module not in self.wrapped:
+            if module.of[0].is_group or module not in self.wrapped:
                 self._visit(module, path, around | {unit.index})
         self.order.append((unit.index, False))
 
@@ -337,7 +359,7 @@ class _Tree:
             batch = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
         with on_saved(save), torch.enable_grad():
             self._root(*batch)
-        self.order = _once(order)
+        self._settle(order)
 
     def units(
         self, groups_of: Callable[[ShardingStrategy | None], Groups], resharded: bool | None
@@ -347,18 +369,10 @@ class _Tree:
         units = []
         for unit in self.wrapped:
             groups = groups_of(unit.options["sharding_strategy"])
-            units.append(
-                PlannedUnit(
-                    index=unit.index,
-                    around=unit.around,
-                    groups=groups,
-                    buckets=tuple(self._buckets(unit, groups)),
-                    stays=unit.index == 0 if resharded is None else not resharded,
-                    opens_early=unit.opens_early,
-                    closes_late=unit.closes_late,
-                    activation_nbytes=unit.saved,
-                )
-            )
+            buckets = tuple(self._buckets(unit, groups))
+            stays = unit.index == 0 if resharded is None else not resharded
+            place = unit.index, unit.around, groups, buckets, stays
+            units.append(PlannedUnit(*place, unit.opens_early, unit.closes_late, unit.saved))
         return units
 
     def _buckets(self, unit: _Wrapped, groups: Groups) -> Iterator[Bucket]:
@@ -377,11 +391,6 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield joined(path, name), child
         else:
             yield from _modules(child, joined(path, name))
-
-
-def _once(order: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
-    """Of a unit that ran several times, the first: gathered in between, it counts once."""
-    return list(dict.fromkeys(order))
 
 
 class _Planner:
