@@ -53,8 +53,7 @@ class Switches(PrivateNames):
             model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
         Everything has the names that it has in the plain model. With ``use_orig_params=False`` the first of the
-        modules, in the order of the model, has the flat parameters, in ``LOCAL_STATE_DICT`` as well. A full state dict
-        gathers the unit once for each of its modules.
+        modules, in the order of the model, has the flat parameters, in ``LOCAL_STATE_DICT`` as well.
 
         Args:
             modules: two or more, none of them inside another, and in no other group.

@@ -445,6 +445,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/state_dict.py",
+        "        if saving.later == 0:\n",
+        "        if True:\n",
+        "a state dict gathers a unit of several modules once for each of them",
+        _tests("module_groups", "state_is_that_of_the_plain_model[False]"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/state_dict.py",
         "copied._belongs_to = _nothing",
         "copied._belongs_to = self._belongs_to",
         "a plain copy of a module saves and loads the model it was copied from",

@@ -145,7 +145,10 @@ def _state(mode: bool, directory: str) -> None:
         assert_bit_equal(full_parameters(grouped), values)
         for kind in KINDS:
             with kind_of(grouped, kind):
-                state = grouped.state_dict()
+                with record_collectives() as log:
+                    state = grouped.state_dict()
+                gathers = _labels(log, "gather")
+                assert len(gathers) == len(set(gathers)), kind
                 if kind != "local":
                     assert list(state) == list(plain.state_dict()), kind
                 fresh = wrap(GROUPED[name], use_orig_params=mode, seed=1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from fsdp.checkpoint.placement import Box, dense_stride, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor, elements_of
 from fsdp.checkpoint.redistribute import Channels
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.names import WRAPPED_MODULE, clean, joined, own_modules, unit_of, wrappers_in
+from fsdp.flat.names import WRAPPED_MODULE, clean, joined, members_of, own_modules, unit_of, wrappers_in
 from fsdp.flat.registration import registered_params
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.agreement import GATHER
@@ -103,30 +103,54 @@ class _Walk:
     """What the units of a tree share while its state is collected.
 
     Attributes:
+        root: the module that is asked for it; None if that is no wrapper.
         channels: what they travel by, so that each has the memory of the one before.
         settled: what units have put into the result, by id: those after them need not look at it.
     """
 
-    def __init__(self) -> None:
-        self.channels, self.settled = Channels(), dict[int, Any]()
+    def __init__(self, root: nn.Module | None = None) -> None:
+        self.root, self.channels, self.settled = root, Channels(), dict[int, Any]()
+
+    def visits(self, modules: Collection[nn.Module]) -> int:
+        """How often it comes to one of them: once for each path."""
+        every = () if self.root is None else self.root.named_modules(remove_duplicate=False)
+        return sum(module in modules for _, module in every)
+
+    def finish(self, module: nn.Module, destination: dict[str, Any]) -> None:
+        """``module`` is through; if it is the root, so are groups of which a module was left out."""
+        for wrapper in wrappers_in(module) if module is self.root else ():
+            wrapper._fsdp_saving.finish(destination)
 
 
 class UnitSaving(UnitTensors):
     """One unit while ``nn.Module`` collects its state.
 
     Attributes:
-        opener: the unit's outermost module that is walked; with it the unit is through.
+        opener: the unit's outermost module that is walked; None between two modules of a group.
+        later: how many such are to come. With the last one the unit is through.
     """
 
-    def __init__(self, unit: Unit, opener: nn.Module, form: Form) -> None:
-        """Shows the placeholders.
+    def __init__(self, unit: Unit, opener: nn.Module) -> None:
+        """Shows the placeholders of the form that the unit's settings ask for.
 
         Raises:
             RuntimeError: the unit is running.
         """
-        self.opener, self._form = opener, form
-        self._context = join(unit)
+        settings, has_parts = unit.state_settings, unit.groups.sharded and bool(unit.handles)
+        form = Form.of(settings.state_dict_type, settings.state_dict_config)
+        if form.is_cut and unit.handles and not has_parts:
+            warnings.warn(
+                f"{settings.state_dict_type} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is "
+                "returned",
+                stacklevel=2,
+            )
+        form = form.within(unit, cut=has_parts)
+        self.opener: nn.Module | None = opener
+        self._form, self._context = form, join(unit)
         self._walk = _walks.get(self._context) or _Walk()
+        groups = [[*members_of(unit.module).values()], outermost_of(unit.module)]
+        group = next((several for several in groups if len(several) > 1 and opener in several), ())
+        self.later = max(self._walk.visits(group) - 1, 0) if group else 0
         self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
         check_at_rest(unit, "state_dict()")
         if form.stays and unit.phase is Phase.SUMMONED:
@@ -153,8 +177,8 @@ class UnitSaving(UnitTensors):
         hooked = whole and any(len(one) > 1 for one in hooks)  # by a user, beside us
         self.register(placeholders, keep_writes=whole, compared=hooked)
 
-    def collect(self, destination: dict[str, Any], prefix: str) -> None:
-        """Put into ``destination`` what belongs there in place of the placeholders, and the unit's buffers as asked."""
+    def collect(self, destination: dict[str, Any]) -> None:
+        """Put into ``destination`` what belongs there in place of the placeholders."""
         leaving = self._export() if not self._form.is_readable else {}
         settled, taken = self._walk.settled, set[Key]()
         for key, value in [item for item in destination.items() if id(item[1]) not in settled]:
@@ -171,11 +195,11 @@ class UnitSaving(UnitTensors):
                 tied, self._ours[_storage(value)] = self._ours[_storage(value)], True
                 destination[key] = value = value.detach().clone() if tied else value.detach()
                 settled[id(value)] = value
-        self._collect_buffers(destination, prefix)
 
-    def _collect_buffers(self, destination: dict[str, Any], prefix: str) -> None:
-        """In their original dtype, and on CPU or not at all if the options say so; else they are the live tensors."""
-        for path, owner in own_modules(self.opener):
+    def collect_buffers(self, opener: nn.Module, destination: dict[str, Any], prefix: str) -> None:
+        """Those below ``opener``: in their original dtype, and on CPU or not at all if the options say so; else they
+        are the live tensors."""
+        for path, owner in own_modules(opener):
             for name, buffer in owner._buffers.items():
                 key = prefix + clean(joined(path, name))
                 if buffer is None or key not in destination:
@@ -299,19 +323,6 @@ def calling(call: str, module: nn.Module) -> Iterator[None]:
         yield
 
 
-def begin_saving(unit: Unit, opener: nn.Module) -> UnitSaving:
-    """Start to collect the state of ``unit`` from ``opener`` on, in the form that its settings ask for."""
-    settings = unit.state_settings
-    form = Form.of(settings.state_dict_type, settings.state_dict_config)
-    if form.is_cut and unit.handles and not unit.groups.sharded:
-        warnings.warn(
-            f"{settings.state_dict_type} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is "
-            "returned",
-            stacklevel=2,
-        )
-    return UnitSaving(unit, opener, form.within(unit, cut=unit.groups.sharded and bool(unit.handles)))
-
-
 # -- the hooks ---------------------------------------------------------------------------------------------------------
 
 
@@ -365,17 +376,31 @@ class SavingHooks(StateHooks):
     def _before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._belongs_to() is None:
             return
-        if self.active is not None and module in (self.active.opener, *outermost_of(self.unit.module)):
+        saving: UnitSaving | None = self.active
+        if saving is not None and saving.opener is None:
+            saving.opener = module
+        elif saving is not None and module in (saving.opener, *outermost_of(self.unit.module)):
             self.abandon()  # the last walk ended in an exception
         if self.active is None:
-            self.active = begin_saving(self.unit, module)
+            self.active = UnitSaving(self.unit, module)
 
     def _after(self, module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        saving: UnitSaving | None = self.active
+        if saving is None or saving.opener is not module:
+            return
+        with torch.no_grad():
+            saving.collect_buffers(module, destination, prefix)
+        if saving.later == 0:
+            self.finish(destination)
+        saving.opener, saving.later = None, saving.later - 1
+
+    def finish(self, destination: dict[str, Any]) -> None:
+        """The unit is through, as far as it was walked."""
         saving = self.active
-        if saving is not None and saving.opener is module:
-            self.abandon()
+        self.abandon()
+        if saving is not None:
             with torch.no_grad():
-                saving.collect(destination, prefix)
+                saving.collect(destination)
 
     def abandon(self) -> None:
         """Register the parameters again where they are not, as after an exception."""
@@ -385,7 +410,7 @@ class SavingHooks(StateHooks):
 
 
 @contextlib.contextmanager
-def collecting(wrapper: Any) -> Iterator[None]:
+def collecting(wrapper: Any) -> Iterator[_Walk]:
     """Inside, ``wrapper``'s state is collected, on all ranks alike; where that raises, every unit has its parameters
     back."""
     unit = unit_of(wrapper)
@@ -395,8 +420,7 @@ def collecting(wrapper: Any) -> Iterator[None]:
     outermost = context not in _walks
     try:
         with context.calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
-            _walks.setdefault(context, _Walk())
-            yield
+            yield _walks.setdefault(context, _Walk(wrapper))
     except BaseException:
         for inner in wrappers_in(wrapper):
             inner._fsdp_saving.abandon()

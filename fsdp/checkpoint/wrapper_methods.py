@@ -78,13 +78,14 @@ class StateDictMethods(nn.Module):
         Raises:
             RuntimeError: a forward or backward is under way; or ``LOCAL_STATE_DICT`` with a device mesh.
         """
-        with collecting(self):
+        with collecting(self) as walk:
             state: dict[str, Any] = super().state_dict(
                 *args,
                 destination=destination,  # type: ignore[arg-type]  # torch's own default is None
                 prefix=prefix,
                 keep_vars=keep_vars,
             )
+            walk.finish(self, state)
         strip_wrapper(state, args[1] if len(args) > 1 and not prefix else prefix)
         return state
 
