@@ -74,8 +74,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/tools/migrate.py",
-        "        return not any(self._conditional(node) for node in wraps)\n",
-        "        return True\n",
+        "return not any(isinstance(outer, ast.If) for node in self._wraps()",
+        "return True or any(() for node in self._wraps()",
         "methods of the wrapper are proposed for a model that may be plain",
         MIGRATE,
     ),
@@ -2027,7 +2027,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/save_checkpoint.py",
-        "if plan.chunks <= LISTED:",
+        "if sum(run.ranks for saved in plan.table.values() for run in saved.runs) <= LISTED:",
         "if True:",
         "one process lists what all ranks have",
         _tests("store_scale", "fd51_a_list_for_torch_where_it_is_not_too_long"),
@@ -2321,8 +2321,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/load_checkpoint.py",
-        "        undo.callback(prepared[0].undo)\n",
-        "",
+        "        undo.callback(loading.undo)\n        for one",
+        "        for one",
         "buffers are loaded although an optimizer refuses its state",
         _tests("store_promises", "fd42_a_load_loads_all_or_nothing"),
     ),
@@ -2335,8 +2335,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/load_checkpoint.py",
-        "    prepared[0].write()\n",
-        "",
+        "    loading.write()\n    return extras",
+        "    return extras",
         "parameters are not loaded",
         _tests("store", "resumed_training_is_that_which_never_stopped"),
     ),
@@ -2624,8 +2624,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/dcp.py",
-        'with calling("set_model_state_dict()", model), _kind',
-        "with _kind",
+        'with calling("set_model_state_dict()", model):',
+        "with contextlib.nullcontext():",
         "a rank that alone loads into what is not wrapped itself is not named",
         _tests("out_of_step", "fd25_call_on_one_rank"),
     ),

@@ -638,7 +638,7 @@ def check_ragged() -> None:
                         assert_same(value, whole, f"{name} {state}")
                         continue
                     assert value.shape == whole.shape
-                    for box, view in zip(value.boxes, value.box_views(), strict=True):
+                    for box, view in value.parts:
                         rows = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
                         assert torch.equal(view, whole[rows])
             with record_collectives() as log:

@@ -139,34 +139,32 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
     Raises: as ``load_state_dict()`` of a wrapped module.
     """
     options = StateDictOptions.of(options)
-    model = entered(model, options)
-    with calling("set_model_state_dict()", model), _kind(model, options):
-        names = PlainNames(model)
-        state: Any = model_state_dict
-        if isinstance(state, Mapping):
-            state = {names.now(key): value for key, value in state.items()}
-        if options.broadcast_from_rank0 and torch.distributed.is_initialized():
-            found = load_from_first(model, _into_module(model), state, options.strict)
-        else:
-            found = load_alike(model, _into_module(model), state, options.strict)
-        return type(found)(*([names.plain(key) for key in keys] for keys in found))
-
-
-def _into_module(model: nn.Module) -> Callable[..., Any]:
-    """Its ``load_state_dict``; that of ``nn.Module`` if it is wrapped."""
-    own = functools.partial(nn.Module.load_state_dict, model)
-    return own if unit_of(model) is not None else own_method(model, "load_state_dict")
+    plain = PlainNames(entered(model, options)).plain
+    with calling("set_model_state_dict()", model):
+        from_first = options.broadcast_from_rank0 and torch.distributed.is_initialized()
+        found = _loaded(load_from_first if from_first else load_alike, model, model_state_dict, options)
+        return type(found)(*(list(map(plain, keys)) for keys in found))
 
 
 def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> Loading:
     """All of :func:`set_model_state_dict` that can fail, on this rank alone; see
     :func:`fsdp.checkpoint.load_state_dict.prepare`."""
-    options = StateDictOptions.of(options)
+    loading: Loading = _loaded(prepare, model, model_state_dict, StateDictOptions.of(options))
+    return loading
+
+
+def _loaded(way: Callable[..., Any], model: nn.Module, state: Any, options: StateDictOptions) -> Any:
+    """What ``way`` returns that loads ``state``, which is by the plain model's names, by its ``load_state_dict``; by
+    that of ``nn.Module`` if it is wrapped."""
     model = entered(model, options)
-    now = PlainNames(model).now
+    into_module = functools.partial(nn.Module.load_state_dict, model)
+    if unit_of(model) is None:
+        into_module = own_method(model, "load_state_dict")
+    if isinstance(state, Mapping):
+        now = PlainNames(model).now
+        state = {now(key): value for key, value in state.items()}
     with _kind(model, options):
-        state = {now(key): value for key, value in model_state_dict.items()}
-        return prepare(model, _into_module(model), state, options.strict)
+        return way(model, into_module, state, options.strict)
 
 
 # -- names and kinds ---------------------------------------------------------------------------------------------------

@@ -46,10 +46,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from fsdp.checkpoint.checksums import Advance, Entry, Hash, checksum_of, no_progress
 
 MANIFEST, LATEST, INDEX, METADATA = "manifest", "latest", "tensors.json", ".metadata"
-VERSION, _VERSIONS = (
-    3,
-    (1, 2, 3),
-)  # that are written, that are read: the first has no index, the second one for all ranks
+VERSION = 3  # that is written
+_VERSIONS = 1, 2, 3  # that are read: the first has no index, the second one for all ranks
 _NAME = re.compile(r"(?:checkpoint_)?(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
 _PARTS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|extra_\d+\.pt|tensors(_\d+)?\.json|{MANIFEST}|{LATEST}")

@@ -33,7 +33,6 @@ from fsdp.checkpoint.sharded_tensors import (
     is_sharded,
     kind_of,
     one_chunk_each,
-    rows_of_dtensor,
     rows_of_shards,
     rows_on,
 )
@@ -261,7 +260,10 @@ class Rows(Form):
         if isinstance(value, DTensor) and (of_tp := dims_of_tp(value, groups)):
             return _read_spread(value, groups, of_tp[0])
         group = group_that_has(value, groups)
-        ranges, rows = rows_of_dtensor(value, group) if isinstance(value, DTensor) else rows_of_shards(value, group)
+        if isinstance(value, DTensor):
+            ranges, rows = chunk_rows(shape[0], group.size()), value.to_local().detach()
+        else:
+            ranges, rows = rows_of_shards(value, group)
         if sum(end - start for start, end in ranges) != shape[0]:
             raise AssertionError(f"the ranks of the group have rows {ranges} of a tensor of shape {shape}")
         placement = Placement.rows(shape, ranges)
@@ -513,8 +515,6 @@ def fill_replicas(replicated: Iterable[Held], channel: Channel, label: str) -> N
 
 def _memory_for(box: Box, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Uninitialised, in the memory order of the whole."""
-    if box.sizes == tuple(like.shape):
-        return torch.empty_strided(box.sizes, like.stride(), dtype=like.dtype, device=device)
-    order = memory_order(like.shape, like.stride())
-    memory = torch.empty([box.sizes[dim] for dim in order], dtype=like.dtype, device=device)
-    return memory.permute([order.index(dim) for dim in range(len(order))])
+    whole, stride = box.sizes == tuple(like.shape), like.stride()
+    stride = stride if whole else dense_stride(box.sizes, memory_order(like.shape, stride))
+    return torch.empty_strided(box.sizes, stride, dtype=like.dtype, device=device)

@@ -150,30 +150,31 @@ def _load(
     ranks.together("check what is to be loaded", check)
     (values, optimizer_state, left), extras = _fetched(ranks, path, like, reading, optimizer=optimizer is not None)
     options = StateDictOptions(ragged=True, strict=reading.strict)
-    planned: list[tuple[Optimizer, dict[str, Any]]] = []
-    prepared: list[Loading] = []
 
-    def plan() -> None:
-        if optimizer is not None:
-            assert optimizer_state is not None
-            planned.extend(optimizers_to_load(model, optimizer, optimizer_state, options=options))
-            if left and reading.strict:
-                raise RuntimeError(
-                    f"the checkpoint {path} has optimizer state of {', '.join(map(repr, left))}, which no optimizer "
-                    "given holds: pass those that were saved, or strict=False to leave the others out"
-                )
+    def plan() -> list[tuple[Optimizer, dict[str, Any]]]:
+        if optimizer is None:
+            return []
+        assert optimizer_state is not None
+        planned = optimizers_to_load(model, optimizer, optimizer_state, options=options)
+        if left and reading.strict:
+            raise RuntimeError(
+                f"the checkpoint {path} has optimizer state of {', '.join(map(repr, left))}, which no optimizer given "
+                "holds: pass those that were saved, or strict=False to leave the others out"
+            )
+        return planned
 
-    def attempt() -> None:
-        prepared.append(prepare_model_state_dict(model, values, options=options))
-        undo.callback(prepared[0].undo)
+    def attempt() -> Loading:
+        loading = prepare_model_state_dict(model, values, options=options)
+        undo.callback(loading.undo)
         for one, loadable in planned:
             one.load_state_dict(loadable)
+        return loading
 
-    ranks.together("take the optimizer's state", plan)
+    planned = ranks.together("take the optimizer's state", plan)
     with kept_if_it_fails([one for one, _ in planned]), contextlib.ExitStack() as undo:
-        ranks.together("load what was read", attempt)
+        loading = ranks.together("load what was read", attempt)
         undo.pop_all()
-    prepared[0].write()
+    loading.write()
     return extras
 
 
@@ -199,28 +200,27 @@ def _fetched(
 
     def read(directory: Path, manifest: Manifest) -> tuple[_Read, Extras]:
         mine = manifest.files if manifest.version == files.VERSION else _share(manifest, ranks.rank, ranks.size)
-        found: list[_Contents] = []
-        loaded: list[_Read] = []
+        contents: Any = None
         extras = Extras(directory, manifest.ranks)
 
         def look() -> list[str]:
-            found.append(_Contents(directory, manifest, like(), reading, optimizer=optimizer))
-            if optimizer and not found[0].has_optimizer:
+            nonlocal contents
+            contents = _Contents(directory, manifest, like(), reading, optimizer=optimizer)
+            if optimizer and not contents.has_optimizer:
                 raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
-            return [*found[0].files, *([files.extra_name(ranks.rank)] if ranks.rank < manifest.ranks else [])]
+            return [*contents.files, files.extra_name(ranks.rank)]
 
         def entries(names: list[list[str]]) -> list[dict[str, Entry]]:
             return [{name: whole[name] for name in its if name in whole} for its in names]
 
-        def read_parts() -> None:
-            loaded.append(found[0].read(needed))
+        def read_parts() -> _Read:
             if ranks.rank < manifest.ranks:
                 extras.read(ranks.rank, needed)
+            return contents.read(needed)
 
         needed = ranks.round("look for what to read", look, entries)
-        ranks.together("verify a checkpoint", lambda: _verify(directory, found[0].unread(mine), reading.progress))
-        ranks.together("read a checkpoint", read_parts)
-        return loaded[0], extras
+        ranks.together("verify a checkpoint", lambda: _verify(directory, contents.unread(mine), reading.progress))
+        return ranks.together("read a checkpoint", read_parts), extras
 
     return files.read_latest(path, read, find)
 

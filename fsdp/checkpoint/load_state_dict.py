@@ -310,15 +310,7 @@ class LoadingHooks(StateHooks):
             module.register_load_state_dict_post_hook(self._after)
 
     def _before(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_messages: list[str],
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         if self._belongs_to() is None:
             return
@@ -329,7 +321,8 @@ class LoadingHooks(StateHooks):
         assert self.active is not None
         self.active.assign = bool(local_metadata.get("assign_to_params_buffers", False))
         if self.active.opener is module:
-            self.active.error_messages, self.active.prefix = error_messages, prefix
+            *_, self.active.error_messages = rest
+            self.active.prefix = prefix
         for key, value in state_dict.items():
             if isinstance(value, ShardedTensor):
                 state_dict[key] = Opaque(value)

@@ -178,29 +178,17 @@ class RestLoading:
 
     def __init__(self, opener: nn.Module) -> None:
         modules = list(opener.modules())
-        own = [
-            (module, attribute, param)
-            for module in modules
-            for attribute, param in registered_params(module)
-            if not isinstance(param, Recorder) and not is_lazy(param)
-        ]
-        self._others = [
-            (module, attribute, param, _local_part(param).to("cpu", copy=True))
-            for module, attribute, param in own
-            if _loads_itself(module, param)
-        ]
-        self.params = [
-            (
-                module,
-                attribute,
-                param,
-                Recorder(param.dtype, param.shape, param.device, requires_grad=param.requires_grad),
-            )
-            for module, attribute, param in own
-            if not _loads_itself(module, param)
-        ]
-        for module, attribute, _, recorder in self.params:
-            register_instead(module, attribute, recorder)
+        self.params: list[tuple[nn.Module, str, torch.Tensor, Recorder]] = []
+        self._others: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
+        for module, (attribute, param) in [(m, each) for m in modules for each in registered_params(m)]:
+            if isinstance(param, Recorder) or is_lazy(param):
+                continue
+            if _loads_itself(module, param):
+                self._others.append((module, attribute, param, _local_part(param).to("cpu", copy=True)))
+            else:
+                recorder = Recorder(param.dtype, param.shape, param.device, requires_grad=param.requires_grad)
+                self.params.append((module, attribute, param, recorder))
+                register_instead(module, attribute, recorder)
         self._buffers = [
             (module, attribute, buffer, buffer.detach().clone())
             for module in modules
@@ -222,10 +210,8 @@ class RestLoading:
         type(module).set_extra_state(module, state)
 
     def take_sources(self) -> None:
-        self.sources = []
-        for module, attribute, _, recorder in self.params:
-            current: torch.Tensor | None = dict(registered_params(module)).get(attribute)
-            self.sources.append(recorder.source if current is recorder else current)
+        registered = [dict(registered_params(module)).get(attribute) for module, attribute, *_ in self.params]
+        self.sources = [its[-1].source if now is its[-1] else now for its, now in zip(self.params, registered)]
         self.restore()
 
     def restore(self) -> None:
@@ -259,10 +245,7 @@ class RestLoading:
                     stacklevel=2,
                 )
         for module, attribute, buffer, values in self._buffers:
-            if buffer.shape == values.shape:
-                module._buffers[attribute] = buffer.copy_(values)
-            else:
-                module._buffers[attribute] = values
+            module._buffers[attribute] = buffer.copy_(values) if buffer.shape == values.shape else values
 
 
 def _local_part(param: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ so each rank can write what it holds and read what it needs, and no two ranks ha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,28 +93,19 @@ class RaggedTensor(torch.Tensor):
     def end(self) -> int:
         return self.start + self.local.numel()
 
+    @property
+    def interval(self) -> tuple[Any, ...]:
+        """Which elements these are, of tensors of which shape and memory order."""
+        return self.shape, self.stride(), self.within, self.start, self.end
+
     def same_interval(self, other: RaggedTensor) -> bool:
-        """Whether both hold the same elements of tensors of one shape and memory order."""
-        return (self.shape, self.start, self.end, self.stride(), self.within) == (
-            other.shape,
-            other.start,
-            other.end,
-            other.stride(),
-            other.within,
-        )
+        return self.interval == other.interval
 
     @property
     def parts(self) -> list[Part]:
-        """``boxes``, each with its elements."""
-        return list(zip(self.boxes, self.box_views()))
-
-    def box_views(self) -> list[torch.Tensor]:
-        """The elements of each of ``boxes``, with the box's shape, as a view of ``local``."""
-        views, position = [], 0
-        for box in self.boxes:
-            views.append(box_view(self.local, box, position, self.stride()))
-            position += box.numel
-        return views
+        """``boxes``, each with its elements, in the box's shape, as a view of ``local``."""
+        starts = accumulate((box.numel for box in self.boxes), initial=0)
+        return [(box, box_view(self.local, box, start, self.stride())) for box, start in zip(self.boxes, starts)]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -162,19 +154,18 @@ class RaggedTensor(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         chunk = torch.distributed.checkpoint.metadata.ChunkStorageMetadata
-        return [chunk(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._chunks()]
+        return [chunk(torch.Size(offsets), torch.Size(sizes)) for (offsets, sizes), _ in self._saved_parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box, view in zip(self._chunks(), self.box_views() or [self.local.view(self.shape)]):
+        for box, view in self._saved_parts:
             if index.offset is None or torch.Size(box.offsets) == index.offset:
                 return view
         raise ValueError(f"{index.fqn!r}: no part of it on this rank starts at {index.offset}")
 
-    def _chunks(self) -> tuple[Box, ...]:
-        """``boxes``; of a tensor without elements itself, so that it is in the checkpoint at all."""
-        if self.numel() == 0:
-            return (Box(tuple(0 for _ in self.shape), tuple(self.shape)),)
-        return self.boxes
+    @property
+    def _saved_parts(self) -> list[Part]:
+        """``parts``; of a tensor without elements itself, so that it is in a checkpoint at all."""
+        return self.parts if self.numel() else [(Box.whole(self.shape), self.local.view(self.shape))]
 
 
 def elements_of(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

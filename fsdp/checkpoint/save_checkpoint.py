@@ -53,7 +53,7 @@ from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import Event, default_device, streams_for
 
 _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
-LISTED = 1 << 17  # boxes of tensors, of all ranks together, up to which ``torch.distributed.checkpoint`` gets its list
+LISTED = 1 << 17  # parts of tensors on ranks, all together, up to which ``torch.distributed.checkpoint`` gets its list
 
 
 def save(
@@ -176,34 +176,25 @@ class Outcome(Future[Path]):
         super().__init__()
         self._asked = False
         self.set_running_or_notify_cancel()
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        super().set_exception(exception)
         atexit.register(self._tell)
-        self.add_done_callback(self._need_not_tell)
 
     def result(self, timeout: float | None = None) -> Path:
-        try:
-            return super().result(timeout)
-        finally:
-            self._is_asked()
+        self.exception(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self._is_asked()
+        error = super().exception(timeout)
+        self._asked = True
+        atexit.unregister(self._tell)
+        return error
 
     def unasked(self) -> BaseException | None:
         """The error that nobody has asked for, if there is one. Waits until the save has ended."""
         error = super().exception()
         return None if self._asked else error
-
-    def _is_asked(self) -> None:
-        if self.done():
-            self._asked = True
-            atexit.unregister(self._tell)
-
-    def _need_not_tell(self, ended: Future[Path]) -> None:
-        if self.unasked() is None:
-            atexit.unregister(self._tell)
 
     def _tell(self) -> None:
         if (error := self.unasked()) is not None:
@@ -237,14 +228,11 @@ class _Plan(NamedTuple):
     number: int
     what: list[Any]
     mine: SavePlan
-    table: bytes  # on rank 0: the content of the file for all ranks together
-    chunks: int  # on rank 0: of all ranks
+    table: index.Table  # on rank 0: of all ranks together
 
 
 _plans: weakref.WeakKeyDictionary[Ranks, _Plan] = weakref.WeakKeyDictionary()  # of their last saves
 _numbers = itertools.count(1)
-
-_Description = tuple[index.Table, int]  # of what some ranks have: by key, and how many boxes it is
 
 
 class Save:
@@ -342,30 +330,29 @@ class Save:
             self._directory = files.begin(Path(self._path))
             return [(self._directory, number)] * size
 
-        directory, number = self._ranks.round("begin a checkpoint", unchanged, begin, _the_same)
+        def same(numbers: list[int]) -> int:
+            return numbers[0] if len({*numbers}) == 1 else 0
+
+        directory, number = self._ranks.round("begin a checkpoint", unchanged, begin, same)
         if known is not None and number == known.number:
             return known, directory
-        content, chunks, local = b"", 0, SavePlan([])
+        local, table = SavePlan([]), index.Table()
 
-        def describe() -> _Description:
+        def describe() -> index.Table:
             nonlocal local
             local = planner.create_local_plan()
-            return index.described(local.items, self._state, rank), len(local.items)
+            return index.described(local.items, self._state, rank)
 
-        def join(several: list[_Description]) -> _Description:
-            return index.joined([table for table, _ in several]), sum(number for _, number in several)
-
-        def settle(all_of_it: _Description) -> list[tuple[int, dict[str, tuple[index.Run, ...]]]]:
-            nonlocal content, chunks
-            table, kept = index.settled(all_of_it[0])
-            content, chunks = index.packed_table(table), all_of_it[1]
+        def settle(whole: index.Table) -> list[tuple[int, dict[str, tuple[index.Run, ...]]]]:
+            nonlocal table
+            table, kept = index.settled(whole)
             return [(next(_numbers), kept)] * size
 
-        number, kept = self._ranks.round("plan a checkpoint", describe, settle, join)
+        number, kept = self._ranks.round("plan a checkpoint", describe, settle, index.joined)
         of_others = {key for key, runs in kept.items() if not index.has(runs, rank)}
         items = [item for item in local.items if item.index.fqn not in of_others]
         mine = SavePlan(items, storage_data=_StoragePrefix(f"__{rank}_"))
-        plan = _plans[self._ranks] = _Plan(number, what, mine, content, chunks)
+        plan = _plans[self._ranks] = _Plan(number, what, mine, table)
         return plan, directory
 
     def _written(
@@ -390,17 +377,13 @@ class Save:
     def _published(self, plan: _Plan, written: list[dict[str, Entry]]) -> Sequence[tuple[Path, files.Share]]:
         assert self._directory is not None
         entries = {name: entry for theirs in written for name, entry in theirs.items()}
-        files.write_durably(self._directory / files.INDEX, plan.table, entries)
-        if plan.chunks <= LISTED:
+        files.write_durably(self._directory / files.INDEX, index.packed_table(plan.table), entries)
+        if sum(run.ranks for saved in plan.table.values() for run in saved.runs) <= LISTED:
             _list_for_torch(self._directory, entries, len(written))
         files.seal(self._directory, entries, len(written))
         path = files.publish(self._directory)
         older = [[]] * len(written) if self._keep is None else files.retire(path, self._keep, len(written))
         return [(path, share) for share in older]
-
-
-def _the_same(numbers: list[int]) -> int:
-    return numbers[0] if len({*numbers}) == 1 else 0
 
 
 def _kind(key: str, value: Any) -> tuple[Any, ...]:
@@ -409,7 +392,7 @@ def _kind(key: str, value: Any) -> tuple[Any, ...]:
         return key, None
     kind = key, type(value), value.dtype, value.shape, value.stride()
     if isinstance(value, RaggedTensor):
-        return *kind, value.start, value.end, value.within, value.saved_elsewhere
+        return *kind, value.interval, value.saved_elsewhere
     return (*kind, value.device_mesh, value.placements) if isinstance(value, DTensor) else kind
 
 

@@ -159,13 +159,8 @@ def group_that_has(value: Any, groups: Groups) -> Any:
     return own  # what was loaded from a file is of the default group
 
 
-def rows_of_dtensor(tensor: DTensor, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """Which rows each rank of ``group`` has, and this rank's."""
-    return chunk_rows(tensor.shape[0], group.size()), tensor.to_local().detach()
-
-
 def rows_of_shards(tensor: Any, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """The same of a ``ShardedTensor``, whoever made it."""
+    """Which rows of a ``ShardedTensor``, whoever made it, each rank of ``group`` has, and this rank's."""
     dtype, shape = kind_of(tensor)
     shards = tensor.local_shards()
     if len(shards) > 1:

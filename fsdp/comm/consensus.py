@@ -365,12 +365,14 @@ class Ranks:
                 side.send(child[0], answer._replace(values=theirs))
         return answer, error
 
-    def together(self, label: str, action: Callable[[], Any]) -> None:
-        """Do something on every rank.
+    def together(self, label: str, action: Callable[[], _T]) -> _T:
+        """Do something on every rank; each has its own result.
 
         Raises: as ``round``.
         """
-        self.round(label, action, lambda results: [None] * self.size)
+        own: list[_T] = []
+        self.round(label, lambda: own.append(action()), lambda results: [None] * self.size)
+        return own[0]
 
     def first(self, label: str, action: Callable[[], _T]) -> _T:
         """Do something on rank 0; every rank gets the result.

@@ -32,6 +32,10 @@ _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_n
 _OF_ONE_RANK = re.compile(r"rank|is_main|is_master|master_process|main_process")
 _OURS = "FSDP"
 _WRAPPER_IMPORT = "from fsdp import FullyShardedDataParallel as FSDP"
+_IMPORTS = {  # by the names that need them
+    r"ShardedGradScaler": "from fsdp.sharded_grad_scaler import ShardedGradScaler",
+    rf"\b{_OURS}\b": _WRAPPER_IMPORT,
+}
 _KEPT_ARGUMENTS = ("module", "process_group", "broadcast_buffers")
 
 
@@ -75,8 +79,7 @@ class Script:
             node for node in ast.walk(self._tree) if isinstance(node, (ast.stmt, ast.expr, ast.comprehension))
         ]
         self._aliases = self._read_imports()
-        self._added: list[str] = []  # imports
-        self._wrapped, self._wrap_lines = self._assigned_from(*_DDP, f"{_FSDP1}.FullyShardedDataParallel")
+        self._wrapped = self._assigned_from(*_DDP, f"{_FSDP1}.FullyShardedDataParallel")
         self._inside = {  # names of what is in a wrapper: raw_model = model.module
             ast.unparse(target)
             for node in self._nodes
@@ -85,7 +88,7 @@ class Script:
             for target in node.targets
         }
         self._from_ddp = any(self._full(node) in _DDP for node in self._nodes)
-        self._optimizers, self._optimizer_lines = self._assigned_from("torch.optim.")
+        self._optimizers = self._assigned_from("torch.optim.")
         self._runners = {  # functions that run the model
             node.name
             for node in self._nodes
@@ -100,11 +103,11 @@ class Script:
         aliases = {}
         for node in self._nodes:
             if isinstance(node, ast.Import):
-                aliases.update(
-                    {a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names}
-                )
+                for alias in node.names:
+                    package = alias.name.split(".")[0]
+                    aliases[alias.asname or package] = alias.name if alias.asname else package
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                aliases.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+                aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
         return aliases
 
     def _full(self, node: ast.AST) -> str:
@@ -116,7 +119,7 @@ class Script:
             return f"{base}.{node.attr}" if base else ""
         return ""
 
-    def _assigned_from(self, *makers: str) -> tuple[set[str], dict[str, int]]:
+    def _assigned_from(self, *makers: str) -> dict[str, int]:
         """What is assigned from calls of ``makers``, as it is written, and the line of each."""
         lines: dict[str, int] = {}
         for node in self._nodes:
@@ -125,14 +128,14 @@ class Script:
                 for target in map(ast.unparse, node.targets):
                     if made in makers or ("torch.optim." in makers and _is_optimizer(made, target)):
                         lines[target] = node.lineno
-        return set(lines), lines
+        return lines
 
     def _is_inside(self, node: ast.AST) -> bool:
         """Whether it is ``model.module`` of a wrapped ``model``."""
         return isinstance(node, ast.Attribute) and node.attr == "module" and ast.unparse(node.value) in self._wrapped
 
     def _is_model(self, node: ast.AST) -> bool:
-        return self._is_inside(node) or ast.unparse(node) in self._wrapped | self._inside
+        return self._is_inside(node) or ast.unparse(node) in self._wrapped.keys() | self._inside
 
     def _wrapper_of(self, node: ast.AST) -> str:
         """The wrapped model, as it is written, of which this is all or the inside."""
@@ -147,14 +150,17 @@ class Script:
     @property
     def _always_wrapped(self) -> bool:
         """Whether the model is wrapped under no condition."""
-        wraps = [
-            node for node in self._nodes if isinstance(node, ast.Assign) and node.lineno in self._wrap_lines.values()
-        ]
-        return not any(self._conditional(node) for node in wraps)
+        return not any(isinstance(outer, ast.If) for node in self._wraps() for _, outer in self._around(node))
 
-    def _conditional(self, node: ast.AST) -> bool:
-        outer = self._parents.get(node)
-        return outer is not None and (isinstance(outer, ast.If) or self._conditional(outer))
+    def _wraps(self) -> list[ast.Assign]:
+        lines = set(self._wrapped.values())
+        return [node for node in self._nodes if isinstance(node, ast.Assign) and node.lineno in lines]
+
+    def _around(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """What is around it, innermost first, each behind that of its own that it is around."""
+        while (outer := self._parents.get(node)) is not None:
+            yield node, outer
+            node = outer
 
     def _replace(self, node: ast.AST, text: str) -> Edit:
         where: ast.expr = node  # type: ignore[assignment]
@@ -167,11 +173,9 @@ class Script:
 
     def _guards(self, node: ast.AST) -> Iterator[ast.If]:
         """The conditions around it that only some ranks meet, innermost first."""
-        inner = node
-        while (outer := self._parents.get(inner)) is not None:
+        for inner, outer in self._around(node):
             if isinstance(outer, ast.If) and inner in outer.body and _OF_ONE_RANK.search(ast.unparse(outer.test)):
                 yield outer
-            inner = outer
 
     # -- what is to change ---------------------------------------------------------------------------------------------
 
@@ -191,12 +195,12 @@ class Script:
                 yield from self._shapes(node)
         if self._from_ddp and not self._always_wrapped:
             yield Finding(
-                min(self._wrap_lines.values()),
+                min(self._wrapped.values()),
                 "wrap the model in any case, as one process can, too: what follows calls methods of the wrapper. Only "
                 "then more than this can be proposed as a diff",
             )
-        for name, line in self._optimizer_lines.items():
-            if self._from_ddp and self._wrapped and line < min(self._wrap_lines.values()):
+        for name, line in self._optimizers.items():
+            if self._from_ddp and self._wrapped and line < min(self._wrapped.values()):
                 yield Finding(
                     line,
                     f"{name} is made before the model is wrapped: that works with use_orig_params=True, where "
@@ -208,7 +212,7 @@ class Script:
             for alias in node.names:
                 if alias.name == _FSDP1 or alias.name.startswith(f"{_FSDP1}."):
                     ours = alias.name.replace(_FSDP1, "fsdp")
-                    binds = "" if any(self._imports_torch(other) for other in self._nodes) else "import torch\n"
+                    binds = "" if self._imports_torch() else "import torch\n"
                     text = f"import {ours} as {alias.asname}" if alias.asname else f"{binds}import {ours}"
                     edits = (self._replace(node, text),) if len(node.names) == 1 else ()
                     yield Finding(node.lineno, f"import {ours} instead: the same names, arguments and values", edits)
@@ -246,9 +250,9 @@ class Script:
                 (self._replace(node, "\n".join([*kept, _WRAPPER_IMPORT])),),
             )
 
-    @staticmethod
-    def _imports_torch(node: ast.AST) -> bool:
-        return isinstance(node, ast.Import) and any(alias.name == "torch" and not alias.asname for alias in node.names)
+    def _imports_torch(self) -> bool:
+        every = (alias for node in self._nodes if isinstance(node, ast.Import) for alias in node.names)
+        return any(alias.name == "torch" and not alias.asname for alias in every)
 
     def _call(self, call: ast.Call) -> Iterator[Finding]:
         made, method = self._full(call.func), call.func.attr if isinstance(call.func, ast.Attribute) else ""
@@ -258,7 +262,6 @@ class Script:
         elif made in _CLIP:
             yield from self._clip(call)
         elif made in _SCALERS:
-            self._add_import("from fsdp.sharded_grad_scaler import ShardedGradScaler")
             safe = len(call.args) <= (2 if made == "torch.amp.GradScaler" else 0)
             yield Finding(
                 call.lineno,
@@ -395,7 +398,6 @@ class Script:
     def _named(self, node: ast.Name | ast.Attribute) -> Iterator[Finding]:
         of_call = isinstance(parent := self._parents[node], ast.Call) and parent.func is node
         if self._full(node) in _DDP:
-            self._add_import(_WRAPPER_IMPORT)
             if not of_call:
                 yield Finding(node.lineno, "FullyShardedDataParallel instead", (self._replace(node, _OURS),))
         elif isinstance(node, ast.Attribute) and node.attr == "require_backward_grad_sync":
@@ -424,22 +426,19 @@ class Script:
             edits.append(self._replace(node, name))
         if not lines:
             return
-        others = [value for value in self._conditions(guard.test) if not _OF_ONE_RANK.search(ast.unparse(value))]
+        test = guard.test
+        conditions = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        others = [value for value in conditions if not _OF_ONE_RANK.search(ast.unparse(value))]
         if others:
             lines = [f"if {' and '.join(ast.unparse(value) for value in others)}:", *(f"    {line}" for line in lines)]
         is_elif = self._lines[guard.lineno - 1][guard.col_offset :].startswith(b"elif")
+        safe = self._always_wrapped and not is_elif
         yield Finding(
             guard.lineno,
             "a state dict takes all ranks: ask for it before the condition, and save it on one; or use "
             "fsdp.checkpoint.save on all, which gathers nothing",
-            ()
-            if is_elif or not self._always_wrapped
-            else (self._insert_before(guard, list(dict.fromkeys(lines))), *edits),
+            (self._insert_before(guard, list(dict.fromkeys(lines))), *edits) if safe else (),
         )
-
-    @staticmethod
-    def _conditions(test: ast.expr) -> list[ast.expr]:
-        return test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
 
     def _shapes(self, loop: ast.For | ast.comprehension) -> Iterator[Finding]:
         """Decisions by the shapes of parameters, which are 1-D shards once the model is wrapped."""
@@ -461,29 +460,21 @@ class Script:
 
     def _is_late(self, iterated: ast.expr) -> bool:
         """Whether the model may be wrapped by then: in a function of its own, or below the wrapping."""
-        lines = set(self._wrap_lines.values())
-        wrapping = {self._function_of(n) for n in self._nodes if isinstance(n, ast.Assign) and n.lineno in lines}
+        lines = set(self._wrapped.values())
+        wrapping = set(map(self._function_of, self._wraps()))
         return bool(lines) and (iterated.lineno > min(lines) or self._function_of(iterated) not in wrapping)
 
     def _function_of(self, node: ast.AST) -> ast.AST | None:
-        outer = self._parents.get(node)
-        while outer is not None and not isinstance(outer, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            outer = self._parents.get(outer)
-        return outer
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        return next((outer for _, outer in self._around(node) if isinstance(outer, functions)), None)
 
     # -- what is proposed ----------------------------------------------------------------------------------------------
-
-    def _add_import(self, line: str) -> None:
-        if line not in self._added:
-            self._added.append(line)
 
     def migrated(self) -> str:
         """The script with all edits made."""
         edits = [edit for finding in self.findings for edit in finding.edits]
-        added = list(self._added)
-        if "FSDP." in "".join(edit.text for edit in edits):
-            added.append(_WRAPPER_IMPORT)
-        added = [line for line in dict.fromkeys(added) if all(line not in edit.text for edit in edits)]
+        proposed = " ".join(edit.text for edit in edits)
+        added = [line for name, line in _IMPORTS.items() if re.search(name, proposed) and line not in proposed]
         top = [node for node in self._tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
         if added and top:
             place = ((top[-1].end_lineno or 0) + 1, 0)

@@ -51,13 +51,6 @@ class Event(NamedTuple):
         return " ".join(word for word in (self.phase, self.of and f"for {self.of}", self.unit or "(root)") if word)
 
 
-class _Span(NamedTuple):
-    what: str
-    of: str
-    start: float
-    end: float
-
-
 class Trace:
     """What :func:`trace` records. When the context is left, ``events`` are there, in the order in which they began.
 
@@ -67,7 +60,7 @@ class Trace:
 
     def __init__(self, model: nn.Module) -> None:
         self.events: list[Event] = []
-        self._model, self._spans = model, list[_Span]()
+        self._model, self._spans = model, list[tuple[str, str, float, float]]()  # (what, of, start, end)
         self._began = time.perf_counter()
         root = next(units_in(model))[1]
         self.rank = root.groups.replica_rank * root.groups.shard_size + root.groups.shard_rank
@@ -79,14 +72,14 @@ class Trace:
         try:
             yield
         finally:
-            self._spans.append(_Span(what, of, start - self._began, time.perf_counter() - self._began))
+            self._spans.append((what, of, start - self._began, time.perf_counter() - self._began))
 
     def _finish(self) -> None:
         """Make events of what was told."""
         units = {unit.name: (path, unit) for path, unit, _ in units_in(self._model)}
         begun: dict[str, float] = {}  # what has begun, by its label
         ended: dict[str, Event] = {}
-        for what, of, start, end in sorted(self._spans, key=lambda span: span.end):
+        for what, of, start, end in sorted(self._spans, key=lambda span: span[-1]):
             kind, _, name = of.partition(" ")
             if what in ("gather", "prefetch", "reduce") and of in units:
                 label = f"{'reduce' if what == 'reduce' else 'gather'} {of}"
