@@ -37,6 +37,7 @@ from fsdp.checkpoint.sharded_tensors import (
     rows_on,
 )
 from fsdp.comm.groups import Groups, group_ranks
+from fsdp.comm.host_memory import empty_strided
 from fsdp.flat.layout import contiguous_stride
 from fsdp.flat.tensor_parallel import TensorParallel
 from fsdp.runtime.unit import Unit
@@ -517,4 +518,4 @@ def _memory_for(box: Box, like: torch.Tensor, device: torch.device) -> torch.Ten
     """Uninitialised, in the memory order of the whole."""
     whole, stride = box.sizes == tuple(like.shape), like.stride()
     stride = stride if whole else dense_stride(box.sizes, memory_order(like.shape, stride))
-    return torch.empty_strided(box.sizes, stride, dtype=like.dtype, device=device)
+    return empty_strided(box.sizes, stride, dtype=like.dtype, device=device)
