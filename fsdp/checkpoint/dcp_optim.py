@@ -6,7 +6,7 @@ See :mod:`fsdp.checkpoint.dcp`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,9 +71,9 @@ def get_optimizer_state_dict(
     options = StateDictOptions.of(options)
     several = _several(optimizers)
     with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:
-        elsewhere = _held_elsewhere(model)
+        params = ModelParams(model, [optimizer.param_groups for optimizer in several])
         for optimizer in several:
-            stack.enter_context(_initialised(optimizer, elsewhere))
+            stack.enter_context(initialised(optimizer, params))
         return optimizer_state_as_it_is(model, several, options)
 
 
@@ -179,9 +179,9 @@ def optimizers_to_load(
     options = StateDictOptions.of(options)
     model = entered(model, options)
     planned: list[tuple[Optimizer, dict[str, Any]]] = []
-    params = ModelParams(model)
-    from_rank0 = options.broadcast_from_rank0
     several = _several(optimizers)
+    params = ModelParams(model, [optimizer.param_groups for optimizer in several])
+    from_rank0 = options.broadcast_from_rank0
     for optimizer in several:
         given: list[dict[str, Any]] = []
 
@@ -215,9 +215,10 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
 
 
 @contextlib.contextmanager
-def _initialised(optimizer: Optimizer, elsewhere: Container[nn.Parameter]) -> Iterator[None]:
+def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
     """Inside, a fresh optimizer has the state that a step without gradients and with a rate of zero makes, for all but
-    the parameters that are ``elsewhere``."""
+    the parameters of which this rank's shards hold nothing, and others' do."""
+    elsewhere = {holder.param for holder in of_model.holders.values() if holder.rank not in holder.owners}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if optimizer.state or any(param.grad is not None for param in params):
         yield
@@ -240,17 +241,13 @@ def _initialised(optimizer: Optimizer, elsewhere: Container[nn.Parameter]) -> It
                     group["lr"] = rate
             for param in params:
                 param.grad = None
+            for unit in of_model.units:
+                unit.follow_parameters()  # so that what a run is of has none either
             for param, value in zip(params, values):
                 param.detach().copy_(value)
         yield
     finally:
         optimizer.state.clear()
-
-
-def _held_elsewhere(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters of which this rank's shards hold nothing, and others' do."""
-    holders = ModelParams(model).holders.values()
-    return {holder.param for holder in holders if holder.rank not in holder.owners}
 
 
 def _part_of(
@@ -298,7 +295,7 @@ def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
     plain = PlainNames(model).plain
     several = _several(optimizers) if optimizers is not None else []
     held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
-    params = ModelParams(model)
+    params = ModelParams(model, [optimizer.param_groups for optimizer in several])
     parts: dict[str, torch.Tensor] = {}
     for param in held:
         holder = params.holders.get(param)

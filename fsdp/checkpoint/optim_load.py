@@ -171,7 +171,7 @@ class _Plan:
         different = [member.name for member in present if set(states[member]) != set(names)]
         if different:
             self._problems.append(
-                f"the parameters of a flat parameter need the same states, but {present[0].name!r} has "
+                f"the parameters of {holder.kind} need the same states, but {present[0].name!r} has "
                 f"{sorted(names, key=state_order)}, and {', '.join(different)} others"
             )
             return
@@ -180,7 +180,7 @@ class _Plan:
             values = [states[member][state] for member in present]
             if not all(isinstance(value, Whole) for value in values):
                 local[state] = self._common(holder, present, state, values)
-            elif not (holder.is_flat or holder.sharded or holder.is_cut) and _is_whole_by_nature(values[0], present[0]):
+            elif holder.is_whole and _is_whole_by_nature(values[0], present[0]):
                 local[state] = values[0]
                 self.as_they_are.append((holder.param, present[0].name, state, values[0]))
             else:
@@ -191,7 +191,7 @@ class _Plan:
     def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
         """Its states; as ``Whole`` also what is an element-wise state of a parameter without dimensions."""
         states = dict(self._contents.states[member.name])
-        if member.shape == () and (holder.sharded or holder.is_flat):
+        if member.shape == () and (holder.sharded or holder.is_vector):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
                     states[state] = Whole(value.dtype, ())
@@ -230,12 +230,12 @@ class _Plan:
         ]
         if lacking and any(value is not None for value in values):
             self._problems.append(
-                f"the parameters of a flat parameter share {state!r}, which {', '.join(lacking)} lack: no value would "
+                f"the parameters of {holder.kind} share {state!r}, which {', '.join(lacking)} lack: no value would "
                 "be right for them"
             )
         if not all(same_value(value, values[0]) for value in values[1:]):
             shown = {member.name: value for member, value in zip(present, values)}
-            self._problems.append(f"the parameters of a flat parameter share {state!r}, but it is {shown}")
+            self._problems.append(f"the parameters of {holder.kind} share {state!r}, but it is {shown}")
         return copy.deepcopy(values[0])
 
 
@@ -350,7 +350,8 @@ def optim_state_dict_to_load(
         AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
         RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
     """
-    params = ModelParams(model)
+    own = groups_of(optim, optim_input)
+    params = ModelParams(model, [own])
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
     states = None if optim_state_dict is None else optim_state_dict.get("state")
@@ -360,7 +361,6 @@ def optim_state_dict_to_load(
         look = partial(_contents_of, optim_state_dict, params, full=from_rank0)
         label = "tell what optimizer state rank 0 has"
         contents = on_first(look, [group], list(params.units), label) if from_rank0 else look()
-        own = groups_of(optim, optim_input)
         keys = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
             keys = {param: params.key_of_named(param) for param in keys}

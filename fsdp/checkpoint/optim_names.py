@@ -7,7 +7,7 @@ to the names that the parameters have in the plain model. This room maps one to 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,9 @@ from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord, Piece
 from fsdp.flat.names import clean, joined, path_of, unit_name, unit_of
+from fsdp.flat.runs import Run, span
 from fsdp.flat.views import FlatViews
+from fsdp.flat.visible import Visible
 from fsdp.runtime.unit import Unit
 
 Key = int | str
@@ -49,13 +51,37 @@ class Member:
 @dataclass(frozen=True, eq=False)
 class Holder:
     """A parameter that optimizers hold, and the original parameters that its state belongs to: itself, or, if it is a
-    flat parameter, all of its bucket."""
+    flat parameter, all of its bucket, or, if it is a run, some neighbours of it.
+
+    Attributes:
+        is_flat: whether the bucket shows a flat parameter (``use_orig_params=False``).
+        is_run: see [Note: Runs].
+    """
 
     param: nn.Parameter
     members: tuple[Member, ...]
     unit: Unit
     handle: FlatParamHandle
     is_flat: bool
+    is_run: bool = False
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether an element-wise state has the elements of all members, as their part of the shard has them."""
+        return self.is_flat or self.is_run
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Which part of the shard of ``rank`` a vector is."""
+        layout = self.handle.layout
+        return (0, layout.shard_numel) if self.is_flat else span(layout, [m.index for m in self.members], rank)
+
+    @cached_property
+    def _own_span(self) -> tuple[int, int]:
+        return self.span(self.rank)
+
+    @property
+    def kind(self) -> str:
+        return "one parameter of flat_param_groups()" if self.is_run else "a flat parameter"
 
     @property
     def sharded(self) -> bool:
@@ -65,6 +91,11 @@ class Holder:
     def is_cut(self) -> bool:
         """Whether tensor parallelism has cut it: no rank of a shard group has all of it then."""
         return any(self.handle.is_cut(member.index) for member in self.members)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is one parameter, of which every rank has all."""
+        return not (self.is_vector or self.sharded or self.is_cut)
 
     @property
     def rank(self) -> int:
@@ -77,12 +108,13 @@ class Holder:
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """Memory for an element-wise state on this rank; only what no element belongs to has values, zeros."""
-        if not self.is_flat and not self.sharded:
+        if not self.is_vector and not self.sharded:
             record = self.members[0].record
             return torch.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
         memory = torch.empty(self.local_shape, dtype=dtype, device=self.param.device)
-        for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_flat else ():
-            memory[start:end].zero_()
+        first, _ = self._own_span
+        for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_vector else ():
+            memory[max(start - first, 0) : max(end - first, 0)].zero_()
         return memory
 
     @cached_property
@@ -91,24 +123,23 @@ class Holder:
         ranks = tuple(range(self.handle.layout.world_size))
         if self.is_flat:
             return ranks
-        return tuple(rank for rank, _, _ in self.handle.layout.owners(self.members[0].index)) or ranks
+        return tuple(sorted({rank for m in self.members for rank, _, _ in self.handle.layout.owners(m.index)})) or ranks
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of an element-wise state on this rank, whatever stage the parameter itself is in."""
-        layout = self.handle.layout
-        if self.is_flat:
-            return (layout.shard_numel,)
-        if not self.sharded:
+        if not self.is_vector and not self.sharded:
             return self.members[0].record.shape
-        return (self.piece(self.members[0]).numel,)
+        start, end = self._own_span
+        return (end - start,)
 
     def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
         """This rank's elements of ``member`` in an element-wise state: 1-D, in memory order, a view where it can be."""
-        if not self.is_flat:
+        if not self.is_vector:
             return state if self.sharded else elements_of(state, member.record.stride)
         piece = self.piece(member)
-        return state[piece.shard_offset : piece.shard_offset + piece.numel]
+        start = piece.shard_offset - self._own_span[0]
+        return state[start : start + piece.numel] if piece.numel else state[:0]
 
     def piece(self, member: Member) -> Piece:
         """Which elements of ``member`` this rank's shard holds, and where."""
@@ -118,16 +149,31 @@ class Holder:
         return ", ".join(repr(member.name) for member in self.members)
 
 
-def holders_of(unit: Unit, prefix: str = "") -> Iterator[Holder]:
-    """What optimizers hold of ``unit``; ``prefix`` is the path that its names are relative to in the model."""
+def holders_of(unit: Unit, prefix: str = "", held: Collection[nn.Parameter] = ()) -> Iterator[Holder]:
+    """What optimizers hold of ``unit``: its parameters, but the runs among ``held`` in place of those that are in them.
+    ``prefix`` is the path that its names are relative to in the model.
+
+    Raises:
+        ValueError: ``held`` has a run and a parameter in it.
+    """
     for handle, views in zip(unit.handles, unit.views):
-        for visible in views.visible:
+        runs = [run for run in views.runs if run.param in held]
+        within = {index for run in runs for index in run.members}
+        several: list[Visible | Run] = [*views.visible, *runs]
+        for one in several:
+            if one not in runs and not within.isdisjoint(one.members):
+                if one.param in held:
+                    raise ValueError(
+                        f"optimizers hold {handle.name_of(one.members[0])!r} of {unit.name} twice: by itself, and as "
+                        "flat_param_groups() gives it, in one parameter with its neighbours"
+                    )
+                continue
             members = []
-            for index in visible.members[: len(handle.layout.params)]:  # the flat vector may be one more
+            for index in one.members[: len(handle.layout.params)]:  # the flat vector may be one more
                 record = handle.layout.params[index]
                 names = tuple(clean(joined(prefix, name)) for name in (record.name, *record.aliases))
                 members.append(Member(names, index, record, (handle.tp[index] or record).shape))
-            yield Holder(visible.param, tuple(members), unit, handle, isinstance(views, FlatViews))
+            yield Holder(one.param, tuple(members), unit, handle, isinstance(views, FlatViews), one in runs)
 
 
 class ModelParams:
@@ -141,11 +187,14 @@ class ModelParams:
         device: where they can communicate.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """
+    def __init__(self, model: nn.Module, optims: Iterable[Sequence[Group] | None] = ()) -> None:
+        """``optims`` are the groups of the optimizers that it is about.
+
         Raises:
             AssertionError: the model's units differ in ``use_orig_params``.
+            ValueError: see ``holders_of``.
         """
+        held = {param for groups in optims for group in groups or () for param in group["params"]}
         self.units: dict[Unit, str] = {}
         self.holders: dict[nn.Parameter, Holder] = {}
         modes = set()
@@ -156,7 +205,7 @@ class ModelParams:
                 continue
             name = unit_name(module, clean(path))
             self.units[unit] = f"unit {name!r}" if name else "the outermost unit"
-            self.holders.update((holder.param, holder) for holder in holders_of(unit, path_of(unit, name)))
+            self.holders.update((holder.param, holder) for holder in holders_of(unit, path_of(unit, name), held))
             for handle, views in zip(unit.handles, unit.views):
                 modes.add(isinstance(views, FlatViews))
                 stands_for.update(dict.fromkeys(handle.wholes, handle.flat_param))
@@ -196,6 +245,15 @@ class ModelParams:
             f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not in the model; build the "
             "optimizer from the wrapped model's parameters()"
         )
+
+    def names_of_group(self, params: Iterable[nn.Parameter]) -> list[str]:
+        """The names of a group's parameters, in their order; with runs among them in that of the model."""
+        params = list(params)
+        names = [name for param in params for name in self.names(param)]
+        if any(param in self.holders and self.holders[param].is_run for param in params):
+            order = {clean(names[0]): place for place, names in enumerate(self._current_names.values())}
+            names.sort(key=lambda name: order.get(name, len(order)))
+        return names
 
     def key_of_named(self, param: nn.Parameter) -> str:
         """The key of ``param`` in the state of an optimizer that goes by names: its name now, wrapper parts and all."""

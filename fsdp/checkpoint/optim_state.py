@@ -82,7 +82,7 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str]) ->
             found[name] = Elementwise(value.dtype)
         elif value.dim() == 0:
             found[name] = Scalar.of(value)
-        elif not (holder.sharded or holder.is_flat or holder.is_cut):
+        elif holder.is_whole:
             found[name] = value  # every rank has all of it, whatever it is
         else:
             problems.append(
@@ -154,14 +154,23 @@ def _agree(
     label, device = "agree on the optimizer's states", params.device
     for group, holders in by_group.items():
         own = [local[holder] for holder in holders]
-        ranks, everyone = [dist.get_rank()], [(own, _failure(unknown, problems))]
+        sizes = [len(holder.members) for holder in holders]  # else their optimizers hold other runs
+        ranks, everyone = [dist.get_rank()], [(own, _failure(unknown, problems), sizes)]
         if group is not None:
             holders[0].unit.announce()
-            several = all_gather_object(_packed(own, unknown, problems), group, label, device)
+            several = all_gather_object(_packed(own, unknown, problems, sizes), group, label, device)
             ranks, everyone = group_ranks(group), [pickle.loads(theirs) for theirs in several]
-        failures.update({rank: failure for rank, (_, failure) in zip(ranks, everyone) if failure is not None})
+        failures.update({rank: failure for rank, (_, failure, _) in zip(ranks, everyone) if failure is not None})
+        for rank, (_, _, theirs) in zip(ranks, everyone):
+            if theirs != sizes and not failures:
+                failures[rank] = Failure(
+                    "RuntimeError",
+                    None,
+                    "the optimizers of the ranks hold other neighbours as one parameter: the rule of "
+                    "flat_param_groups() has to be the same on all of them",
+                )
         for number, holder in enumerate(holders if not failures else ()):
-            agreed[holder] = _merged(holder, [states[number] for states, _ in everyone], ranks, missing, different)
+            agreed[holder] = _merged(holder, [states[number] for states, _, _ in everyone], ranks, missing, different)
     error: Exception | None = None
     if failures:
         error = joint_error(failures)
@@ -194,12 +203,12 @@ def _words(holders: Iterable[Holder], agreed: Mapping[Holder, States | None], gr
             yield f"state {name!r} of {holder}: {what}"
 
 
-def _packed(own: list[States | None], unknown: str | None, problems: list[str]) -> bytes:
+def _packed(own: list[States | None], unknown: str | None, problems: list[str], sizes: list[int]) -> bytes:
     """What this rank tells the others; they wait for it, whatever it holds."""
     try:
-        return pickle.dumps((_shared_alike(own), _failure(unknown, problems)))
+        return pickle.dumps((_shared_alike(own), _failure(unknown, problems), sizes))
     except Exception as error:  # whatever the values' own ways to be pickled raise
-        return pickle.dumps(([], _failure(unknown, [*problems, f"a state cannot be pickled: {error}"])))
+        return pickle.dumps(([], _failure(unknown, [*problems, f"a state cannot be pickled: {error}"]), sizes))
 
 
 def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
@@ -250,8 +259,9 @@ def optim_state_dict(
 
     Raises: as ``ModelParams`` and ``_agree``, and KeyError if the optimizer holds parameters that are not in the model.
     """
-    params = ModelParams(model)
-    by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups_of(optim, optim_input))
+    groups = groups_of(optim, optim_input)
+    params = ModelParams(model, [groups])
+    by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups)
     state_of = {by_key[key]: state for key, state in raw["state"].items() if key in by_key}
     group = group if group is not None else default_group()
     held = [by_key[key] for group_ in raw.get("param_groups", ()) for key in group_["params"] if key in by_key]
@@ -319,7 +329,7 @@ def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:
 
 
 def _named_group(params: ModelParams, group: Mapping[str, Any], by_key: Mapping[Key, nn.Parameter]) -> dict[str, Any]:
-    names = [name for key in group["params"] for name in params.names(by_key[key])]
+    names = params.names_of_group(by_key[key] for key in group["params"])
     return {key: names if key == "params" else copy.deepcopy(value) for key, value in group.items()}
 
 

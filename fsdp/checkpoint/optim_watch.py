@@ -70,7 +70,8 @@ def _holders(optimizer: Optimizer) -> Iterator[Holder]:
     """The sharded parameters that have state, in the optimizer's order."""
     with _lock:
         units = list(_units)
-    known = {holder.param: holder for unit in units if unit.groups.sharded for holder in holders_of(unit)}
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    known = {one.param: one for unit in units if unit.groups.sharded for one in holders_of(unit, held=held)}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in known and optimizer.state.get(param):
@@ -84,14 +85,14 @@ def _check_size(optimizer: Optimizer, holder: Holder) -> None:
     """
     if holder.is_flat:  # all parts of a flat parameter have one size
         return
-    (member,), layout = holder.members, holder.handle.layout
-    numels = [layout.piece(member.index, rank).numel for rank in range(layout.world_size)]
+    numels = [end - start for start, end in map(holder.span, range(holder.handle.layout.world_size))]
+    whole = sum(member.record.numel for member in holder.members)
     own = numels[holder.rank]
     for name, value in optimizer.state[holder.param].items():
         numel = value.numel() if isinstance(value, torch.Tensor) and value.dim() > 0 else own
-        if numel != own and numel > 1 and numel in (*numels, member.record.numel):
+        if numel != own and numel > 1 and numel in (*numels, whole):
             raise RuntimeError(
-                f"{type(optimizer).__name__} holds state of another rank: state {name!r} of {member.name!r} in "
+                f"{type(optimizer).__name__} holds state of another rank: state {name!r} of {holder} in "
                 f"{holder.unit.name} has {numel} elements, and this rank's part of the parameter has {own}. {_REMEDY}"
             )
 

@@ -43,6 +43,7 @@ from fsdp import api, sharded_grad_scaler, wrap
 from fsdp import fully_sharded_data_parallel as wrapper
 from fsdp.checkpoint import dcp, dcp_optim
 from fsdp.checkpoint.load_state_dict import on_first
+from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.comm.groups import default_group
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.names import clean, plain_modules
@@ -237,7 +238,7 @@ def load_fsdp_optimizer(
         and fsdp_plugin.state_dict_type is not api.StateDictType.FULL_STATE_DICT
     )
     if empty:
-        with dcp_optim._initialised(inner, dcp_optim._held_elsewhere(model)):
+        with dcp_optim.initialised(inner, ModelParams(model, [inner.param_groups])):
             made = dict(inner.state)
         inner.state.update(made)
     try:

@@ -88,8 +88,11 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         return flat
 
 
-def assign_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
-    """Set ``param.grad`` to a gradient of another shape, dtype or device than ``param`` has."""
+def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad`` to a gradient that may have another shape, dtype or device than ``param``."""
+    if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
+        param.grad = grad
+        return
     shard = param.data
     param.data = grad  # autograd compares the two when the gradient is assigned, and only then
     param.grad = grad

@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ from fsdp.flat.flat_param import LOST_WRITE, FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, FullCopy, SlotBuffer, parameter_views, point_at
 from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
+from fsdp.flat.runs import Runs
 from fsdp.flat.tensor_parallel import local_of
+from fsdp.flat.visible import Visible, flags_of, looks_of, memories_of
 
 # of each visible parameter which one it is, and how often it was changed in place
 Versions = tuple[Sequence[int], list[int]]
@@ -32,42 +34,17 @@ Marks = tuple[FullCopy, Versions]  # of a bucket: its full copy, and these
 Guard = Callable[[nn.Module, Callable[[], str]], Write]  # refuses forwards of the module, in these words
 
 
-@dataclass(frozen=True)
-class Visible:
-    """A parameter that users and optimizers hold."""
-
-    name: str
-    param: nn.Parameter
-    members: Sequence[int]  # the leaves, by index, that it stands for
-    absent: bool  # this rank's shard holds nothing of it
-
-
-def _memories_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Of each another one after ``tensor.data = other``. A tensor without elements points nowhere, but has a storage,
-    too."""
-    plain = [tensor if type(tensor) is nn.Parameter else local_of(tensor) for tensor in tensors]
-    return [tensor.data_ptr() or tensor.untyped_storage()._cdata for tensor in plain]
-
-
-def _looks(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:
-    """Of each what changes when it is replaced, given other data, or written in place."""
-    return [None if tensor is None else (id(tensor), tensor._version, _memories_of([tensor])[0]) for tensor in tensors]
-
-
-def _flags(tensors: Iterable[torch.Tensor | None]) -> list[bool | None]:
-    return [None if tensor is None else tensor.requires_grad for tensor in tensors]
-
-
 class _BucketViews:
     """What both modes share."""
 
     visible: Sequence[Visible]
+    runs = Runs()  # what optimizers hold in place of visible parameters; of flat ones there are none
 
     def _see(self, visible: Sequence[Visible]) -> None:
         """Users hold these from here on."""
         self.visible = visible
-        self._params = [each.param for each in visible]
-        self._ids = [id(param) for param in self._params]
+        self.params = [each.param for each in visible]
+        self._ids = [id(param) for param in self.params]
 
     def __init__(self, handle: FlatParamHandle, registration: Registration) -> None:
         self.handle, self.registration = handle, registration
@@ -82,7 +59,11 @@ class _BucketViews:
     def versions(self) -> Versions:
         """Others when a visible parameter is replaced or written in place; past it, through its ``.data`` for instance,
         nobody sees it."""
-        return self._ids, [param._version for param in self._params]
+        versions = [param._version for param in self.params]
+        for run in self.runs:
+            for index in run.members:
+                versions[index] += run.param._version
+        return self._ids, versions
 
     def marks(self) -> Marks:
         """What ``check_unchanged`` compares with."""
@@ -117,11 +98,12 @@ class _BucketViews:
 
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
         """Make ``grad``, sharded or in full shape, the gradient of visible parameter ``position``."""
-        param = self.visible[position].param
-        if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
-            param.grad = grad
-        else:
-            assign_grad(param, grad)
+        assign_grad(self.visible[position].param, grad)
+
+    def follow_runs(self) -> None:
+        """Bring the gradients of parameters and of the runs that they are in in step; see [Note: Runs]."""
+        if self.registration.summoned is None:
+            self.runs.follow(self.params)
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it. With tensor
@@ -218,14 +200,14 @@ class _BucketViews:
         pointers = self._pointers
         if summoned is not None:
             ours, values = summoned.tensors, summoned.values
-            pointers = _memories_of(values or ())
+            pointers = memories_of(values or ())
         replaced = self.registration.replaced()
         if (first := next(replaced, None)) is not None:
             with torch.no_grad():
                 for index, new in itertools.chain([first], replaced):
                     self._check_fits(index, new, values[index] if values is not None else ours[index])
                     self._adopt(index, new, self._write(index, new))
-        if values is None or (found := _memories_of(ours)) == pointers:
+        if values is None or (found := memories_of(ours)) == pointers:
             return
         with torch.no_grad():
             for index, (tensor, memory, pointer) in enumerate(zip(ours, found, pointers)):
@@ -328,7 +310,7 @@ class _BucketViews:
         with ``flat`` (where, and as what) one for the whole bucket. With ``keep_writes``, which they are whole on all
         ranks for, what users do to them is done to the parameters; ``compared``: also what only their values show."""
         keep_writes = keep_writes and not torch.is_inference_mode_enabled()  # there nothing counts writes
-        before = (_looks(placeholders), _flags(placeholders)) if keep_writes else None
+        before = (looks_of(placeholders), flags_of(placeholders)) if keep_writes else None
         layer = Layer(list(placeholders), flat=flat, before=before, compared=compared)
         self.registration.cover(layer, summoned=False)
 
@@ -344,7 +326,7 @@ class _BucketViews:
         """Take over what users did to the tensors of ``layer``, in whose places ``whole`` were in the end."""
         assert layer.before is not None
         looks, flags = layer.before
-        changed = [index for index, look in enumerate(_looks(whole)) if look not in (None, looks[index])]
+        changed = [index for index, look in enumerate(looks_of(whole)) if look not in (None, looks[index])]
         with torch.no_grad():
             if layer.compared:
                 changed = [i for i, tensor in enumerate(whole) if i in changed or self._differs(i, tensor)]
@@ -355,8 +337,8 @@ class _BucketViews:
             for index, tensor in enumerate(whole):
                 if tensor is not None and tensor.grad is not None:
                     self._take_grad(index, tensor.grad)
-        if _flags(whole) != flags:
-            self._take_flags(_flags(whole))
+        if flags_of(whole) != flags:
+            self._take_flags(flags_of(whole))
 
     def _take_flags(self, flags: Sequence[bool | None]) -> None:
         """Freeze or unfreeze the parameters of the layout, one by one; None leaves one as it is."""
@@ -376,7 +358,7 @@ class _BucketViews:
         """The shard is new, or has moved or changed its dtype: so does what rests on the modules."""
         self._values = self.handle.sharded_views(self.handle.shard)
         self.registration.rest(self._resting(self._values))
-        self._pointers = _memories_of(self._values or ())
+        self._pointers = memories_of(self._values or ())
         self.registration.use_resting()
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
@@ -427,6 +409,7 @@ class OriginalViews(_BucketViews):
         guards = [guard(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
         super().__init__(handle, Registration(handle, owned, None, guards))
         handle.flat_param._params = self._originals
+        self.runs = Runs()
         self._hidden_grads: list[torch.Tensor | None] | None = None  # of the shards, while summoned
         self.shows_grads = False  # whether full gradients are summoned
         self.follow_shard()
@@ -435,10 +418,33 @@ class OriginalViews(_BucketViews):
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
         point_at(self._originals, values)
+        self.runs.point(self._originals)
         return self._originals
+
+    def refresh(self) -> bool:
+        if not self.runs:
+            return super().refresh()
+        with torch.no_grad():
+            for run in self.runs:
+                run.follow_flags(self._originals)
+                run.take_over()
+        changed = super().refresh()
+        self.follow_runs()
+        return changed
+
+    def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
+        if not self.runs:
+            return super().grad_parts(cut=cut)
+        self.follow_runs()
+        whole = [run for run in self.runs if run.missing is None]
+        others = set(range(len(self.visible))).difference(*(run.members for run in whole))
+        grads = [self.visible[i].param.grad for i in sorted(others) if self.handle.is_cut(i) is cut]
+        parts = [part for run in whole if self.handle.is_cut(run.members[0]) is cut for part in run.grad_parts()]
+        return parts + [grad for grad in grads if grad is not None and grad.numel()]
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
         super().announce_copies(handle, memo)
+        self.runs.announce_copies(memo)
         for original in self._originals:
             copied: Any = torch.Tensor._make_subclass(type(original), original.detach()[:0], original.requires_grad)
             copied.__dict__.update(original.__dict__)
@@ -449,7 +455,9 @@ class OriginalViews(_BucketViews):
         owned, _ = self.registration.copied(memo)
         for item, original in zip(owned, self._originals):
             item.param = memo[id(original)]
-        return OriginalViews(handle, owned, self._guard)
+        views = OriginalViews(handle, owned, self._guard)
+        self.runs.copy_to(views.runs, handle, memo)
+        return views
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:
@@ -477,9 +485,10 @@ class OriginalViews(_BucketViews):
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
         if self._hidden_grads is not None:
             self._hidden_grads[position] = grad
-        super().set_grad(position, grad)
+        assign_grad(self.params[position], grad)
 
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
+        self.follow_runs()
         self._hidden_grads, self.shows_grads = [original.grad for original in self._originals], grads is not None
         point_at(self._originals, values)
         for original, grad in zip(self._originals, grads or ()):
@@ -519,6 +528,7 @@ class OriginalViews(_BucketViews):
                 self.set_grad(index, before)
                 if write_grads and now is not before:
                     self._take_grad(index, now)
+        self.follow_runs()
 
     def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """``new`` is the user's parameter from here on; the one before is a tensor of its own."""
@@ -592,14 +602,14 @@ class FlatViews(_BucketViews):
         """New parameters are registered, under the original names."""
         requires_grad = self.handle.flat_param.requires_grad
         params = self._parameters_of(values, [requires_grad] * len(values))
-        self._cover_by(Layer(params, values, before=(_looks(params), _flags(params))))
+        self._cover_by(Layer(params, values, before=(looks_of(params), flags_of(params))))
 
     def end_summon(self, *, write_grads: bool) -> None:
         layer = self._uncover_summoned()
         if write_grads:
             self._take_changes(layer, layer.tensors)
         else:
-            self._take_flags(_flags(layer.tensors))
+            self._take_flags(flags_of(layer.tensors))
 
     def _take_flags(self, flags: Sequence[bool | None]) -> None:
         """The flat parameter has one for all of them."""
@@ -621,7 +631,7 @@ class FlatViews(_BucketViews):
             self.handle.write_back_flat()
         super().take_over()
         assert self.handle.copy.whole is not None
-        flags, told = _flags(self.registration.resting), self.handle.copy.whole.requires_grad
+        flags, told = flags_of(self.registration.resting), self.handle.copy.whole.requires_grad
         if self.registration.summoned is None and set(flags) != {told}:
             self._take_flags(flags)
 

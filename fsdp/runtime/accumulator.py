@@ -55,6 +55,7 @@ class Accumulator:
                 elif current is not None:
                     grads[position].add_(current)
                 views.set_grad(position, grads[position])
+        views.follow_runs()
         self._exposed = [TensorWeakRef(grad) for grad in grads]
         self._shapes = [grad.shape for grad in grads]
         self._version = buffer.flat._version
@@ -98,6 +99,7 @@ class Accumulator:
         for position, (exposed, parked) in enumerate(zip(self._grads(), self._parked)):
             if exposed is not None and self._views.visible[position].param.grad is exposed:
                 self._views.set_grad(position, parked)
+        self._views.follow_runs()
         self.forget()
 
     def _grads(self) -> list[torch.Tensor | None]:
@@ -109,6 +111,8 @@ class Accumulator:
         the user put in its place. A sharded one of the same shape cannot be there: only a backward that ends the
         accumulation makes one."""
         found = []
+        if self._views.runs:
+            self._views.follow_runs()
         for position, shape in enumerate(self._shapes if self._exposed else ()):
             grad = self._views.visible[position].param.grad
             if grad is not None and grad.shape == shape:

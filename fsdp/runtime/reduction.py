@@ -323,8 +323,8 @@ class BucketGradients:
     @property
     def _is_awaited(self) -> bool:
         """Whether somebody waits for a gradient during the backward."""
-        for visible in self.views.visible:
-            param: Any = visible.param
+        for held in (*self.views.visible, *self.views.runs):
+            param: Any = held.param
             if param._post_accumulate_grad_hooks or "_in_backward_optimizers" in param.__dict__:
                 return True
         return False
@@ -334,9 +334,9 @@ class BucketGradients:
         ``_apply_optimizer_in_backward`` has hung on them."""
         if not self._is_awaited:
             return
-        for visible in self.views.visible:
-            param: Any = visible.param
-            if visible.absent or param.grad is None or not param.requires_grad:
+        for held in (*self.views.visible, *self.views.runs):
+            param: Any = held.param
+            if held.absent or param.grad is None or not param.requires_grad:
                 continue
             for hook in tuple((param._post_accumulate_grad_hooks or {}).values()):
                 hook(param)
@@ -381,6 +381,8 @@ class BucketGradients:
         ``adopted``: the positions with gradients accumulated before this backward.
         """
         present, added = [], []
+        if self.views.runs:
+            self.views.follow_runs()  # what was dropped is not to be added to
         grads = self.views.sharded_grads(shard.to(self.dtype))
         wide = self.views.sharded_grads(shard.to(self.handle.layout.dtype)) if self._keep_low_precision else grads
         for position, grad in enumerate(grads):
@@ -402,4 +404,6 @@ class BucketGradients:
                 added.append(wide[position])
         if present:
             torch._foreach_add_(present, added)
+        if self.views.runs:
+            self.views.follow_runs()
         self._announce()

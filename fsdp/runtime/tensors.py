@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import parameter_views
+from fsdp.flat.names import clean
+from fsdp.flat.runs import hold_runs
 from fsdp.flat.tensor_parallel import TensorParallel
 from fsdp.runtime.build import join
 from fsdp.runtime.full_params import gather_grads
@@ -77,6 +80,11 @@ def _place_of(param: torch.Tensor) -> _Place | None:
             for bucket, views in enumerate(unit.views):
                 for position, visible in enumerate(views.visible):
                     _places[id(visible.param)] = _Place(unit.ref, bucket, position)
+                if run := next((run for run in views.runs if run.param is param), None):
+                    raise ValueError(
+                        f"expected a parameter of the model, and got what flat_param_groups() has made of {run}, of "
+                        f"{unit.name}"
+                    )
         place = _places.get(id(param))
     return place if place is not None and place.holds(param) else None
 
@@ -172,3 +180,67 @@ def param_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, An
         if param.requires_grad:
             groups[len(global_shape(param)) < 2]["params"].append(param)
     return [group for group in groups if group["params"]]
+
+
+def flat_param_groups(
+    module: nn.Module, rule: Callable[[str, torch.Size], Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Groups for an optimizer of a model with ``use_orig_params=True``, which steps a few vectors instead of hundreds
+    of parameters: of each unit and dtype, neighbours with the same options are one ``nn.Parameter``, 1-D, this rank's
+    part of them, over the memory that the model's own have, with a ``.grad`` that is theirs. What is done to either
+    side's ``.grad``, ``requires_grad`` or values is done to the other's, for gradients and ``requires_grad`` by the
+    next forward, backward or step.
+
+    For optimizers that step each element by itself, which is all of torch's but ``Adafactor``, ``Muon`` and ``LBFGS``:
+    what looks at the norm, the shape or the rank of a parameter (LAMB, LARS and Shampoo, too) sees that of a vector.
+    Optimizer state is saved and loaded by the parameters' names and shapes, as without this function, by the functions
+    of this package (not by ``optimizer.state_dict()``, which has one rank's vectors).
+
+        optimizer = AdamW(fsdp.flat_param_groups(model, lambda name, shape: {"weight_decay": 0.1 * (len(shape) > 1)}))
+
+    Args:
+        rule: the options of the parameter with this name in the plain model and this whole shape; the same on every
+            rank. Equal options are one group, in the order of the model. None: one group without options.
+
+    Parameters that require no grad are left out. Freezing some of a vector's members later is an error at the next
+    forward or step, and so are gradients of some of them alone; all together are frozen as ever.
+
+    Raises:
+        TypeError: ``rule`` gave no dict.
+        ValueError: flat parameters, which are vectors already (pass ``model.parameters()``); or an optimizer that is
+            still there holds other neighbours of the same parameters.
+        RuntimeError: a forward or backward of a unit is under way, or it is inside ``summon_full_params``.
+    """
+    groups: list[dict[str, Any]] = []
+    options: list[Mapping[str, Any]] = []
+    labels: dict[tuple[Unit, int], dict[int, int]] = {}  # of each bucket's parameters the number of the group
+    members: list[tuple[int, _Place | None, nn.Parameter]] = []
+    for name, param in module.named_parameters():
+        place = _place_of(param)
+        if place is not None:
+            place.check("flat_param_groups()")
+            if not place.unit.policy.use_orig_params:
+                raise ValueError(
+                    f"{name} of {place.unit.name} is a flat parameter already: give the optimizer model.parameters(), "
+                    "or pass use_orig_params=True to FullyShardedDataParallel for groups of what is in it"
+                )
+        if not param.requires_grad:
+            continue
+        given = {} if rule is None else rule(clean(name), global_shape(param))
+        if not isinstance(given, Mapping) or "params" in given:
+            raise TypeError(
+                f"expected the rule of flat_param_groups() to return a dict of options without 'params', such as "
+                f"{{'weight_decay': 0.0}}, but for {clean(name)!r} it returned {given!r}"
+            )
+        if given not in options:
+            options.append(given)
+        members.append((options.index(given), place, param))
+        if place is not None:
+            labels.setdefault((place.unit, place.bucket), {})[place.position] = members[-1][0]
+    groups = [{**given, "params": []} for given in options]
+    held = {(unit, bucket): hold_runs(unit.views[bucket], of) for (unit, bucket), of in labels.items()}
+    for number, place, param in members:
+        one = param if place is None else held[place.unit, place.bucket][place.position]
+        if not any(one is other for other in groups[number]["params"]):
+            groups[number]["params"].append(one)
+    return groups

@@ -187,9 +187,11 @@ class Unit(UnitBuffers):
             context.residency.forget_output(self)
             context.residency.reshard(self)
         for handle, views, gradients in zip(self.handles, self.views, self.gradients):
+            views.follow_runs()
             grads = [visible.param.grad for visible in views.visible]
             for visible in views.visible:
                 visible.param.grad = None
+            views.follow_runs()
             new = change(handle.flat_param).detach()
             if new.data_ptr() != handle.shard.data_ptr() or new.dtype != handle.shard.dtype:
                 device = handle.device if handle.offload.offload_params else new.device
@@ -199,6 +201,7 @@ class Unit(UnitBuffers):
             views.follow_shard()
             for visible, grad in zip(views.visible, grads):
                 visible.param.grad = None if grad is None else change(grad).detach()
+            views.follow_runs()
         self.expected.renew()
         return self.device
 
@@ -524,8 +527,23 @@ class Unit(UnitBuffers):
     def before_step(self) -> None:
         """An optimizer is about to change the shards."""
         self.kept_versions = None  # it may write past what counts versions
-        if self.phase is Phase.IDLE:
+        phase = self.phase
+        if phase is Phase.IDLE:
+            if all(views.runs and views.runs.in_step(views.params) for views in self.views):
+                return
             self.follow_parameters()
+        for run in (run for views in self.views for run in views.runs):
+            if phase is Phase.SUMMONED:
+                raise RuntimeError(
+                    "an optimizer of flat_param_groups() steps inside summon_full_params: what is shown there of "
+                    f"{self.name} would overwrite it. Step outside"
+                )
+            if run.missing is not None:
+                raise RuntimeError(
+                    f"{run.missing!r} of {self.name} has no gradient, and others that the optimizer holds as one "
+                    f"parameter with it have ({run}). Set the gradients of all of them, or of none; or give its "
+                    "parameters to the optimizer one by one"
+                )
 
 
 def _cast(unit_ref: weakref.ref[Unit], handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype) -> None:

@@ -274,7 +274,7 @@ class UnitBuffers(ABC):
 
     def visible_params(self) -> Iterator[torch.Tensor]:
         """What optimizers hold of it."""
-        return (visible.param for views in self.views for visible in views.visible)
+        return (held.param for views in self.views for held in (*views.visible, *views.runs))
 
     def follow_parameters(self) -> None:
         """Follow what the user did to the visible parameters."""
