@@ -165,10 +165,13 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             input), which without it is an error that names them. Ranks may skip units and call them in any order and
             any number of times, in forward and in backward: before each gather and each reduction they agree on what is
             next, and those that have no use for it take part, with zeros as their gradient. A unit that no rank runs
-            keeps its gradients. The same on every rank have to be the passes (each forward and backward of the
-            outermost module, also without gradients), ``no_sync()``, and which parameters require grad; in a tree, this
-            argument and the process group (or pair of groups). The price: an all-reduce of 24 bytes in each group, for
-            which the host waits, before each collective and at the end of each pass, and nothing is prefetched.
+            keeps its gradients, None if it has none; with ``use_orig_params`` so does a parameter of any unit, unless a
+            hook or optimizer waits for it during the backward. The same on every rank have to be the passes (each
+            forward and backward of the outermost module, also without gradients), ``no_sync()``, and which parameters
+            require grad; in a tree, this argument and the process group (or pair of groups). The price: an all-reduce
+            of 24 bytes in each group, for which the host waits, before each collective and at the end of each pass, one
+            more of a byte per parameter after a backward in which a rank does not use all of a unit, and nothing is
+            prefetched.
         device_mesh: a mesh instead of groups: of one dimension, the ranks to shard over; for hybrid strategies of two,
             (replicate, shard), in the other order than the pair of groups.
         forward_prefetch_distance, backward_prefetch_distance: how many of the next units to gather while this one

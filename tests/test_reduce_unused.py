@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
@@ -26,7 +27,7 @@ from tests.harness.lockstep import REASSOCIATED, STEP, Data, Program, Reference
 from tests.harness.oracle import assert_bit_equal, assert_equivalent
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import full_parameters, wrap
+from tests.harness.sharded import full_gradients, full_parameters, wrap
 
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 WIDTH = 5
@@ -279,6 +280,71 @@ def train_beside_ddp() -> None:
 def test_like_ddp() -> None:
     """The same gradients as DDP with `find_unused_parameters`, and None where it has None."""
     run_ranks(2, train_beside_ddp)
+
+
+class Partly(nn.Module):
+    """One unit; no rank uses `never`, and `at_times` some ranks in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.never, self.at_times = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, use: bool) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return self.at_times(x) if use else x
+
+
+# Whether the two kinds of ranks use `at_times`, step by step; the steps of ACCUMULATED reduce nothing.
+USES = [(True, False), (False, False), (True, False), (False, False), (False, False), (False, True), (True, True)]
+ACCUMULATED = (2, 4)
+AGREED = "agree on the parameters that are used"
+
+
+def decay_beside_ddp() -> None:
+    """What no rank has used since the last step has no gradient, so that AdamW leaves it as it is."""
+    world_size = dist.get_world_size()
+    for strategy, options in (
+        [(ShardingStrategy.HYBRID_SHARD, {"device_mesh": init_device_mesh("cpu", (2, 2))})]
+        if world_size == 4
+        else [(ShardingStrategy.FULL_SHARD, {}), (ShardingStrategy.NO_SHARD, {})]
+    ):
+        plain = nn.parallel.DistributedDataParallel(seeded(Partly).double(), find_unused_parameters=True)
+        before = {name: param.detach().clone() for name, param in plain.module.named_parameters()}
+        model = wrap(seeded(Partly).double(), strategy, True, wrap_policy=None, reduce_unused=True, **options)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5) for m in (plain, model)]
+        data = Data(dist.get_rank(), world_size)
+        for step, uses in enumerate(USES):
+            what = f"{strategy}, step {step}"
+            with record_collectives() as log:
+                for m in (plain, model):
+                    with m.no_sync() if step in ACCUMULATED else nullcontext():  # type: ignore[operator]
+                        m(data.tensor(step, 3, WIDTH).double(), uses[data.rank % 2]).tanh().mean().backward()
+            theirs = {name: param.grad for name, param in plain.module.named_parameters()}
+            if step in ACCUMULATED:
+                ours = [param.grad is None for param in model.parameters()]
+                assert ours == [grad is None for grad in theirs.values()], what
+                continue
+            asked = [record for record in log.records if record.label == AGREED]
+            groups = 0 if world_size == 1 else 2 if world_size == 4 else 1
+            assert len(asked) == groups, what
+            assert all(record.numel == len(theirs) and record.dtype == torch.uint8 for record in asked), asked
+            grads = full_gradients(model)
+            assert {name for name, grad in grads.items() if grad is None} == {
+                name for name, grad in theirs.items() if grad is None
+            }, what
+            assert_equivalent(grads, theirs, what)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        after = full_parameters(model)
+        assert_equivalent(after, {n: param.detach() for n, param in plain.module.named_parameters()}, f"{strategy}")
+        for name in ("never.weight", "never.bias"):
+            assert torch.equal(after[name], before[name])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_m6_weight_decay_leaves_what_no_rank_uses(world_size: int) -> None:
+    run_ranks(world_size, decay_beside_ddp)
 
 
 # -- what it costs, what it refuses --------------------------------------------------------------------------------

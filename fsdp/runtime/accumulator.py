@@ -35,8 +35,8 @@ class Accumulator:
         """The bucket has changed its dtype or device."""
         self._exposed, self._parked = [], []
 
-    def expose(self, buffer: SlotBuffer, *, continues: bool, hides_sharded: bool) -> None:
-        """Make what ``buffer`` holds the ``.grad`` of the parameters.
+    def expose(self, buffer: SlotBuffer, unused: set[int], *, continues: bool, hides_sharded: bool) -> None:
+        """Make what ``buffer`` holds the ``.grad`` of the parameters. Of ``unused`` leaves nothing is to become one.
 
         ``continues``: it is the memory that :meth:`reuse` gave. ``hides_sharded``: a gradient that is there already is
         a sharded one, and is parked; else it is of the same kind, and added.
@@ -50,6 +50,8 @@ class Accumulator:
             if current is not None and current is before[position]:
                 grads[position] = current
             elif visible.param.requires_grad:
+                if current is None and unused.issuperset(visible.members):
+                    continue
                 if current is not None and hides_sharded:
                     self._parked[position] = current
                 elif current is not None:

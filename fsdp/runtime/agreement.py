@@ -88,6 +88,16 @@ class Member(Protocol):
     def reduction(self) -> str:
         """What a backward that begins now would reduce of it, in words."""
 
+    @property
+    def lacks_gradients(self) -> bool:
+        """Whether this rank has reduced it in the backward under way without gradients of some of its parameters."""
+
+    def used(self) -> torch.Tensor:
+        """Which parameters it has gradients of here, as integers (0 and 1) on CPU."""
+
+    def note_used(self, flags: list[int]) -> None:
+        """Which ones it has gradients of on any rank."""
+
     def take_part(self, kind: str, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit, and this one has no use for it: see that they can."""
 

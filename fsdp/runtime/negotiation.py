@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fsdp.comm.collectives import Vote
+from fsdp.comm.collectives import Vote, agree
 from fsdp.comm.consensus import hash_of
 from fsdp.comm.streams import Streams
 from fsdp.runtime.agreement import (
@@ -32,6 +32,9 @@ class Negotiation(Agreement):
     result does not depend on what comes first, as gathers may be repeated and sums taken in parts. What does depend on
     it is how much is done in vain, so things come first in the order in which they did in the last such pass; at first
     that is the order of the tree, backwards in a backward.
+
+    A backward has two ends: if any rank proposes the second one, which says that it has no gradient of a parameter in a
+    unit that it used, they tell each other which ones they have. What none has gets no gradient.
 
     Where the units are replicated as well, the ranks of a shard group and then those of a replica group choose, from
     what the former have chosen: so what comes first is the same on all ranks, and all gather what one needs.
@@ -73,7 +76,9 @@ class Negotiation(Agreement):
         if self._pass.call or self._follows:  # all ranks do the same in a call
             self._under_way = None
             return
-        self._propose(END_WORDS, self._end)
+        lacking = self._pass.is_backward and any(member.lacks_gradients for member in self._present())
+        if self._propose(END_WORDS, self._end + lacking) > self._end:
+            self._agree_on_used()
         number, last = self._kind, {event: position for position, event in enumerate(self._done)}
         order = sorted(last, key=lambda event: last[event])
         turns = sorted(self._turn(event) for event in order)
@@ -88,12 +93,23 @@ class Negotiation(Agreement):
         first = len(self._members) - 1 - place if number == BACKWARD else place
         return self._turns.get(number, {}).get(event, first * PER_MEMBER + rest)
 
-    def _propose(self, words: str, event: int) -> None:
+    def _agree_on_used(self) -> None:
+        members = self._present()
+        flags = [member.used() for member in members]
+        used = torch.cat(flags)
+        for agreement in (self, self._replicas):
+            if agreement is not None:
+                agree(used, agreement._group, self._device, "agree on the parameters that are used")
+        for member, theirs in zip(members, used.split([len(each) for each in flags])):
+            member.note_used(theirs.tolist())
+
+    def _propose(self, words: str, event: int) -> int:
+        """Returns what was done last: ``event``, or the end."""
         while True:
             self._note(words, 0)  # what is proposed may differ between ranks: no number to compare
             chosen = self._choose(words, event)
-            if chosen == self._end:
-                return
+            if chosen >= self._end:
+                return chosen
             self._done.append(chosen)
             member, what = self._members[chosen // PER_MEMBER](), KINDS[chosen % PER_MEMBER // 2]
             assert member is not None
@@ -103,12 +119,12 @@ class Negotiation(Agreement):
                 self._note(f"{what} {member.name}", 0)
             self._position += 1
             if chosen == event:
-                return
+                return chosen
             member.take_part(what, full_precision=bool(chosen % 2))
 
     def _choose(self, words: str, event: int) -> int:
         """The proposal that comes first. The event travels along, in case a failure left ranks with other turns."""
-        turn = self._end if event == self._end else self._turn(event)
+        turn = self._end if event >= self._end else self._turn(event)
         chosen = self._largest(words, (self._end - turn) << 24 | event)
         if self._replicas is not None and not self._pass.call:
             self._replicas._note(words, 0)

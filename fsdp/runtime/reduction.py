@@ -145,13 +145,18 @@ class BucketGradients:
 
     Attributes:
         target: where this backward writes; None while it has written nothing that is not reduced or shown.
+        used: by index, the leaves that this rank has gradients of in what is reduced and not attached yet; empty where
+            that makes no difference.
         altered: whether what is reduced is divided by another number, or a hook's to change.
     """
 
-    def __init__(self, views: BucketViews, *, keep_low_precision: bool = False) -> None:
-        """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's."""
+    def __init__(self, views: BucketViews, *, keep_low_precision: bool = False, finds_unused: bool = False) -> None:
+        """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's. ``finds_unused``: a parameter
+        that no rank uses gets no gradient; else zeros, if others of the unit are used."""
         self.handle, self.views = views.handle, views
-        self._keep_low_precision = keep_low_precision
+        self._keep_low_precision, self._finds_unused = keep_low_precision, finds_unused
+        self.used: set[int] = set()
+        self._unused: set[int] = set()  # of what this backward reduces, the leaves that no rank has gradients of
         self._hook: CommHook | None = None  # reduces in place of the communicator
         self._on_host = HostBuffers()  # of offloaded gradients
         self._scratch: SlotBuffer | None = None  # the reduce buffer; with memory from the pool in each backward
@@ -189,6 +194,17 @@ class BucketGradients:
     def accumulates(self) -> bool:
         """Whether gradients of earlier backwards wait to be reduced, or reduced over replicas."""
         return self._partial is not None or (self._accumulator.is_visible and self.reduces)
+
+    @property
+    def lacks(self) -> bool:
+        """Whether this rank has no gradient of a parameter that requires one in what is reduced."""
+        visible = self.views.visible
+        return any(each.param.requires_grad and self.used.isdisjoint(each.members) for each in visible)
+
+    def note_used(self, used: set[int]) -> None:
+        """What is ``used`` on any rank, in what was reduced so far. Without this it counts as all."""
+        self._unused.update(set(range(len(self._written))) - used)
+        self._unused = set()  # of the next backward
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduce by ``hook`` from now on."""
@@ -252,6 +268,13 @@ class BucketGradients:
     ) -> None:
         """Start the reduction of what the slots hold; the result is attached when the queue is drained, after ``hook``
         has had it. Where it is not to go ``to_replicas``, it is kept until one does, which it is added to."""
+        unused: set[int] = set()
+        if self._finds_unused:
+            self.used |= self._written_leaves()
+            if not self._is_awaited:  # else it is attached before the ranks can agree
+                unused = self._unused
+            if not self.handle.groups.reduces:
+                self.note_used(self.used)
         source = self._seal()
         if self._continues:
             self._accumulator.conceal()
@@ -309,14 +332,15 @@ class BucketGradients:
             if waits:
                 self._partial = shard if self._partial is None else self._partial.add_(shard)
                 return
+            self.used = set()
             if hook is not None and streams.asynchronous_work:
                 hook(shard)
             if not offloaded:
-                self._attach(shard, adopted)
+                self._attach(shard, adopted, unused)
                 return
             grad, there = offloaded[0]
             with streams.on_host(there):
-                self._attach(grad, adopted)
+                self._attach(grad, adopted, unused)
 
         queue.add(pending, source, bounded=sharded, at_once=self._is_awaited, finish=finish, average=averages)
 
@@ -349,13 +373,15 @@ class BucketGradients:
 
         It is ``complete`` where nothing has to be reduced.
         """
-        self._accumulator.expose(self._seal(), continues=self._continues, hides_sharded=self.reduces)
+        unused = set(range(len(self._written))) - self._written_leaves() if self._finds_unused else set()
+        self._accumulator.expose(self._seal(), unused, continues=self._continues, hides_sharded=self.reduces)
         if complete:
             self._announce()
 
     def abandon(self, queue: ReductionQueue) -> None:
         """Forget what this backward wrote (it failed); an accumulator stays as far as it got."""
         target, self.target = self.target, None
+        self.used, self._unused = set(), set()
         if target is not None:
             with queue.streams.on_reduce_stream():
                 last_use = queue.streams.record()  # by a communication hook that raised
@@ -363,6 +389,9 @@ class BucketGradients:
             queue.free(target)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _written_leaves(self) -> set[int]:
+        return {index for index, written in enumerate(self._written) if written}
 
     def _seal(self) -> SlotBuffer:
         """End writing: slots that nobody wrote, and the padding, hold whatever the memory held before; zero them."""
@@ -375,10 +404,11 @@ class BucketGradients:
         self._written = [True] * len(self._written)  # zeros count as written if the buffer lives on
         return target
 
-    def _attach(self, shard: torch.Tensor, adopted: set[int]) -> None:
+    def _attach(self, shard: torch.Tensor, adopted: set[int], unused: set[int]) -> None:
         """Make the reduced gradient visible, or add it, in the parameter's dtype, to what is there.
 
-        ``adopted``: the positions with gradients accumulated before this backward.
+        ``adopted``: the positions with gradients accumulated before this backward. ``unused``: the leaves that no rank
+        has gradients of.
         """
         present, added = [], []
         if self.views.runs:
@@ -389,6 +419,8 @@ class BucketGradients:
             visible = self.views.visible[position]
             frozen = not visible.param.requires_grad and position not in adopted
             if visible.absent or frozen:  # what was accumulated before it was frozen is still its gradient
+                continue
+            if unused.issuperset(visible.members):
                 continue
             current = visible.param.grad
             if current is None:

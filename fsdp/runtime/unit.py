@@ -58,7 +58,10 @@ class Unit(UnitBuffers):
         super().__post_init__()
         self.comm_hook: CommHook | None = None
         keep_low = self.precision.asked.keep_low_precision_grads
-        self.gradients = [BucketGradients(views, keep_low_precision=keep_low) for views in self.views]
+        finds = self.policy.reduce_unused
+        self.gradients = [
+            BucketGradients(views, keep_low_precision=keep_low, finds_unused=finds) for views in self.views
+        ]
         self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None  # what else is done to reduced gradients
         self.follow_divisor()
         self.membership: Callable[[], Any] = lambda: None
@@ -116,6 +119,20 @@ class Unit(UnitBuffers):
         divided = "" if policy.gradient_divide_factor is None else f", divided by {policy.gradient_divide_factor}"
         partly = "" if policy.requires_all_reduce else ", but not over replicas"
         return f"reduces bucket {' and '.join(trainable)}{divided}{partly}"
+
+    @property
+    def lacks_gradients(self) -> bool:
+        return any(gradients.used for gradients in self.gradients) and any(each.lacks for each in self.gradients)
+
+    def used(self) -> torch.Tensor:
+        flags = [index in each.used for each in self.gradients for index in range(len(each.handle.leaves))]
+        return torch.tensor(flags, dtype=torch.uint8, device="cpu")
+
+    def note_used(self, flags: list[int]) -> None:
+        for each in self.gradients:
+            count = len(each.handle.leaves)
+            each.note_used({index for index, flag in enumerate(flags[:count]) if flag})
+            flags = flags[count:]
 
     @property
     def awaits_gradients(self) -> bool:

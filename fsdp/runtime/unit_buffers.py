@@ -187,6 +187,19 @@ class UnitBuffers(ABC):
     def reduction(self) -> str:
         """What a backward would reduce now, in words."""
 
+    @property
+    @abstractmethod
+    def lacks_gradients(self) -> bool:
+        """Whether this rank reduces it, and has no gradient of some of its parameters."""
+
+    @abstractmethod
+    def used(self) -> torch.Tensor:
+        """By bucket and parameter, 1 where this rank has a gradient of it in what it reduces, and 0."""
+
+    @abstractmethod
+    def note_used(self, flags: list[int]) -> None:
+        """The same of all ranks."""
+
     @abstractmethod
     def take_part(self, kind: str, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit, and this one need not."""
