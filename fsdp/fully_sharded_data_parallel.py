@@ -189,6 +189,9 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             stay gathered from forward to backward, those of the units that ran last, whose backward comes first; and
             inside ``no_sync`` from backward to forward. Each saves a gather. 0 is ``FULL_SHARD``, all there are is
             ``SHARD_GRAD_OP``. The same for all instances under one root.
+        coalesce_nbytes: neighbours among the units that ``auto_wrap_policy`` chooses (children of one module, with the
+            same arguments, and no units inside) become one unit of at most so many bytes of parameters, as by
+            :meth:`group`: tiny ones, whose collectives cost more than what they send. A policy may choose it, too.
         broadcast_buffers: give all ranks the buffers of rank 0 (running statistics, for instance) when a forward of the
             outermost module begins, as ``DistributedDataParallel`` does, which has it on by default: one broadcast per
             dtype, but after forwards inside ``no_sync()`` or without gradients. The same for all instances under one
@@ -225,6 +228,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         reshard_after_forward: bool | int | None = None,
         keep_gathered_nbytes: int = 0,
         broadcast_buffers: bool = False,
+        coalesce_nbytes: int = 0,
         **unknown: NoReturn,
     ) -> None:
         super().__init__()
@@ -284,7 +288,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         if param_init_fn is None:  # of the whole tree, before any of it is wrapped
             check_initialisers(module, ignored, unit_name)
             owned_params(module, ignored, unit_name, groups)
-        if auto_wrap_policy is not None or has_groups(module):
+        if auto_wrap_policy is not None or has_groups(module) or coalesce_nbytes:
             auto_wrap(
                 module,
                 auto_wrap_policy,
@@ -311,6 +315,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
                     "reshard_after_forward": reshard_after_forward,
                     "keep_gathered_nbytes": keep_gathered_nbytes,
                     "broadcast_buffers": broadcast_buffers,
+                    "coalesce_nbytes": coalesce_nbytes,
                 },
             )
 

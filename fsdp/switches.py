@@ -24,7 +24,8 @@ from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
 from fsdp.wrap import declare_group
 
-_NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states"}  # of the constructor's arguments
+# of the constructor's arguments
+_NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states", "coalesce_nbytes"}
 
 
 class Switches(PrivateNames):

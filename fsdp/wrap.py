@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp.api import as_count
 from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, clean, members_of, own_modules
 from fsdp.runtime.hooks import around_forward
 
@@ -275,12 +276,15 @@ def auto_wrap(
     arguments are ``root_kwargs`` as the policy changed them, and ``auto_wrap_policy=None`` besides for a policy object.
     ``ignored_modules`` (name every descendant) are not wrapped, ``ignored_params`` not counted. Warns if the policy
     chose nothing, since the whole model is then one unit. Modules of the classes that a ``mixed_precision`` among
-    ``root_kwargs`` leaves out become units of their own, in full precision, with a warning.
+    ``root_kwargs`` leaves out become units of their own, in full precision, with a warning. With ``coalesce_nbytes`` in
+    a module's arguments, which wrappers do not get, it may become one unit with its neighbours: see ``_coalesced``.
 
     Raises:
         ValueError: the tree holds a ``wrapper_cls`` already, or ``policy`` is not a policy, or a group cannot be one
             unit. Nothing was changed.
     """
+    if policy is None and root_kwargs.get("coalesce_nbytes"):
+        raise ValueError("coalesce_nbytes is about the units of an auto_wrap_policy: pass one, or use group()")
     groups = _groups_in(root_module, ignored_modules)
     grouped = {member: group for group, _ in groups for member in members_of(group).values()}
     if policy is not None:
@@ -313,6 +317,10 @@ def auto_wrap(
         if (module in targets or module in sensitive) and module not in grouped
     }
     targets.pop(root_module, None)
+    groups += _coalesced(root_module, targets, ignored_params)
+    grouped = {member: group for group, _ in groups for member in members_of(group).values()}
+    targets = {module: arguments for module, arguments in targets.items() if module not in grouped}
+    root_kwargs = {name: value for name, value in root_kwargs.items() if name != "coalesce_nbytes"}
     _check_ties(root_module, {**dict(zip(targets, targets)), **grouped}, ignored_modules, ignored_params)
     for module in sensitive:
         _CastAround(module)
@@ -322,7 +330,7 @@ def auto_wrap(
         _post_order_apply(root_module, lambda module: wrapped(module) if module in inside else None)
     for group, arguments in groups:
         for member in members_of(group).values():
-            del member.__dict__[_GROUP]
+            member.__dict__.pop(_GROUP, None)
         around: Any = wrapper_cls
         wrappers = around._around_group(group, {**root_kwargs, **arguments})
         _post_order_apply(root_module, wrappers.get)
@@ -403,6 +411,44 @@ def _groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> list[t
                     "another. Groups cannot be nested"
                 )
     return [(ModuleGroup(members), group.arguments) for group, members in found.items()]
+
+
+def _coalesced(
+    root_module: nn.Module, targets: _Targets, ignored_params: Collection[nn.Parameter]
+) -> list[tuple[ModuleGroup, dict[str, Any]]]:
+    """Groups of neighbours among ``targets``, with their arguments: children of one module, one after the other, that
+    have the same arguments, contain no units, and together no more bytes than their ``coalesce_nbytes``, which is no
+    argument any more. What lies between them is no unit and contains none."""
+    limits = {m: as_count(own.pop("coalesce_nbytes", 0), "coalesce_nbytes", "bytes") for m, own in targets.items()}
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in own_modules(root_module):
+        paths.setdefault(module, []).append(clean(path))
+    runs: list[list[nn.Module]] = []
+    taken: set[nn.Module] = set()
+    for parent in paths:
+        run, room = list[nn.Module](), 0
+        for child in parent.children():
+            below = set(child.modules())
+            nbytes = sum(param.nbytes for param in child.parameters() if param not in ignored_params)
+            if child in targets and child not in taken and nbytes and below.isdisjoint(targets.keys() - {child}):
+                fits = bool(run) and nbytes <= room and limits[child] == limits[run[0]]
+                if not (fits and _same_arguments(targets[child], targets[run[0]])):
+                    run, room = [], limits[child]
+                    runs.append(run)
+                run.append(child)
+                taken.add(child)
+                room -= nbytes
+            elif any(module in targets or _GROUP in module.__dict__ for module in below):
+                run, room = [], 0
+    several = [run for run in runs if len(run) > 1]
+    return [(ModuleGroup({path: m for m in run for path in paths[m]}), targets[run[0]]) for run in several]
+
+
+def _same_arguments(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Parameters that are ignored are compared by identity: tensors do not tell whether they are equal."""
+    return one.keys() == other.keys() and all(
+        one[name] is other[name] or (name != "ignored_states" and bool(one[name] == other[name])) for name in one
+    )
 
 
 def _kinds(modules: Iterable[nn.Module]) -> str:

@@ -430,13 +430,6 @@ MUTATIONS = [
         _tests("flat_groups", "what_is_done_to_vectors_or_parameters_is_done_to_both"),
     ),
     Mutation(
-        "fsdp/runtime/reduction.py",
-        "            self.views.follow_runs()  # what was dropped is not to be added to\n",
-        "            pass\n",
-        "gradients that an optimizer of vectors has dropped are added to",
-        _tests("flat_groups", "vectors_train_as_parameters_do"),
-    ),
-    Mutation(
         "fsdp/runtime/accumulator.py",
         "        found = []\n        if self._views.runs:\n",
         "        found = []\n        if False:\n",
@@ -455,7 +448,21 @@ MUTATIONS = [
         "        else:\n            return first.as_strided((end - begin,), (1,), begin - origin)\n",
         "        else:\n            pass\n",
         "each gradient is copied once more for the vector that it is in",
-        _tests("flat_groups", "vectors_train_as_parameters_do"),
+        _tests("flat_groups", "what_is_done_to_vectors_or_parameters_is_done_to_both"),
+    ),
+    Mutation(
+        "fsdp/wrap.py",
+        "                fits = bool(run) and nbytes <= room and limits[child] == limits[run[0]]\n",
+        "                fits = bool(run) and limits[child] == limits[run[0]]\n",
+        "neighbours become one unit whatever their bytes",
+        _tests("coalesce", "small_neighbours_are_one_unit"),
+    ),
+    Mutation(
+        "fsdp/wrap.py",
+        "            elif any(module in targets or _GROUP in module.__dict__ for module in below):\n",
+        "            elif False:\n",
+        "units with another one in between become one",
+        _tests("coalesce", "small_neighbours_are_one_unit"),
     ),
     Mutation(
         "fsdp/flat/runs.py",
@@ -468,7 +475,7 @@ MUTATIONS = [
         "fsdp/checkpoint/optim_names.py",
         "            memory[max(start - first, 0) : max(end - first, 0)].zero_()\n",
         "            memory[start:end].zero_()\n",
-        "loading the state of a vector clears elements of another parameter",
+        "what is between the parameters of a vector has the state that the memory had before",
         _tests("flat_groups", "state_of_vectors_is_that_of_parameters"),
     ),
     Mutation(

@@ -34,6 +34,7 @@ from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal, clean_name
+from tests.harness.poison import poisoned_memory
 from tests.harness.pool import run_ranks
 from tests.harness.sharded import full_gradients, full_parameters
 
@@ -102,10 +103,12 @@ def grouped(model: nn.Module, rule: Rule = rule) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def pair(strategy: ShardingStrategy = FULL, make: Any = AdamW, **options: Any) -> list[tuple[Any, Optimizer]]:
+def pair(
+    strategy: ShardingStrategy = FULL, make: Any = AdamW, rule: Rule = rule, **options: Any
+) -> list[tuple[Any, Optimizer]]:
     """A model with an optimizer of parameters, and one of vectors."""
     first, second = build(strategy, **options), build(strategy, **options)
-    return [(first, make(grouped(first), lr=0.05)), (second, make(fsdp.flat_param_groups(second, rule), lr=0.05))]
+    return [(first, make(grouped(first, rule), lr=0.05)), (second, make(fsdp.flat_param_groups(second, rule), lr=0.05))]
 
 
 def batch(step: int) -> Tensor:
@@ -203,7 +206,8 @@ def trained(several: list[tuple[Any, Optimizer]], steps: range = range(2)) -> li
 
 
 def _saves(strategy: ShardingStrategy, root: str, forms: list[str]) -> None:
-    same(*(FSDP.optim_state_dict(*one) for one in trained(pair(strategy))))
+    of_one_group = trained(pair(strategy, rule=lambda name, shape: {"weight_decay": 0.1}))
+    same(*(FSDP.optim_state_dict(*one) for one in of_one_group))
     make = partial(pair, strategy, ignored_states=None)  # each rank has its own of these
     several = trained(make())
     for form in forms:
@@ -220,7 +224,10 @@ def _saves(strategy: ShardingStrategy, root: str, forms: list[str]) -> None:
                     saved = FSDP.scatter_full_optim_state_dict(saved if saved else None, model, optim=optimizer)
                     optimizer.load_state_dict(saved)
                 else:
-                    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
+                    with poisoned_memory():
+                        loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+                    optimizer.load_state_dict(loadable)
+                assert not any(v.isnan().any() for state in optimizer.state.values() for v in state.values())
             same(*(FSDP.optim_state_dict(*one) for one in fresh))
             alike(trained(fresh, range(2, 4)))
     for number, (source, target) in enumerate(((0, 1), (1, 0))):
@@ -268,6 +275,8 @@ def _follows() -> None:
 
     for one, _ in several:
         backward(one, 0)
+    grads = [param.grad for param in held if param.grad is not None]
+    assert any(grad.untyped_storage().nbytes() > grad.nbytes for grad in grads)  # parts of what came, no copies
     both(lambda grad: grad.mul_(2))
     assert_bit_equal(full_gradients(vectors), full_gradients(model))
     both(lambda grad: grad + 1)
@@ -283,8 +292,9 @@ def _follows() -> None:
     for one, its in several:  # gradients that are dropped inside of an accumulation
         with one.no_sync():
             backward(one, 2)
+            loss = one(batch(3)).square().mean()
             its.zero_grad()
-            backward(one, 3)
+            loss.backward()
         backward(one, 4)
     assert_bit_equal(full_gradients(vectors), full_gradients(model))
     norms = [one.clip_grad_norm_(0.01) for one in (model, vectors)]

@@ -44,6 +44,7 @@ OWN_ARGUMENTS = {
         "reshard_after_forward",
         "keep_gathered_nbytes",
         "broadcast_buffers",
+        "coalesce_nbytes",
         "unknown",
     ],
     "clip_grad_norm_": ["error_if_nonfinite"],
