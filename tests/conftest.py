@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -17,6 +18,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.fsync = os.fstat  # type: ignore[assignment]  # see `worker.main`
     pool.set_warning_filters(config.getini("filterwarnings"))
     torch.set_num_threads(1)  # the ranks need the other cores, and results must not depend on their number
+    gc.disable()  # while tests are imported: nothing of them goes
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # no collection looks at modules again, those that tests ask for least of all
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

@@ -60,6 +60,7 @@ def rank_and_sum(value: float) -> tuple[int, int, float]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_pool_returns_results_by_rank_and_keeps_its_processes(world_size: int) -> None:
+    pool.shutdown()  # what has served other tests may be replaced any time
     first = run_ranks(world_size, rank_and_sum, 2.0)
     second = run_ranks(world_size, rank_and_sum, value=2.0)
     assert [rank for _, rank, _ in first] == list(range(world_size))

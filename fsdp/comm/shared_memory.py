@@ -49,8 +49,8 @@ _NEVER = 1 << 62
 _EPOCH = 1 << 32  # posts of a channel between two failures
 
 _SPINS = 100  # looks before a wait sleeps
-_SHORTEST, _LONGEST = 0.00003, 0.001  # seconds between two looks, and in a wait that takes longer than _SOON
-_SOON = 0.02
+_SHORTEST, _LONGEST = 0.00003, 0.004  # seconds between two looks: at first, and in a wait that takes long
+_PART = 0.02  # of what a wait has taken so far: a look comes so much late, and costs less the longer it takes
 _LOOK_AROUND = 0.1  # seconds between two looks for processes that have ended
 
 
@@ -354,7 +354,7 @@ class Channel:
             os.sched_yield()  # to whom it waits for, where there are fewer cores than ranks
         started = looked = now = time.monotonic()
         while True:
-            time.sleep(_SHORTEST if now - started < _SOON else _LONGEST)
+            time.sleep(min(max(_SHORTEST, _PART * (now - started)), _LONGEST))
             now, ended = time.monotonic(), list[int]()
             if now - looked > _LOOK_AROUND:  # before the last look at what they have posted
                 looked, ended = now, [rank for rank in self._others if self._peers[rank].has_ended]

@@ -37,7 +37,7 @@ from tests.harness.template import Request, Template
 
 START_TIMEOUT = 120.0  # seconds until every rank of a new pool must have reported
 TEMPLATES = 2
-WORN = 50  # threads that earlier jobs have left in a rank: each of gloo's wakes up a hundred times a second
+WORN = 24  # threads that earlier jobs have left in a rank: each of gloo's wakes up a hundred times a second
 GRACE = 1.0  # seconds the other ranks get to report after the first failure
 TIDY_UP = b""  # in place of a job, when all ranks have answered: end what the last one has made; there is no answer
 STACK_SIGNAL = signal.SIGUSR1  # asks a rank to write its Python stack
@@ -305,11 +305,14 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
     __tracebackhide__ = True
     job = _job(fn, args, kwargs)
     pool = _pools.get(world_size)
-    if pool is None or not pool.alive or pool.is_worn:
+    if pool is None or not pool.alive:
         if pool is not None:
             pool.close()
         pool = _pools[world_size] = Pool(world_size)
-    return pool.run(job, timeout)
+    results = pool.run(job, timeout)
+    if pool.is_worn:  # at once: its threads wake up while other pools work, too
+        pool.close()
+    return results
 
 
 def run_fresh(
