@@ -1766,6 +1766,27 @@ MUTATIONS = [
         _tests("tensor_parallel", "state_is_what_torch_has_and_goes_to_any_number_of_ranks"),
     ),
     Mutation(
+        "fsdp/flat/flat_param.py",
+        "leaf.detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()",
+        "leaf.detach()",
+        "torch's compiler finds DTensors that say of their memory what is not so",
+        _tests("two_dimensions", "it_trains_as_ddp_does_with_the_same_tensor_parallelism"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_state.py",
+        "agreed[holder] = everyone[holder.tp_owners[0]][0][number]",
+        "agreed.setdefault(holder, everyone[holder.tp_owners[0]][0][number])",
+        "a rank to which tensor parallelism left nothing of a parameter does not know what state it has",
+        _tests("two_dimensions", "a_rank_without_a_part_of_a_parameter_saves_and_loads"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_names.py",
+        "return tuple(sorted(owners)) or (() if self.is_cut else ranks)",
+        "return tuple(sorted(owners)) or ranks",
+        "of a parameter of which tensor parallelism left it nothing, a rank is asked for its state",
+        _tests("two_dimensions", "a_rank_without_a_part_of_a_parameter_saves_and_loads"),
+    ),
+    Mutation(
         "fsdp/flat/tensor_parallel.py",
         "            if len(shared) > 1:\n",
         "            if False:\n",

@@ -7,6 +7,7 @@ to the names that the parameters have in the plain model. This room maps one to 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,11 +120,22 @@ class Holder:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The ranks whose optimizer has state for it, if any has: those that hold elements of it."""
+        """The ranks whose optimizer has state for it, if any has: those that hold elements of it; none
+        where tensor parallelism has left them no part."""
         ranks = tuple(range(self.handle.layout.world_size))
         if self.is_flat:
             return ranks
-        return tuple(sorted({rank for m in self.members for rank, _, _ in self.handle.layout.owners(m.index)})) or ranks
+        owners = {rank for member in self.members for rank, _, _ in self.handle.layout.owners(member.index)}
+        return tuple(sorted(owners)) or (() if self.is_cut else ranks)
+
+    @cached_property
+    def tp_owners(self) -> tuple[int, ...]:
+        """The ranks of tensor parallelism that hold elements of it, if it has cut it so that some hold none."""
+        several = [] if self.is_flat or not self.is_cut else [self.handle.tp[member.index] for member in self.members]
+        group: Any = self.unit.groups.tp
+        ranks = range(group.size() if several else 0)
+        owners = {rank for rank in ranks for tp in several if tp is None or math.prod(tp.local_shape(rank)) > 0}
+        return tuple(sorted(owners)) if len(owners) < len(ranks) else ()
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:

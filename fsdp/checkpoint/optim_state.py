@@ -171,6 +171,16 @@ def _agree(
                 )
         for number, holder in enumerate(holders if not failures else ()):
             agreed[holder] = _merged(holder, [states[number] for states, _, _ in everyone], ranks, missing, different)
+    cut_unevenly: dict[Any, list[Holder]] = {}
+    for holder in local:
+        if holder.tp_owners:
+            cut_unevenly.setdefault(holder.unit.groups.tp, []).append(holder)
+    for group, holders in cut_unevenly.items():  # who has no part of a parameter has no state either, and is told
+        own = [agreed.get(holder) for holder in holders]
+        everyone = [pickle.loads(its) for its in all_gather_object(_packed(own, None, [], []), group, label, device)]
+        failures.update({rank: failure for rank, (_, failure, _) in zip(group_ranks(group), everyone) if failure})
+        for number, holder in enumerate(holders if not failures else ()):
+            agreed[holder] = everyone[holder.tp_owners[0]][0][number]
     error: Exception | None = None
     if failures:
         error = joint_error(failures)

@@ -197,9 +197,12 @@ class FlatParamHandle:
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         leaves = []
-        for tp, param in itertools.zip_longest(self.tp, params):
+        for index, (tp, param) in enumerate(itertools.zip_longest(self.tp, params)):
             leaf = new_leaf(dtype, self.device, param.requires_grad and tp is None)
-            leaves.append(leaf if tp is None else tp.around(leaf.detach(), requires_grad=param.requires_grad))
+            if tp is not None:  # it keeps the offset that its local tensor has when it is made, and compilers compare
+                local = leaf.detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()
+                leaf = tp.around(local, requires_grad=param.requires_grad)
+            leaves.append(leaf)
             leaves[-1].__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
         return leaves
 

@@ -1,0 +1,321 @@
+"""Sharding on one dimension of a mesh and tensor parallelism on another, as users build it: ``parallelize_module`` on a
+transformer, with sequence parallelism of its norms, beside torch's DDP and the same tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import RaggedOptimStateDictConfig, RaggedStateDictConfig, ShardingStrategy, StateDictType, checkpoint
+from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
+from tests.harness.pool import run_ranks
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+WORDS, WIDTH, HEADS, LENGTH = 12, 8, 4, 4
+_made = itertools.count()
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q(x), self.k(x), self.v(x))]
+        return self.o(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.inner = nn.LayerNorm(WIDTH), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.inner(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    def __init__(self, *, recomputes: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.norm, self.head = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(1))
+        self.recomputes = recomputes
+        self.double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for block in self.blocks:
+            x = recomputed(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return self.head(self.norm(x))
+
+
+def parallel(net: Transformer, tp: DeviceMesh) -> Transformer:
+    cut, everywhere = Shard(1), Replicate()  # along the sequence, which is what embedding, norms and residuals have
+    gathers = PrepareModuleInput(input_layouts=(cut,), desired_input_layouts=(everywhere,))
+    of_net = {
+        "embed": RowwiseParallel(input_layouts=everywhere, output_layouts=cut),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=cut, output_layouts=everywhere),
+    }
+    of_block = {
+        "norm1": SequenceParallel(),
+        "attention": gathers,
+        **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
+        "attention.o": RowwiseParallel(output_layouts=cut),
+        "norm2": SequenceParallel(),
+        "inner": gathers,
+        "inner.up": ColwiseParallel(),
+        "inner.down": RowwiseParallel(output_layouts=cut),
+    }
+    parallelize_module(net, tp, of_net)
+    for block in net.blocks:
+        parallelize_module(block, tp, of_block)
+    return net
+
+
+def local_of(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class World(NamedTuple):
+    """A mesh of these ranks, whose last dimension is tensor parallelism's: the ranks of the others, which rank of them
+    this is, and what a wrapper is told of them."""
+
+    data: Any
+    index: int
+    tp: DeviceMesh
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, *shape: int) -> World:
+        number = next(_made)  # torch keeps meshes from earlier jobs
+        names = tuple(f"{name}{number}" for name in ("replicate", "shard", "tp")[-len(shape) :])
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        if len(shape) == 2:
+            data, options = mesh[names[0]], {}
+        else:
+            data = mesh[names[:2]]
+            options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+        flat = data if data.ndim == 1 else data._flatten(f"data{number}")
+        return cls(flat.get_group(), flat.get_local_rank(), mesh[names[-1]], {"device_mesh": data, **options})
+
+
+class Local(nn.Module):
+    """What DDP can train of a tensor-parallel model: the local tensors, around which its parameters are made."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.params: dict[str, Any] = dict(net.named_parameters())
+        self.held = nn.ParameterList(local_of(param.detach()).clone() for param in self.params.values())
+        self.net = [net]
+
+    def around(self, values: Iterable[Tensor]) -> dict[str, Any]:
+        """The parameters, or what there is one of for each, as ``DTensor`` s."""
+        found: dict[str, Any] = {}
+        for value, (name, param) in zip(values, self.params.items()):
+            found[name] = value
+            if isinstance(param, DTensor):
+                placed, shape = (param.device_mesh, param.placements), {"shape": param.shape, "stride": param.stride()}
+                found[name] = DTensor.from_local(value, *placed, run_check=False, **shape)
+        return found
+
+    def forward(self, *args: Any) -> Any:
+        return torch.func.functional_call(self.net[0], self.around(self.held), args)
+
+
+def train(model: nn.Module, world: World, steps: int, optimizer: Any = None) -> list[Tensor]:
+    """The losses."""
+    optimizer, losses = optimizer or sgd_of_halves(model.parameters()), []
+    for step in range(steps):
+        random = torch.Generator().manual_seed(step * world.data.size() + world.index)
+        words = torch.randint(WORDS, (2, LENGTH + 1), generator=random)
+        loss = F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def held(model: FSDP) -> dict[str, Tensor]:
+    """This rank's parts of tensor parallelism."""
+    with FSDP.summon_full_params(model):
+        params: dict[str, Any] = {clean_name(name): param for name, param in model.named_parameters()}
+        return {name: local_of(param.detach()).clone() for name, param in params.items()}
+
+
+def by_ddp(world: World, steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    local = Local(parallel(Transformer(), world.tp))
+    losses = train(DistributedDataParallel(local, process_group=world.data), world, steps)
+    return losses, dict(zip(local.params, (param.detach() for param in local.held)))
+
+
+def sharded(net: nn.Module, world: World, kinds: set[type[nn.Module]], **options: Any) -> FSDP:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*the group has one rank")
+        return FSDP(net, auto_wrap_policy=ModuleWrapPolicy(kinds), **world.options, **options)
+
+
+def compare(
+    world: World, steps: int, expected: Any, uop: bool, *, recomputes: bool = False, compiles: bool = False
+) -> None:
+    """Train, and find the losses and values that DDP has."""
+    what = f"{world.options}, use_orig_params={uop}, recomputes={recomputes}, compiles={compiles}"
+    net = parallel(Transformer(recomputes=recomputes), world.tp)
+    if compiles:
+        net.blocks[0].inner.compile(backend="aot_eager", fullgraph=True)
+    model = sharded(net, world, {Block}, use_orig_params=uop)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks
+        losses = train(model, world, steps)
+    check = assert_bit_equal if world.data.size() < 3 else assert_equivalent  # DDP adds more in another order
+    by_step = [{str(step): loss for step, loss in enumerate(its)} for its in (losses, expected[0])]
+    check(*by_step, what)
+    check(held(model), expected[1], what)
+
+
+def check_training() -> None:
+    world = World.of(2, 2)
+    expected = by_ddp(world, 10)
+    compare(world, 10, expected, False)
+    compare(world, 10, expected, True, recomputes=True)
+    expected = by_ddp(world, 2)
+    compare(world, 2, expected, True)
+    compare(world, 2, expected, False, recomputes=True)
+    compare(world, 2, expected, True, compiles=True)
+    for uop, *shape in (
+        (True, 4, 1),
+        (False, 1, 4),
+        (True, 2, 1, 2),
+        (False, 2, 1, 2),
+        (True, 1, 2, 2),
+        (False, 1, 2, 2),
+    ):
+        world = World.of(*shape)
+        compare(world, 2, by_ddp(world, 2), uop)
+
+
+def test_it_trains_as_ddp_does_with_the_same_tensor_parallelism() -> None:
+    run_ranks(4, check_training)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+FORMS: list[tuple[Any, ...]] = [
+    (FULL, FullStateDictConfig(), FullOptimStateDictConfig()),
+    (FULL, FullStateDictConfig(True, True), FullOptimStateDictConfig(True, True)),
+    (SHARDED, ShardedStateDictConfig(), ShardedOptimStateDictConfig()),
+    (SHARDED, RaggedStateDictConfig(), RaggedOptimStateDictConfig()),
+]
+
+
+class Narrow(nn.Module):
+    """Of one layer the second rank of tensor parallelism has nothing."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.up, self.down = nn.Embedding(WORDS, 3), nn.Linear(3, 5), nn.Linear(5, 3)
+        self.single = nn.Linear(3, 1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = torch.tanh(self.down(self.up(self.embed(words))))
+        return x.repeat(1, 1, 4) * self.single(x)
+
+
+def narrow(world: World, seed: int = 0) -> Narrow:
+    plan = {
+        "up": ColwiseParallel(use_local_output=False),  # local tensors of different sizes tell nothing of the whole
+        "down": RowwiseParallel(),
+        "single": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(Narrow(seed), world.tp, plan)
+
+
+def check_state(root: str) -> None:
+    for shape in ((2, 2), (2, 1, 2), (1, 2, 2)):
+        world = World.of(*shape)
+        local = Local(narrow(world))
+        optimizer = sgd_of_halves(local.parameters())
+        train(DistributedDataParallel(local, process_group=world.data), world, 2, optimizer)
+        values = {name: whole(value) for name, value in local.around(local.held).items()}
+        moments = [optimizer.state[param]["momentum_buffer"] for param in local.held]
+        momenta = {name: whole(value) for name, value in local.around(moments).items()}
+        for uop in (False, True):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".* which is not sharded")  # where there is one rank to shard over
+                check_forms(Path(root, f"{shape}{uop}"), world, uop, values, momenta)
+
+
+def check_forms(path: Path, world: World, uop: bool, values: dict[str, Tensor], momenta: dict[str, Tensor]) -> None:
+    def made(seed: int, uop: bool) -> tuple[FSDP, Any]:
+        model = sharded(narrow(world, seed), world, {nn.Linear}, use_orig_params=uop)
+        return model, sgd_of_halves(model.parameters())
+
+    what = f"{world.options}, use_orig_params={uop}"
+    model, optimizer = made(0, uop)
+    train(model, world, 2, optimizer)
+    for kind, *configs in FORMS:
+        with FSDP.state_dict_type(model, kind, *configs):
+            state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        model, optimizer = made(1, uop)  # which is what the next form saves
+        train(model, world, 1, optimizer)
+        with FSDP.state_dict_type(model, kind, *configs):
+            model.load_state_dict(state)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim))
+        check_whole(model, optimizer, values, momenta, f"{what}, {configs}")
+    checkpoint.save(path, model, optimizer, progress=False)
+    model, optimizer = made(1, not uop)
+    checkpoint.load(path, model, optimizer, progress=False)
+    check_whole(model, optimizer, values, momenta, f"{what}, files")
+    assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{what}, load_plain")
+
+
+def check_whole(model: FSDP, optimizer: Any, values: Any, momenta: Any, what: str) -> None:
+    with FSDP.state_dict_type(model, FULL):
+        assert_bit_equal(model.state_dict(), values, what)
+        found = FSDP.optim_state_dict(model, optimizer)["state"]
+    assert_bit_equal({name: its["momentum_buffer"] for name, its in found.items()}, momenta, what)
+
+
+def test_a_rank_without_a_part_of_a_parameter_saves_and_loads(tmp_path: Path) -> None:
+    run_ranks(4, check_state, str(tmp_path))
