@@ -1936,6 +1936,27 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/redistribute.py",
+        "direct = max(large) >= self._direct_min",
+        "direct = any(self._goes_directly(item, box) for item in items for box, _ in item.has)",
+        "ranks without large parts wait for a collective in which the others take no part",
+        _tests("redistribute", "every_placement_becomes_every_other"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/redistribute.py",
+        "return [messages[rank].nbytes if rank in messages else 0 for rank in range(self.size)]",
+        "return [messages[rank].nbytes for rank in range(self.size)]",
+        "a rank makes a message for each other one, whatever it has for it",
+        _tests("redistribute", "a_small_tensor_is_no_more_work_among_many_ranks"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/placement.py",
+        "@lru_cache(_KEPT)\ndef overlaps(",
+        "def overlaps(",
+        "what a rank sends and receives is planned for each tensor anew",
+        _tests("redistribute", "a_small_tensor_is_no_more_work_among_many_ranks"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/redistribute.py",
         "            late.append((item, box, elements))\n",
         "",
         "what arrives directly, but not where it belongs, stays there",

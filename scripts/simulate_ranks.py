@@ -4,8 +4,17 @@ Each rank is a thread with a state of its own, as flat shards of a model have it
 those of :mod:`fsdp.checkpoint`, and only the messages go through queues instead of the network. One thread runs at a
 time, so that its processor time is what a rank of a real job would take; threads wait for each other as ranks do. The
 model grows with the number of ranks, so that each has as much: what grows in the table is what the number costs.
+
+The garbage collector rests: it would look through the objects of all ranks, at the expense of the one that has the
+processor.
+
+Besides, what it takes a rank to plan and pack its messages where sharded state becomes chunks of rows, or goes to rank
+0, the first time, and when the geometry is known; and what the first plan of 10^12 parameters takes.
 """
 
+import gc
+import itertools
+import math
 import pickle
 import queue
 import resource
@@ -13,18 +22,22 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
-from fsdp.checkpoint import files
+from fsdp.checkpoint import files, index, redistribute
+from fsdp.checkpoint.forms import Form, Full, Held, Rows, export
 from fsdp.checkpoint.keys import GROUPS, MODEL, state_key
 from fsdp.checkpoint.load_checkpoint import _fetched, _Like, _Reading
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.save_checkpoint import Save, _packed
-from fsdp.comm.consensus import Ranks
+from fsdp.checkpoint.torch_storage import SavePlanner
+from fsdp.comm.consensus import Ranks, tree
 
 SIZES = (8, 64, 512, 4096)
 EXTRA = _packed(torch.zeros(8192, dtype=torch.uint8))  # such is the state of random generators
@@ -94,14 +107,21 @@ def shapes(size: int) -> dict[str, tuple[int, ...]]:
     return {"in": (8 * size, 16), "in_bias": (16,), "out": (16, 8 * size), "out_bias": (8 * size,)}
 
 
+@lru_cache(1)
+def spans_of(size: int) -> dict[str, list[tuple[int, int]]]:
+    """Of each parameter of a unit, which elements each rank has."""
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes(size).items()}
+    shard, offset, found = -(-sum(sizes.values()) // size), 0, {}
+    for name, numel in sizes.items():
+        cuts = [min(max(rank * shard - offset, 0), numel) for rank in range(size + 1)]
+        found[name] = list(itertools.pairwise(cuts))
+        offset += numel
+    return found
+
+
 def state_of(rank: int, size: int, units: int) -> dict[str, Any]:
     """What a rank has of model and optimizer, as :meth:`Save.take` leaves it."""
-    sizes = {name: torch.Size(shape).numel() for name, shape in shapes(size).items()}
-    shard, offset, parts = -(-sum(sizes.values()) // size), 0, []
-    for name, shape in shapes(size).items():
-        start, end = (min(max(place * shard - offset, 0), sizes[name]) for place in (rank, rank + 1))
-        parts.append((name, shape, start, end))
-        offset += sizes[name]
+    parts = [(name, shapes(size)[name], *its[rank]) for name, its in spans_of(size).items()]
     state: dict[str, Any] = {}
     for param, shape, start, end in ((f"{unit}.{name}", *rest) for unit in range(units) for name, *rest in parts):
         local = torch.full((end - start,), float(rank))
@@ -161,11 +181,93 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
     return costs
 
 
+def moved(rank: int, size: int, units: int, form: Form) -> tuple[Cost, Cost]:
+    """What it costs ``rank`` to plan and pack what its shards become in ``form``, the first time and again."""
+    channel = redistribute.Channel(None, torch.device("cpu"))
+    channel.rank, channel.size = rank, size
+    messages = [0, 0, 0]
+
+    def exchange(received: Any, sent: Any, arriving: list[int], leaving: list[int], *rest: Any) -> Any:
+        for number, several in enumerate(([1 for nbytes in leaving if nbytes], leaving, arriving)):
+            messages[number] += sum(several)
+        return mock.Mock()
+
+    def once() -> Cost:
+        messages[:] = 0, 0, 0
+        begin = time.thread_time()
+        export(held, form, channel, "simulated")
+        channel.flush()
+        return Cost(time.thread_time() - begin, *messages)
+
+    held = [
+        Held(RaggedTensor(torch.ones(its[rank][1] - its[rank][0]), shapes(size)[name], its[rank][0]), owners(its))
+        for _ in range(3 * units)
+        for name, its in spans_of(size).items()
+    ]
+    with mock.patch.object(redistribute, "exchange", exchange):
+        return once(), once()
+
+
+def owners(spans: list[tuple[int, int]]) -> Callable[[], list[tuple[int, int, int]]]:
+    """What a unit says of one of its parameters."""
+    return lambda: [(rank, start, end) for rank, (start, end) in enumerate(spans) if start < end]
+
+
+def of_large_model(rank: int, size: int, unit: int, width: int) -> dict[str, Any]:
+    """What ``rank`` has, in memory that is not there, of a transformer's block and of its two optimizer states."""
+    wide, long = 4 * width, {"norm1", "norm2", "out_bias", "down_bias"}
+    several = dict.fromkeys(long, (width,)) | {"in": (3 * width, width), "in_bias": (3 * width,)}
+    several |= {"out": (width, width), "up": (wide, width), "up_bias": (wide,), "down": (width, wide)}
+    shard = -(-sum(map(math.prod, several.values())) // size)
+    offset, state = 0, {}
+    for name, shape in several.items():
+        start, end = (min(max(place * shard - offset, 0), math.prod(shape)) for place in (rank, rank + 1))
+        offset += math.prod(shape)
+        local = torch.empty(end - start, device="meta")
+        for key in (MODEL + f"{unit}.{name}", *(state_key(f"{unit}.{name}", of) for of in ("exp_avg", "exp_avg_sq"))):
+            state[key] = RaggedTensor(local, shape, start)
+    return state
+
+
+def plan_of_large_model(size: int, units: int, width: int) -> None:
+    """What the first save costs of such a model: what a rank describes, and what those hear, join and write through
+    whom all of it comes to rank 0. What is in the files is not there."""
+
+    def described(rank: int, units: Iterable[int]) -> tuple[index.Table, float]:
+        state = {key: its for unit in units for key, its in of_large_model(rank, size, unit, width).items()}
+        planner = SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, is_coordinator=rank == 0)
+        begin = time.thread_time()
+        return index.described(planner.create_local_plan().items, state, rank), time.thread_time() - begin
+
+    def of_all_units(table: index.Table) -> index.Table:
+        """As those of the first are, so are all."""
+        return {key.replace("0.", f"{unit}.", 1): its for unit in range(units) for key, its in table.items()}
+
+    numel = units * sum(math.prod(its.shape) for key, its in of_large_model(0, 1, 0, width).items() if MODEL in key)
+    own, seconds = described(size // 2, range(units))
+    of_one = [described(rank, [0])[0] for rank in range(size)]
+    children = [of_all_units(index.joined([of_one[rank] for rank in its])) for its in tree(0, size)[1]]
+    begin = time.thread_time()
+    table, _ = index.settled(index.joined([of_all_units(of_one[0]), *children]))
+    content = index.packed_table(table)
+    joining = time.thread_time() - begin
+    heard = sum(len(pickle.dumps(child)) for child in children)
+    print(
+        f"  {numel:.3g} parameters in {units} units on {size} ranks, {3 * numel * 4 / size / 1e9:.1f} GB each of "
+        f"{len(table)} tensors: a rank describes {len(own)} of them in {len(pickle.dumps(own)) / 1e3:.0f} kB, which "
+        f"takes {seconds:.3f} s; rank 0 hears {heard / 1e6:.2f} MB from {len(children)} ranks, and joins it, and packs "
+        f"an index of {len(content) / 1e6:.2f} MB, in {joining:.2f} s"
+    )
+
+
 def main(directory: Path, largest: int, units: int) -> None:
+    gc.disable()
     print(
         f"{units} units of {len(shapes(1))} parameters with two states each. Of ranks other than 0 the largest numbers."
     )
     for size in (*(size for size in SIZES if size < largest), largest):
+        gc.collect()
         root, before = directory / str(size), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
         def action(rank: int, network: Network, size: int = size, root: Path = root) -> list[Cost]:
@@ -185,6 +287,12 @@ def main(directory: Path, largest: int, units: int) -> None:
             print(f"  {call:21}  rank 0: {_cost(results[0][number])}")
             print(f"  {'':21}  others: {_cost(Cost(*map(max, zip(*others))))}, median {median:.3f} s", flush=True)
         shutil.rmtree(root)
+        for called, form in (("rows", Rows()), ("rank 0", Full(rank0_only=True))):
+            for rank in (0, size // 2):
+                first, again = moved(rank, size, units, form)
+                again_too = f"{again.seconds:.4f} s when the geometry is known"
+                print(f"  to {called:6}  rank {rank:4}: {_cost(first)}; {again_too}", flush=True)
+        plan_of_large_model(size, 128, 25_516)  # 10^12 parameters
 
 
 def _cost(cost: Cost) -> str:

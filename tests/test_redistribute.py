@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, StateDictType
+from fsdp.checkpoint import redistribute as redistribute_module
 from fsdp.checkpoint.forms import Form, Full, Held
-from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts
+from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, overlaps
 from fsdp.checkpoint.redistribute import Channel, Item, redistribute
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
@@ -208,3 +209,32 @@ def use_a_form(use_orig_params: bool) -> None:
 def test_a_new_form_is_a_class_and_nothing_else(use_orig_params: bool) -> None:
     """Model and optimizer state leave in it."""
     run_ranks(2, use_a_form, use_orig_params)
+
+
+def test_a_small_tensor_is_no_more_work_among_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4096 ranks 8 have some of it: there are as many messages, not one for each rank, and for the next tensor that
+    is placed alike nobody looks at boxes again."""
+    shape, stride, ranks, made = (16, 4), (4, 1), 4096, [0]
+
+    class Counted(redistribute_module._Message):
+        def __init__(self) -> None:
+            super().__init__()
+            made[0] += 1
+
+    looks = mock.Mock(side_effect=Box.overlap)
+    monkeypatch.setattr(redistribute_module, "_Message", Counted)
+    monkeypatch.setattr(redistribute_module, "exchange", mock.Mock())
+    monkeypatch.setattr(Box, "overlap", lambda one, other: looks(one, other))
+    overlaps.cache_clear()
+    source = Placement.intervals(shape, stride, [(rank, rank * 8, rank * 8 + 8) for rank in range(8)], ranks)
+    channel = Channel(None, CPU)
+    channel.rank, channel.size = 3, ranks
+    held = [(box, torch.zeros(box.sizes)) for box in source.boxes[3]]
+    for target in (Placement.chunks(shape, ranks), Placement.whole(shape, ranks, only=5)):
+        for most in (32, 2):  # again, only to find what leaves
+            made[0] = 0
+            looks.reset_mock()
+            redistribute([Item(torch.float32, stride, source, target, held, [])], channel, "gather")
+            assert looks.call_count <= most
+            channel.flush()
+            assert 0 < made[0] <= 4

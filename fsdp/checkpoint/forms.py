@@ -223,7 +223,7 @@ class Rows(Form):
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         if not shape or 0 in shape:
             return Placement.whole(shape, ranks)
-        return Placement.rows(shape, chunk_rows(shape[0], ranks))
+        return Placement.chunks(shape, ranks)
 
     def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
         shape, tp = tuple(held.part.shape), held.tp

@@ -86,6 +86,11 @@ class Placement:
         return cls(tuple((box,) if box.numel else () for box in boxes))
 
     @classmethod
+    def chunks(cls, shape: Sequence[int], ranks: int) -> Placement:
+        """On each rank its chunk of the rows, by the rule of ``torch.chunk``."""
+        return _chunks(tuple(shape), ranks)
+
+    @classmethod
     def intervals(
         cls, shape: Sequence[int], stride: Sequence[int], spans: Iterable[tuple[int, int, int]], ranks: int
     ) -> Placement:
@@ -108,10 +113,27 @@ class Placement:
         )
         return "; ".join(f"rank {rank} has {its}" for rank, its in enumerate(of_ranks)).replace("'", "")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.boxes)
+
     @cached_property
     def numel(self) -> int:
         """Of all ranks together."""
-        return sum(box.numel for boxes in self.boxes for box in boxes)
+        return sum(box.numel for _, boxes in self.held for box in boxes)
+
+    @cached_property
+    def held(self) -> tuple[tuple[int, tuple[Box, ...]], ...]:
+        """(rank, its boxes) of those ranks that have any: at many ranks few have some of a small tensor."""
+        return tuple((rank, boxes) for rank, boxes in enumerate(self.boxes) if boxes)
+
+    @cached_property
+    def largest(self) -> int:
+        """Elements of the largest box."""
+        return max((box.numel for _, boxes in self.held for box in boxes), default=0)
 
     @cached_property
     def is_everywhere(self) -> bool:
@@ -130,6 +152,26 @@ def _overlap(one: Box, other: Box) -> Box | None:
 @lru_cache(_KEPT)
 def _whole(shape: tuple[int, ...], ranks: int, only: int | None) -> Placement:
     return Placement(tuple((Box.whole(shape),) if only in (None, rank) else () for rank in range(ranks)))
+
+
+@lru_cache(_KEPT)
+def overlaps(source: Placement, target: Placement, rank: int) -> tuple[tuple[int, int, Box], ...]:
+    """(rank that has, rank that gets, what) of all that ``rank`` sends to others and receives from them."""
+    sent = ((rank, taker, source.boxes[rank], its) for taker, its in target.held)
+    received = ((giver, rank, its, target.boxes[rank]) for giver, its in source.held)
+    return tuple(
+        (giver, taker, box)
+        for giver, taker, held, needed in (*sent, *received)
+        if giver != taker
+        for one in held
+        for other in needed
+        if (box := one.overlap(other)) is not None
+    )
+
+
+@lru_cache(_KEPT)
+def _chunks(shape: tuple[int, ...], ranks: int) -> Placement:
+    return Placement.rows(shape, chunk_rows(shape[0], ranks))
 
 
 @lru_cache(_KEPT)

@@ -2,18 +2,19 @@
 
 All state that travels does so by this one function: gathering on one rank, gathering on all, scattering or broadcasting
 from one, and going from flat shards to chunks of rows and back differ in their placements only. What a rank sends to
-another is the overlap of the boxes that it has with those that the other gets. All ranks compute their messages from
-the same placements, and nothing but elements travels.
+another is the overlap of the boxes that it has with those that the other gets. Each computes its own messages from the
+same placements, once for all tensors that are placed alike, and nothing but elements travels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, memory_order
+from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, memory_order, overlaps
 from fsdp.comm.collectives import Communicator, Tag, Transfer, broadcast, direct_threshold, exchange, send_and_receive
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
@@ -44,12 +45,6 @@ class Item(NamedTuple):
     def nbytes(self) -> int:
         """Of what there is, on all ranks together."""
         return self.source.numel * self.dtype.itemsize
-
-    def overlaps(self) -> Iterator[tuple[int, int, Box, Box]]:
-        """(rank that has, rank that gets, box of the one, box of the other)."""
-        for giver, held in enumerate(self.source.boxes):
-            for taker, needed in enumerate(self.target.boxes) if held else ():
-                yield from ((giver, taker, one, other) for one in held for other in needed)
 
     def read(self, box: Box) -> torch.Tensor:
         """The elements of ``box``, which is in one of the parts that this rank has."""
@@ -92,6 +87,14 @@ class _Message:
             yield item, box, box_view(elements, box, 0, item.stride)
 
 
+def _pieces(messages: Mapping[int, _Message], buffer: torch.Tensor) -> Iterator[tuple[int, _Message, torch.Tensor]]:
+    """The messages by rank, each with its part of the buffer in which they lie one after the other."""
+    begin = 0
+    for rank, message in sorted(messages.items()):
+        yield rank, message, buffer[begin : begin + message.nbytes]
+        begin += message.nbytes
+
+
 class Channel:
     """The ranks of a group as they redistribute tensors, batch after batch, through memory that is reused.
 
@@ -129,9 +132,9 @@ class Channel:
         tag = Tag(label, _TAGS + self._batches)
         if not all(item.target.is_everywhere for item in items):
             finish = self._exchange(items, label)
-        elif not any(any(item.source.boxes[1:]) for item in items):
+        elif all(rank == 0 for item in items for rank, _ in item.source.held):
             finish = self._broadcast(items)
-        elif any(self._goes_directly(item, box) for item in items for its in item.source.boxes for box in its):
+        elif any(item.source.largest * item.dtype.itemsize >= self._direct_min for item in items):
             finish = self._exchange(items, label)
         else:
             finish = self._gather(items, tag)
@@ -145,36 +148,31 @@ class Channel:
     # -- the three ways to move a batch: each starts, and returns what waits and puts in place -------------------------
 
     def _exchange(self, items: list[Item], label: str) -> Callable[[], None]:
-        outgoing, incoming = [_Message() for _ in range(self.size)], [_Message() for _ in range(self.size)]
+        outgoing, incoming = defaultdict[int, _Message](_Message), defaultdict[int, _Message](_Message)
         transfers: list[Transfer] = []
         late: list[tuple[Item, Box, torch.Tensor]] = []  # what cannot arrive where it belongs
-        direct = False  # whether any rank sends anything directly: all have to know
+        # whether any rank may send anything directly: all have to know, and none looks at all pairs of ranks for that
+        large = (min(item.source.largest, item.target.largest) * item.dtype.itemsize for item in items)
+        direct = max(large) >= self._direct_min
         for item in items:
-            for giver, taker, held, needed in item.overlaps():
-                concerned = self.rank in (giver, taker)
-                known = direct or self._direct_min == float("inf")
-                if giver == taker or (known and not concerned) or (box := held.overlap(needed)) is None:
-                    continue
+            for giver, taker, box in overlaps(item.source, item.target, self.rank):
                 goes_directly = self._goes_directly(item, box)
-                direct = direct or goes_directly
-                if concerned and giver == self.rank:
+                if giver == self.rank:
                     if goes_directly:
                         transfers.append(self._transfer(True, taker, self._leaving(item, box)))
                     else:
                         outgoing[taker].append(item, box)
-                elif concerned:
-                    if goes_directly:
-                        transfers.append(self._transfer(False, giver, self._arriving(item, box, late)))
-                    else:
-                        incoming[giver].append(item, box)
-        leaving, arriving = [message.nbytes for message in outgoing], [message.nbytes for message in incoming]
+                elif goes_directly:
+                    transfers.append(self._transfer(False, giver, self._arriving(item, box, late)))
+                else:
+                    incoming[giver].append(item, box)
+        leaving, arriving = self._sizes(outgoing), self._sizes(incoming)
         sent, received = self._buffer("sent", sum(leaving)), self._buffer("received", sum(arriving))
-        for message, piece in zip(outgoing, sent.split(leaving)):
+        for _, message, piece in _pieces(outgoing, sent):
             message.pack(piece)
         if direct:
-            for is_sent, pieces in ((True, sent.split(leaving)), (False, received.split(arriving))):
-                packed = [(rank, piece) for rank, piece in enumerate(pieces) if piece.numel()]
-                transfers += [self._transfer(is_sent, rank, piece) for rank, piece in packed]
+            for is_sent, messages, buffer in ((True, outgoing, sent), (False, incoming, received)):
+                transfers += [self._transfer(is_sent, rank, piece) for rank, _, piece in _pieces(messages, buffer)]
             pending = send_and_receive(transfers, self.group, self._streams, label, self.device)
         else:
             pending = exchange(received, sent, arriving, leaving, self.group, self._streams, label)
@@ -183,12 +181,15 @@ class Channel:
             for item in items:
                 copy_parts(item.has, item.gets)
             pending.wait()
-            for message, piece in zip(incoming, received.split(arriving)):
+            for _, message, piece in _pieces(incoming, received):
                 message.unpack(piece)
             for item, box, elements in late:
                 copy_parts([(box, box_view(elements, box, 0, item.stride))], item.gets)
 
         return finish
+
+    def _sizes(self, messages: Mapping[int, _Message]) -> list[int]:
+        return [messages[rank].nbytes if rank in messages else 0 for rank in range(self.size)]
 
     def _leaving(self, item: Item, box: Box) -> torch.Tensor:
         values = item.read(box).to(self.device, item.dtype)
@@ -222,12 +223,12 @@ class Channel:
         return lambda: message.unpack(buffer)
 
     def _gather(self, items: list[Item], tag: Tag) -> Callable[[], None]:
-        messages = [_Message() for _ in range(self.size)]
+        messages = defaultdict[int, _Message](_Message)
         for item in items:
-            for message, boxes in zip(messages, item.source.boxes):
+            for rank, boxes in item.source.held:
                 for box in boxes:
-                    message.append(item, box)
-        nbytes = max(message.nbytes for message in messages)
+                    messages[rank].append(item, box)
+        nbytes = max(message.nbytes for message in messages.values())
         received = self._buffer("received", nbytes * self.size)
         pieces = received.view(self.size, nbytes)
         messages[self.rank].pack(pieces[self.rank])
@@ -235,8 +236,8 @@ class Channel:
 
         def finish() -> None:
             pending.wait()
-            for message, piece in zip(messages, pieces):
-                message.unpack(piece)
+            for rank, message in messages.items():
+                message.unpack(pieces[rank])
 
         return finish
 
