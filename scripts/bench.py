@@ -5,7 +5,8 @@
 starts ``--ranks`` fresh processes for every contender: ``plain`` (one model per rank, nothing communicated: what the
 machine can do), ``bound`` (the plain model with what sharding cannot do without, see :class:`Bound`), ``ddp``,
 ``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared`` or ``auto`` (the values of
-``FSDP_COLLECTIVES``). They take turns, ``--rounds`` times, in ``--steps`` steps of each workload, while the others
+``FSDP_COLLECTIVES``), or as ``coalesced`` (``auto`` with ``coalesce_nbytes`` of 128 KiB). They take turns, ``--rounds``
+times, in ``--steps`` steps of each workload, while the others
 sleep:
 
 * ``compute``: a GPT of 29 million parameters, 256 tokens per rank;
@@ -52,7 +53,7 @@ from torch.utils._pytree import tree_leaves
 import fsdp
 import fsdp.wrap
 
-OURS = ("native", "direct", "shared", "auto")
+OURS = ("native", "direct", "shared", "auto", "coalesced")
 CONTENDERS = ("plain", "bound", "ddp", "fsdp1", "fsdp2", *OURS)
 
 
@@ -186,10 +187,10 @@ def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
                 dist.fsdp.fully_shard(unit, mesh=mesh)
         return dist.fsdp.fully_shard(model, mesh=mesh)
     engine: Any = torch.distributed.fsdp if contender == "fsdp1" else fsdp
-    policy = engine.wrap.ModuleWrapPolicy(units)
-    return engine.FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
-    )
+    options: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+    if contender == "coalesced":
+        options["coalesce_nbytes"] = 1 << 17
+    return engine.FullyShardedDataParallel(model, auto_wrap_policy=engine.wrap.ModuleWrapPolicy(units), **options)
 
 
 def unsynchronized(model: Any, contender: str) -> AbstractContextManager[None]:
@@ -260,7 +261,7 @@ def highest_pss(step: Callable[[], None]) -> int:
 def rank_process(rank: int, options: argparse.Namespace, contender: str, workload: str, port: int, pipe: Any) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if contender in OURS:
-        os.environ["FSDP_COLLECTIVES"] = contender
+        os.environ["FSDP_COLLECTIVES"] = "auto" if contender == "coalesced" else contender
     warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")  # FSDP1's
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", rank=rank, world_size=options.ranks)

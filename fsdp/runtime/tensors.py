@@ -203,7 +203,8 @@ def flat_param_groups(
             rank. Equal options are one group, in the order of the model. None: one group without options.
 
     Parameters that require no grad are left out. Freezing some of a vector's members later is an error at the next
-    forward or step, and so are gradients of some of them alone; all together are frozen as ever.
+    forward or step, and gradients of some of them alone (``reduce_unused=True`` gives none to what no rank uses) are at
+    the next step; all together are frozen, or have none, as ever.
 
     Raises:
         TypeError: ``rule`` gave no dict.
