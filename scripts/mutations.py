@@ -1145,14 +1145,14 @@ MUTATIONS = [
         "            if self._has_room(unit, unit):\n                return\n            self.reshard(other)\n",
         "            return\n",
         "idle units are not resharded to make room",
-        _tests("stages", "live_units_are_bounded[trained-segment-True]"),
+        _tests("stages", "live_units_are_bounded[trained-segment-True-False]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
         "if not self._maybe_reshard(context) and len(self._ran) > 1 ",
         "if len(self._ran) > 1 ",
         "a unit stays gathered until the end of the backward",
-        _tests("stages", "live_units_are_bounded[frozen-none-False]"),
+        _tests("stages", "live_units_are_bounded[frozen-none-False-False]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
@@ -1187,14 +1187,14 @@ MUTATIONS = [
         "self.task < entered.task or (",
         "(",
         "what a nested graph task entered stays open after it",
-        _tests("stages", "live_units_are_bounded[trained-outside-True]"),
+        _tests("stages", "live_units_are_bounded[trained-outside-True-False]"),
     ),
     Mutation(
         "fsdp/runtime/unit.py",
         "        if recomputing:\n            close_passed(Place.now())\n",
         "",
         "a recomputation does not tell how far the backward is",
-        _tests("stages", "live_units_are_bounded[trained-outside-True]"),
+        _tests("stages", "live_units_are_bounded[trained-outside-True-False]"),
     ),
     Mutation(
         "fsdp/runtime/backward.py",

@@ -31,6 +31,7 @@ from fsdp.checkpoint import (
 from fsdp.comm import beginning, waiting
 from fsdp.runtime.agreement import Agreement
 from tests.harness.agreeing import (
+    EQUAL,
     FULL_SHARD,
     NO_SHARD,
     ODD,
@@ -55,20 +56,30 @@ from tests.harness.agreeing import (
 )
 from tests.harness.pool import Died, run_fresh, run_ranks
 
-FIRST_OR_LATER = pytest.mark.parametrize("at", [0, 3])
+
+def first_and_later(turn: int = 0) -> list[Any]:
+    """In the first step with units of one kind of sizes, and in a later one with those of the other; by turns."""
+    sizes = [("equal", EQUAL), ("unequal", UNEQUAL)]
+    return [
+        pytest.param(sizes[(turn + n) % 2][1], at, id=f"{sizes[(turn + n) % 2][0]}-{at}") for n, at in ((0, 0), (1, 3))
+    ]
 
 
-@SIZES
-@FIRST_OR_LATER
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@pytest.mark.parametrize(
+    ("strategy", "widths", "at"),
+    [
+        pytest.param(strategy, *param.values, id=f"{strategy}-{param.id}")
+        for turn, strategy in enumerate([FULL_SHARD, NO_SHARD])
+        for param in first_and_later(turn)
+    ],
+)
 def test_another_order(strategy: ShardingStrategy, widths: tuple[int, ...], at: int) -> None:
     """One rank runs two units the other way round (R33). Every rank raises within the step and names both."""
     outcomes = run_ranks(RANKS, play, "swap", widths, at, strategy=strategy)
     assert_out_of_step(outcomes, at, "unit 'blocks.0'", "unit 'blocks.1'")
 
 
-@SIZES
-@FIRST_OR_LATER
+@pytest.mark.parametrize(("widths", "at"), first_and_later())
 def test_another_order_in_backward(widths: tuple[int, ...], at: int) -> None:
     outcomes = run_ranks(RANKS, play, "fork reversed", widths, at, others="fork", usual="fork")
     assert_out_of_step(outcomes, at, "in the backward", "unit 'left'", "unit 'right'")
@@ -102,9 +113,14 @@ DEVIATIONS = {
 }
 
 
-@SIZES
-@FIRST_OR_LATER
-@pytest.mark.parametrize("odd", DEVIATIONS)
+@pytest.mark.parametrize(
+    ("odd", "widths", "at"),
+    [
+        pytest.param(odd, *param.values, id=f"{odd}-{param.id}")
+        for turn, odd in enumerate(DEVIATIONS)
+        for param in first_and_later(turn)
+    ],
+)
 def test_different_units(odd: str, widths: tuple[int, ...], at: int) -> None:
     """One rank skips a branch, or has another one, or runs once more (R34)."""
     assert_out_of_step(run_ranks(RANKS, play, odd, widths, at), at, *DEVIATIONS[odd])

@@ -148,7 +148,7 @@ def _received(log: CollectiveLog) -> tuple[int, int, int, int]:
     return sum(moved), sum(halves), len(gathers), len(reductions)
 
 
-def _hold(build: Callable[[], nn.Module], policy: Any, batch: Tensor, **options: Any) -> dict[str, Any]:
+def _hold(build: Callable[[], nn.Module], policy: Any, batch: Tensor, steps: int = 5, **options: Any) -> dict[str, Any]:
     """What this rank holds at most in some step after the second, as a reduction may be over early in one, and what it
     receives."""
     meter = Meter()
@@ -159,13 +159,13 @@ def _hold(build: Callable[[], nn.Module], policy: Any, batch: Tensor, **options:
         model = FullyShardedDataParallel(build(), auto_wrap_policy=policy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     most = 0
-    for step in range(5):
+    for step in range(steps):
         optimizer.zero_grad()
         with _Watch(meter) as watch, record_collectives() as log:
             model(batch).float().sum().backward()
         if step >= 2:
             most = max(most, watch.most)
-        if step < 4:
+        if step < steps - 1:
             optimizer.step()
     state = [value.nbytes for values in optimizer.state.values() for value in values.values()]
     return {
@@ -191,7 +191,7 @@ CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any]]] = [
 def _compare() -> None:
     for build, policy, batch, options in CASES:
         options = {**options, "process_group": dist.new_group()}
-        _hold(build, policy, batch, **options)  # operations keep something of their first call
+        _hold(build, policy, batch, steps=2, **options)  # operations keep something of their first call
         precision, orig = options.get("mixed_precision"), options.get("use_orig_params", False)
         planned = fsdp.plan(
             build,

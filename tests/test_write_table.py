@@ -359,10 +359,10 @@ def test_what_state_dict_hooks_write() -> None:
 def _table() -> list[str]:
     wrong = []
     others = itertools.cycle(itertools.product((GRAD_OP, NONE), (False, True)))
-    for moment, action in itertools.product(MOMENTS, ACTIONS):
+    for number, (moment, action) in enumerate(itertools.product(MOMENTS, ACTIONS)):
         plain = outcome(Side(True, (FULL, True)), moment, action)
         other = next(others)
-        for strategy, use_orig_params in [(FULL, not other[1]), other]:
+        for strategy, use_orig_params in [(FULL, not other[1]), other] if number % 8 >= 4 else [(FULL, not other[1])]:
             if moment == "summoned with grads" and not use_orig_params:
                 continue
             mode: Mode = (strategy, use_orig_params)
@@ -373,8 +373,8 @@ def _table() -> list[str]:
 
 
 def test_what_is_done_when() -> None:
-    """FD04-FD08, FD14: 17 actions at 10 moments, each fully sharded in one of the modes, by turns, and in the other
-    mode with one of the other strategies: every action, and every moment, in each strategy and mode."""
+    """FD04-FD08, FD14: 17 actions at 10 moments, each fully sharded in one of the modes, by turns, and half of them in
+    the other mode with one of the other strategies: every action, and every moment, in each strategy and mode."""
     for rank, wrong in enumerate(run_ranks(2, _table, timeout=240)):
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
 
