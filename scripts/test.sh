@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks the sources and runs the test suite, in .venv (made at the first run).
 #
-#   test.sh                        everything: linters, then the tests in two processes, with the type checker beside them
+#   test.sh                        everything: linters, then tests in three processes, with the type checker beside them
 #   test.sh -x                     the same, but it ends at the first failure
 #   test.sh --quick                a choice of the tests that takes about a minute
 #   test.sh --with-libraries ...   installs transformers and peft first, so that tests/test_libraries.py runs
