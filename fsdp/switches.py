@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from fsdp.api import as_flag
+from fsdp.checkpoint.state_dict import check_idle
 from fsdp.flat.names import ModuleGroup, members_of
 from fsdp.private_names import PrivateNames, UnshardHandle
 from fsdp.runtime.build import join
-from fsdp.runtime.unit import Phase, Unit, units_of
+from fsdp.runtime.unit import Unit, units_of
 from fsdp.wrap import declare_group
 
 # of the constructor's arguments
@@ -104,7 +105,7 @@ class Switches(PrivateNames):
             RuntimeError: a forward or backward of the unit is under way, or it is inside ``summon_full_params``.
         """
         unit = self._fsdp_unit
-        _check_idle([unit], "reshard()")
+        check_idle([unit], "reshard()")
         context = join(unit)
         context.residency.forget_output(unit)
         context.residency.reshard(unit)
@@ -153,7 +154,7 @@ class Switches(PrivateNames):
         """Whether backwards reduce the gradients: ``no_sync`` as a switch, which single units have as well. False:
         unsharded gradients are accumulated, and the first backward after it is set to True again reduces them."""
         synchronize, units = as_flag(requires_gradient_sync, "requires_gradient_sync"), self._units(recurse)
-        _check_idle(units, "set_requires_gradient_sync()")
+        check_idle(units, "set_requires_gradient_sync()")
         for unit in units:
             unit.synchronize = synchronize
 
@@ -201,7 +202,7 @@ class Switches(PrivateNames):
         if hook is not None and not callable(hook):
             raise TypeError(f"the hook must be callable or None, got {hook!r}")
         units = self._units(recurse)
-        _check_idle(units, "set_all_reduce_hook()")
+        check_idle(units, "set_all_reduce_hook()")
         for unit in units:
             unit.all_reduce_hook = hook
             unit.follow_divisor()
@@ -237,7 +238,7 @@ class Switches(PrivateNames):
 
     def _choose(self, recurse: bool, **choices: Any) -> None:
         units = self._units(recurse)
-        _check_idle(units, " and ".join(f"a choice of {name}" for name in choices))
+        check_idle(units, " and ".join(f"a choice of {name}" for name in choices))
         for unit in units:
             unit.policy = dataclasses.replace(unit.policy, **choices)
 
@@ -248,7 +249,7 @@ class Switches(PrivateNames):
                 raise TypeError(f"expected FullyShardedDataParallel modules to prefetch, got {type(module).__name__}")
         if self in wrappers or len(set(wrappers)) < len(wrappers):
             raise ValueError(f"{self._fsdp_unit.name} can prefetch other units, each once")
-        _check_idle([self._fsdp_unit], "a list of modules to prefetch")
+        check_idle([self._fsdp_unit], "a list of modules to prefetch")
         # in the module's dictionary, where copies of the module have lists of copies
         self.__dict__.setdefault(_LISTS, {})[backward] = wrappers
         self._publish_lists()
@@ -268,12 +269,6 @@ def _listed(wrapper_ref: weakref.ref[Switches], backward: bool) -> list[Unit] | 
         return None
     context, listed = wrapper._fsdp_unit.context, [other._fsdp_unit for other in wrapper.__dict__[_LISTS][backward]]
     return [unit for unit in listed if unit.gathers and unit.context is context]
-
-
-def _check_idle(units: Iterable[Unit], what: str) -> None:
-    for unit in units:
-        if unit.phase is not Phase.IDLE:
-            raise RuntimeError(f"{what} in the middle of the {unit.phase.name.lower()} of {unit.name}: call it outside")
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

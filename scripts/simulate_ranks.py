@@ -175,8 +175,8 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
 
     measure(save)
     measure(save)
-    read, _ = measure(load)
-    held = [value.local for value in read.model.values() if isinstance(value, RaggedTensor)]
+    (model, _), _ = measure(load)
+    held = [value.local for value in model.values() if isinstance(value, RaggedTensor)]
     assert all(bool((local == rank).all()) for local in held)
     return costs
 

@@ -293,7 +293,7 @@ def refused(model: nn.Module, root: str) -> None:
     for kind in KINDS:
         with kind_of(model, "full"), FSDP.state_dict_type(model, *KINDS[kind]):
             for attempt in (model.state_dict, *(attempts if kind == "full" else ())):
-                with pytest.raises(RuntimeError, match=r"in the middle of the (for|back)ward of .*: call it before or"):
+                with pytest.raises(RuntimeError, match=r"in the middle of the (for|back)ward of .*: call it outside"):
                     attempt()
 
 

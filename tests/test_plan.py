@@ -188,8 +188,8 @@ CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any]]] = [
 
 @mock.patch.object(shared_memory, "SUPPORTED", False)  # with it, nothing is received into memory of its own
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees what is allocated, not what is mapped
-def _compare() -> None:
-    for build, policy, batch, options in CASES:
+def _compare(number: int) -> None:
+    for build, policy, batch, options in CASES[number : number + 1]:
         options = {**options, "process_group": dist.new_group()}
         _hold(build, policy, batch, steps=2, **options)  # operations keep something of their first call
         precision, orig = options.get("mixed_precision"), options.get("use_orig_params", False)
@@ -214,8 +214,9 @@ def _compare() -> None:
 
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
-def test_two_ranks_hold_and_receive_what_was_planned() -> None:
-    run_ranks(2, _compare)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_two_ranks_hold_and_receive_what_was_planned(number: int) -> None:
+    run_ranks(2, _compare, number)
 
 
 # -- without ranks -------------------------------------------------------------------------------------------------

@@ -344,6 +344,8 @@ def loads_nothing_or_all(root: str) -> None:
         handle = optimizers[1].register_load_state_dict_post_hook(refuses) if rank == 1 else None
         with pytest.raises(ValueError, match=r"rank 1: this optimizer takes no such state"):
             load(f"{root}/{wrapping}/good", model, optimizers)
+        with pytest.raises(RuntimeError, match=r"has optimizer state of '.*, which no optimizer given holds: pass"):
+            load(f"{root}/{wrapping}/good", model, optimizers[0])
         assert everything(model, *optimizers) == before, wrapping
         if handle is not None:
             handle.remove()

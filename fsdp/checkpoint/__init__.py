@@ -28,11 +28,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What loads ``torch.distributed.checkpoint``, which loads torch's own FSDP: when it is first asked for."""
-    if name not in ("Plain", "async_save", "list_for_torch", "load", "load_plain", "save"):
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
-    from fsdp.checkpoint.save_checkpoint import async_save, list_for_torch, save
+    from fsdp.checkpoint import load_checkpoint, save_checkpoint
 
-    globals().update(Plain=Plain, load=load, load_plain=load_plain)
-    globals().update(async_save=async_save, list_for_torch=list_for_torch, save=save)
+    globals()[name] = getattr(load_checkpoint if name in ("Plain", "load", "load_plain") else save_checkpoint, name)
     return globals()[name]

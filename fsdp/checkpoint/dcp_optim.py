@@ -203,9 +203,7 @@ def optimizers_to_load(
 def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     units = units_of(model)
     if units:
-        settings = options.settings()
-        form = Form.of(settings.state_dict_type, settings.optim_state_dict_config)
-        return optim_state_dict(model, optimizer, raw, form)
+        return optim_state_dict(model, optimizer, raw, Form.of(options.settings().optim_state_dict_config))
     named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
     if options.cpu_offload:
         named["state"] = tree_map(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from fsdp.api import OptimStateDictConfig, RaggedOptimStateDictConfig, RaggedStateDictConfig, StateDictType
+from fsdp import api
 from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, dense_stride, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel, Channels, Item, redistribute
@@ -106,7 +106,7 @@ class Form(ABC):
         rank0_only: only rank 0 gets it. For ``Full``.
         offload_to_cpu: tensors in CPU memory; else where the unit computes, or in the shards' own memory.
         rows: for ``Rows``: the mesh and its dimension over which they lie as ``DTensor``; None for ``ShardedTensor``.
-        kind: of state dict, for which it is used; None for one that a config asks for.
+        configs: what asks for it.
         called: in errors.
         is_readable: the values stand in the modules already while ``nn.Module`` walks them.
         stays: the values are the shards' own; nothing travels.
@@ -118,7 +118,7 @@ class Form(ABC):
     offload_to_cpu: bool = True
     rows: tuple[DeviceMesh, int] | None = None
 
-    kind: ClassVar[StateDictType | None] = None
+    configs: ClassVar[tuple[type, ...]]
     called: ClassVar[str]
     is_readable: ClassVar[bool] = False
     stays: ClassVar[bool] = False
@@ -126,13 +126,9 @@ class Form(ABC):
     is_flat: ClassVar[bool] = False
 
     @staticmethod
-    def of(kind: StateDictType, config: Any) -> Form:
-        """What the settings in force ask for."""
-        form = next(form for form in FORMS if form.kind is kind)
-        if isinstance(config, (RaggedStateDictConfig, RaggedOptimStateDictConfig)):
-            form = Ragged
-        elif isinstance(config, OptimStateDictConfig) and form.is_flat:
-            form = Rows
+    def of(config: Any) -> Form:
+        """What this asks for."""
+        form = next(form for form in FORMS if isinstance(config, form.configs))
         return form(getattr(config, "rank0_only", False), config.offload_to_cpu)
 
     def within(self, unit: Unit, *, cut: bool) -> Form:
@@ -194,7 +190,8 @@ class Form(ABC):
 class Full(Form):
     """Whole tensors on every rank, or on rank 0 alone."""
 
-    kind, called, is_readable = StateDictType.FULL_STATE_DICT, "a full state dict", True
+    configs, called = (api.FullStateDictConfig, api.FullOptimStateDictConfig), "a full state dict"
+    is_readable = True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return Placement.whole(shape, ranks)
@@ -218,7 +215,8 @@ class Rows(Form):
     """Each rank's chunk of rows, by the rule of ``torch.chunk``: as ``DTensor`` where there is a mesh, else as
     ``ShardedTensor``. What has no rows is whole on every rank."""
 
-    kind, called, is_cut = StateDictType.SHARDED_STATE_DICT, "a sharded state dict", True
+    configs = api.ShardedStateDictConfig, api.ShardedOptimStateDictConfig, api.LocalOptimStateDictConfig
+    called, is_cut = "a sharded state dict", True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         if not shape or 0 in shape:
@@ -283,6 +281,7 @@ class Rows(Form):
 class Ragged(Form):
     """What this rank's shard holds, in the shard's own memory unless it is on another device."""
 
+    configs = api.RaggedStateDictConfig, api.RaggedOptimStateDictConfig
     called, stays = "a state dict without communication", True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
@@ -309,7 +308,8 @@ class Ragged(Form):
 class Local(Form):
     """Each rank's interval of a vector as ``ShardedTensor``, in the shard's own memory unless that is elsewhere."""
 
-    kind, called, stays, is_cut, is_flat = StateDictType.LOCAL_STATE_DICT, "a local state dict", True, True, True
+    configs, called = (api.LocalStateDictConfig,), "a local state dict"
+    stays = is_cut = is_flat = True
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return None
@@ -335,7 +335,7 @@ class Local(Form):
         )
 
 
-FORMS: tuple[type[Form], ...] = (Full, Rows, Ragged, Local)
+FORMS: tuple[type[Form], ...] = (Full, Ragged, Rows, Local)  # those of a derived config before those of its base
 
 
 def form_of(value: torch.Tensor) -> type[Form]:

@@ -10,7 +10,8 @@ import contextlib
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -34,7 +35,7 @@ from fsdp.checkpoint.placement import Box
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.save_checkpoint import held_nbytes
-from fsdp.checkpoint.torch_storage import LoadPlanner, VerifiedFiles, file_order
+from fsdp.checkpoint.torch_storage import LoadPlanner, VerifiedFiles
 from fsdp.comm.consensus import Ranks
 
 
@@ -122,8 +123,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
     def read(directory: Path, manifest: Manifest) -> Plain:
         contents = _Contents(directory, manifest, None, reading, optimizer=True)
         _verify(directory, contents.unread(manifest.files), progress)
-        found = contents.read(manifest.files)
-        return Plain(found.model, found.optimizer, [*Extras(directory, manifest.ranks)])
+        return Plain(*contents.read(manifest.files), [*Extras(directory, manifest.ranks)])
 
     return files.read_latest(Path(path), read, files.find)
 
@@ -148,20 +148,14 @@ def _load(
         return _Like(values, trained_parts(model, optimizer))
 
     ranks.together("check what is to be loaded", check)
-    (values, optimizer_state, left), extras = _fetched(ranks, path, like, reading, optimizer=optimizer is not None)
+    (values, optimizer_state), extras = _fetched(ranks, path, like, reading, optimizer=optimizer is not None)
     options = StateDictOptions(ragged=True, strict=reading.strict)
 
     def plan() -> list[tuple[Optimizer, dict[str, Any]]]:
         if optimizer is None:
             return []
         assert optimizer_state is not None
-        planned = optimizers_to_load(model, optimizer, optimizer_state, options=options)
-        if left and reading.strict:
-            raise RuntimeError(
-                f"the checkpoint {path} has optimizer state of {', '.join(map(repr, left))}, which no optimizer given "
-                "holds: pass those that were saved, or strict=False to leave the others out"
-            )
-        return planned
+        return optimizers_to_load(model, optimizer, optimizer_state, options=options)
 
     def attempt() -> Loading:
         loading = prepare_model_state_dict(model, values, options=options)
@@ -285,13 +279,7 @@ class Extras(Sequence[Any]):
         self._values[rank] = value
 
 
-class _Read(NamedTuple):
-    """The model's state; the optimizer's, if it was asked for and there is any; and the names of parameters of which
-    there is more, but which are not trained."""
-
-    model: dict[str, Any]
-    optimizer: dict[str, Any] | None
-    left: list[str]
+_Read = tuple[dict[str, Any], dict[str, Any] | None]  # the model's state, and the optimizer's if it is to be read
 
 
 class _Contents:
@@ -308,7 +296,8 @@ class _Contents:
     ) -> None:
         """
         Raises:
-            RuntimeError: names or shapes do not fit, or the index is damaged, or a pickle.
+            RuntimeError: names or shapes do not fit, or there is more than is trained, or the index is damaged, or a
+                pickle.
         """
         self._directory, self._reading, self._reader = directory, reading, FileSystemReader(directory)
         self._metadata, table = self._look_up(manifest)
@@ -328,7 +317,12 @@ class _Contents:
         likes += [(key, like.trained[name]) for key, (name, _) in self._of_state.items() if name in like.trained]
         self._wanted = {key: _empty(in_file[key], its) for key, its in likes}
         self._wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if self.has_optimizer and key in in_file)
-        self._left = list(dict.fromkeys(name for name, _ in self._of_state.values() if name not in like.trained))
+        left = list(dict.fromkeys(name for name, _ in self._of_state.values() if name not in like.trained))
+        if left and reading.strict:
+            raise RuntimeError(
+                f"the checkpoint {directory} has optimizer state of {', '.join(map(repr, left))}, which no optimizer "
+                "given holds: pass those that were saved, or strict=False to leave the others out"
+            )
         holders = {rank for key, its in self._wanted.items() if table for rank in table[key].holders(_boxes(its))}
         self._parts = [files.part_name(rank) for rank in sorted(holders)]
         self._in_parts = table is not None
@@ -378,17 +372,18 @@ class _Contents:
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
             plan = planner.create_local_plan()
             self._check_all_is_there(plan.items)
-            plan.items.sort(key=lambda item: file_order(metadata.storage_data[item.storage_index]))
+            place = attrgetter("relative_path", "offset")
+            plan.items.sort(key=lambda item: place(metadata.storage_data[item.storage_index]))
             self._reader.read_data(self._reader.prepare_local_plan(plan), planner).wait()
         read = planner.state_dict
         values = {name: read[key] for name, key in self._of_model.items() if key in read}
         if not self.has_optimizer:
-            return _Read(values, None, [])
+            return values, None
         states: dict[str, Any] = {}
         for key, (name, state) in self._of_state.items():
             if key in read:
                 states.setdefault(name, {})[state] = read[key]
-        return _Read(values, {"state": states | read.get(OTHERS, {}), "param_groups": read[GROUPS]}, self._left)
+        return values, {"state": states | read.get(OTHERS, {}), "param_groups": read[GROUPS]}
 
     def _check_all_is_there(self, items: Iterable[ReadItem]) -> None:
         """``torch.distributed.checkpoint`` leaves memory as it is for which it finds nothing."""
@@ -419,9 +414,9 @@ def _boxes(value: Any) -> list[Box]:
 def _misfits(
     saved: dict[str, TensorStorageMetadata | BytesStorageMetadata], template: dict[str, Any], *, strict: bool
 ) -> Iterator[str]:
-    if strict:
-        yield from _named("missing in the checkpoint", [name for name in template if name not in saved])
-        yield from _named("missing in the model", [name for name in saved if name not in template])
+    for where, names, others in (("checkpoint", template, saved), ("model", saved, template)) if strict else ():
+        if missing := [repr(name) for name in names if name not in others]:
+            yield f"missing in the {where}: {', '.join(missing)}"
     for name, value in template.items():
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
         found = saved.get(name)
@@ -430,11 +425,6 @@ def _misfits(
         in_file = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
         if found is not None and shape != in_file:
             yield f"{name!r} has shape {in_file} in the checkpoint and {shape} in the model"
-
-
-def _named(what: str, names: Collection[str]) -> Iterator[str]:
-    if names:
-        yield f"{what}: {', '.join(map(repr, names))}"
 
 
 def _empty(what: TensorStorageMetadata | BytesStorageMetadata, like: Any) -> Any:

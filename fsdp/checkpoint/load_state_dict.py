@@ -30,7 +30,7 @@ from fsdp.checkpoint.forms import Source, fill, fill_replicas, gathered
 from fsdp.checkpoint.placeholders import Opaque, RestLoading, UnitLoading, persistent_buffers
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channel, Channels
-from fsdp.checkpoint.state_dict import Key, StateHooks, check_at_rest, held_tensors
+from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, held_tensors
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import Failure, broadcast_object, failures_in
 from fsdp.comm.groups import default_group, group_ranks
@@ -150,7 +150,7 @@ class Loading:
         self._hooks = list(dict.fromkeys(hooks_of_units))  # one for each unit
         for hooks in self._hooks:
             join(hooks.unit)
-            check_at_rest(hooks.unit, "load_state_dict()")
+            check_idle([hooks.unit], "load_state_dict()", Phase.SUMMONED)
             hooks.abandon()
         try:
             for hooks in self._hooks:
@@ -355,11 +355,7 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
     """
     units = units_of(model)
     tp = _tp_of(units)
-    for unit in units:
-        if unit.phase is not Phase.IDLE:
-            raise RuntimeError(
-                f"loading what only rank 0 has while {unit.name} is in {unit.phase.name}: load it outside"
-            )
+    check_idle(units, "loading what only rank 0 has")
     groups = _ranks_of(model, units)
     loading: Loading | None = None
     with contextlib.ExitStack() as undo:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -137,7 +137,7 @@ class UnitSaving(UnitTensors):
             RuntimeError: the unit is running.
         """
         settings, has_parts = unit.state_settings, unit.groups.sharded and bool(unit.handles)
-        form = Form.of(settings.state_dict_type, settings.state_dict_config)
+        form = Form.of(settings.state_dict_config)
         if form.is_cut and unit.handles and not has_parts:
             warnings.warn(
                 f"{settings.state_dict_type} of {unit.name}, which is not sharded (NO_SHARD): its full state dict is "
@@ -152,7 +152,7 @@ class UnitSaving(UnitTensors):
         group = next((several for several in groups if len(several) > 1 and opener in several), ())
         self.later = max(self._walk.visits(group) - 1, 0) if group else 0
         self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
-        check_at_rest(unit, "state_dict()")
+        check_idle([unit], "state_dict()", Phase.SUMMONED)
         if form.stays and unit.phase is Phase.SUMMONED:
             raise RuntimeError(
                 f"{form.called} of {unit.name} inside summon_full_params, where the shards may be out of "
@@ -303,11 +303,14 @@ def flat_home(unit: Unit, opener: nn.Module) -> nn.Module:
     return home
 
 
-def check_at_rest(unit: Unit, what: str) -> None:
-    if unit.phase not in (Phase.IDLE, Phase.SUMMONED):
-        raise RuntimeError(
-            f"{what} in the middle of the {unit.phase.name.lower()} of {unit.name}: call it before or after"
-        )
+def check_idle(units: Iterable[Unit], what: str, *allowed: Phase) -> None:
+    """
+    Raises:
+        RuntimeError: one of them is in another phase than IDLE and those ``allowed``.
+    """
+    for unit in units:
+        if unit.phase not in (Phase.IDLE, *allowed):
+            raise RuntimeError(f"{what} in the middle of the {unit.phase.name.lower()} of {unit.name}: call it outside")
 
 
 def _storage(tensor: torch.Tensor) -> int:

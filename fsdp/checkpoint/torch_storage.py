@@ -124,8 +124,3 @@ class VerifiedFiles(FileSystem):
         name = Path(path).name
         with Verified(Path(path), self._entries[name], self._blocks[name]) as stream:
             yield stream
-
-
-def file_order(info: Any) -> tuple[str, int]:
-    """To read in this order."""
-    return info.relative_path, info.offset

@@ -430,9 +430,7 @@ def _settings_in(module: nn.Module) -> StateDictSettings | None:
 def _wanted(model: nn.Module) -> Form:
     """The form of optimizer state that is in force."""
     settings = StateDictMethods.get_state_dict_type(model)
-    if settings is None:
-        return Full()
-    return Form.of(settings.state_dict_type, settings.optim_state_dict_config)
+    return Full() if settings is None else Form.of(settings.optim_state_dict_config)
 
 
 @contextlib.contextmanager
