@@ -140,7 +140,7 @@ MUTATIONS = [
         "if last.get(event, i) == i)",
         "if True)",
         "a unit of several modules is planned as if it ended with the first of them",
-        _tests("plan", "two_ranks_hold_and_receive_what_was_planned[4]"),
+        _tests("plan", "a_group_runs_around_what_runs_between_its_modules"),
     ),
     Mutation(
         "fsdp/tools/plan.py",

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.comm import host_memory, shared_memory
-from fsdp.tools.plan import as_nbytes, main
+from fsdp.tools.plan import _Tree, as_nbytes, main
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
 from tests.harness.models import EncoderBlock, TiedTransformer
@@ -94,7 +94,7 @@ class Untied(Language):
 
 def grouped() -> nn.Module:
     """Units of which the first and the last to run are one."""
-    model = Language()
+    model = LargeLanguage()
     FullyShardedDataParallel.group([model.embed, model.head])
     return model
 
@@ -231,6 +231,14 @@ def test_a_model_and_what_makes_it_are_planned_alike_and_left_alone() -> None:
     assert before == {name: (id(param), param._version) for name, param in model.named_parameters()}
     assert (found.name, found.units) == ("TiedTransformer", ("", "blocks.0", "blocks.1"))
     assert found.numel == sum(param.numel() for param in model.parameters())  # what is tied counts once
+
+
+def test_a_group_runs_around_what_runs_between_its_modules() -> None:
+    tree = _Tree(grouped(), ModuleWrapPolicy({Layer}), MixedPrecision(), False, True)
+    assert [unit.name for unit in tree.wrapped] == ["", "embed, head", "layers.0", "layers.1", "layers.2"]
+    assert [index for index, begins in tree.order if begins] == [0, 1, 2, 3, 4]
+    assert [index for index, begins in tree.order if not begins] == [2, 3, 4, 1, 0]
+    assert [sorted(unit.around) for unit in tree.wrapped] == [[], [0], [0, 1], [0, 1], [0, 1]]
 
 
 def test_activations_are_what_autograd_saves() -> None:

@@ -249,8 +249,8 @@ class _Wrapped(nn.Module):
         if unit is not None:
             return
         self.name, self.index, self.around, self.options = "", 0, frozenset[int](), options
-        self.is_group = self.opens_early = self.closes_late = isinstance(module, ModuleGroup)
-        self.saved = 0
+        self.is_group, self.saved = isinstance(module, ModuleGroup), 0
+        self.opens_early = self.closes_late = False
         self.told: Callable[[_Wrapped, bool, Any], None] = lambda *_: None
         self.owned = owned_params(module, Ignored(), f"the {type(module).__name__} unit")
 
@@ -304,7 +304,8 @@ class _Tree:
 
     def _visit(self, wrapper: _Wrapped, name: str, around: frozenset[int]) -> None:
         (unit,) = wrapper.of
-        if unit in self.wrapped:
+        behind = unit in self.wrapped  # another module of the group, and what runs between them
+        if behind:
             unit.name += f", {name}"
         else:
             unit.name, unit.index, unit.around = name, len(self.wrapped), around
@@ -312,7 +313,6 @@ class _Tree:
         self.order.append((unit.index, True))
         # the gradient of what has several places comes once, with the first one's, which a backward reaches last
         trained = {item.places[0].module for item in unit.owned if item.param.requires_grad}
-        behind = False
         for path, module in _modules(wrapper.inner[0], name):
             if not isinstance(module, _Wrapped):
                 unit.opens_early |= behind and module in trained
