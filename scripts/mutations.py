@@ -1770,7 +1770,7 @@ MUTATIONS = [
         "leaf.detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()",
         "leaf.detach()",
         "torch's compiler finds DTensors that say of their memory what is not so",
-        _tests("two_dimensions", "it_trains_as_ddp_does_with_the_same_tensor_parallelism"),
+        _tests("two_dimensions", "compiled_layers_of_tensor_parallelism_train_as_others"),
     ),
     Mutation(
         "fsdp/checkpoint/optim_state.py",
