@@ -57,6 +57,11 @@ ensure_env() {
   local pip=("$python" -m pip --disable-pip-version-check --no-input install --quiet)
   "${pip[@]}" "setuptools>=77" </dev/null
   "${pip[@]}" --no-build-isolation "$torch" -e "$_root[$extras]" </dev/null
+  if [ "$kind" = clients ]; then
+    # Composer asks for an older torch, and for torchvision: clients.py does without these, and without Composer.
+    { "${pip[@]}" coolname tabulate py-cpuinfo requests torch_optimizer "importlib-metadata<9" "pillow<12" </dev/null &&
+      "${pip[@]}" --no-deps mosaicml==0.32.1 </dev/null; } || echo "Composer cannot be installed: without its rows" >&2
+  fi
   echo "$wanted" >"$stamp.part"
   mv "$stamp.part" "$stamp"
 }

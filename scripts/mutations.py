@@ -235,6 +235,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
+        "                view.skip_comparison()\n",
+        "                pass\n",
+        "an optimizer that steps inside of a forward is taken for a write to the gathered values",
+        _tests("clients", "an_optimizer_steps_inside_of_a_forward"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
         "        if not expected and not self.expected:\n",
         "        if not expected:\n",
         "a unit reduces before a backward that runs around the one at hand has brought its gradients",

@@ -493,3 +493,45 @@ def upcast() -> None:
 def test_parameters_that_trainers_cast_after_wrapping() -> None:
     """accelerate sets the flat parameter's data and the handle's dtype; then all is as if they had come like that."""
     run_ranks(2, upcast)
+
+
+# -- a step inside of a forward ----------------------------------------------------------------------------------------
+
+
+class Task(nn.Module):
+    """As Lightning's modules with manual optimisation: what its trainer calls runs inside of the wrapper's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+        loss = self.last(torch.tanh(self.first(x))).square().mean()
+        if optimizer is not None:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss
+
+
+def step_inside() -> None:
+    for use_orig_params, policy in ((False, None), (True, ModuleWrapPolicy({nn.Linear}))):
+        trained = []
+        for inside in (False, True):
+            model = wrap(Task(), use_orig_params=use_orig_params, wrap_policy=policy)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for number in range(3):
+                x = torch.full((2, 4), 1.0 + number + rank())
+                if inside:
+                    model(x, optimizer)
+                else:
+                    optimizer.zero_grad()
+                    model(x).backward()
+                    optimizer.step()
+            trained.append(full_parameters(model))
+        assert_bit_equal(*trained)
+
+
+def test_an_optimizer_steps_inside_of_a_forward() -> None:
+    run_ranks(2, step_inside)

@@ -581,6 +581,7 @@ def test_without_address_space_nothing_is_guarded(monkeypatch: pytest.MonkeyPatc
 
     released._address_space.cache_clear()
     monkeypatch.setattr(released, "_map", refuse)
+    monkeypatch.setattr(released, "_storages_refuse", lambda: False)  # as where torch is not built for CUDA
     storage = torch.ones(10).untyped_storage()
     storage.resize_(0)
     tensor = torch.empty(0).set_(storage)

@@ -283,14 +283,15 @@ def test_like_ddp() -> None:
 
 
 class Partly(nn.Module):
-    """One unit; no rank uses `never`, and `at_times` some ranks in some steps."""
+    """No rank uses `never`; some ranks use `at_times` in some steps, the others a unit whose backward comes last."""
 
     def __init__(self) -> None:
         super().__init__()
         self.always, self.never, self.at_times = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.block = Block()
 
     def forward(self, x: Tensor, use: bool) -> Tensor:
-        x = torch.tanh(self.always(x))
+        x = torch.tanh(self.always(x if use else self.block(x)))
         return self.at_times(x) if use else x
 
 
@@ -310,7 +311,7 @@ def decay_beside_ddp() -> None:
     ):
         plain = nn.parallel.DistributedDataParallel(seeded(Partly).double(), find_unused_parameters=True)
         before = {name: param.detach().clone() for name, param in plain.module.named_parameters()}
-        model = wrap(seeded(Partly).double(), strategy, True, wrap_policy=None, reduce_unused=True, **options)
+        model = build(seeded(Partly).double(), strategy, True, **options)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.5) for m in (plain, model)]
         data = Data(dist.get_rank(), world_size)
         for step, uses in enumerate(USES):
