@@ -150,7 +150,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         device_id: where the parameters are moved before they are flattened, and where the unit computes: anything that
             ``torch.device()`` accepts. Without it they stay where they are if that is an accelerator; parameters on
             CPU are moved to the accelerator's current device, with a warning, where there is one.
-        sync_module_states: give parameters and buffers the values that rank 0 of the group has.
+        sync_module_states: give parameters and buffers rank 0's values. Without it ranks are warned if theirs differ.
         forward_prefetch: changes nothing: with or without it, ``forward_prefetch_distance`` units are gathered before
             the current one computes.
         limit_all_gathers: True: beside the root, the units around the one that computes, and those that their strategy

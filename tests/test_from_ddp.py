@@ -5,7 +5,10 @@ M1 to M16 are numbered as in the README's table, which has where each is tested.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.checkpoint import load, save
+from fsdp.comm.consensus import broadcast_object
+from fsdp.comm.waiting import OutOfStep
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import clean_name
@@ -244,6 +251,107 @@ def _ddp_around() -> None:
     assert "require_backward_grad_sync" in dir(build())
 
 
+def _differing(**options: Any) -> Any:
+    """Wrapped with other values on each rank, but for those of what is ignored or comes from rank 0."""
+    torch.manual_seed(10 + dist.get_rank())
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return FullyShardedDataParallel(module, **{"use_orig_params": True, **options})
+
+
+def _wrapped_empty() -> Any:
+    def empty(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        for param in module.parameters(recurse=False):
+            nn.init.uniform_(param)  # as each rank has its own
+
+    torch.manual_seed(10 + dist.get_rank())
+    with torch.device("meta"):
+        module = net()
+    torch.manual_seed(10 + dist.get_rank())
+    return FullyShardedDataParallel(module, param_init_fn=empty)
+
+
+def _load(model: Any) -> None:
+    model.load_state_dict(net().state_dict())
+
+
+def _load_checkpoint(model: Any) -> None:
+    folder = broadcast_object(tempfile.mkdtemp() if dist.get_rank() == 0 else None, dist.group.WORLD, "folder")
+    save(f"{folder}/checkpoint", build(use_orig_params=model._use_orig_params))
+    load(f"{folder}/checkpoint", model)
+    dist.barrier()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_summoned(model: Any) -> None:
+    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        for param, value in zip(model.parameters(), net().parameters()):
+            param.copy_(value)
+
+
+def _write_data(model: Any) -> None:
+    """As nothing but the values tells; and on one rank alone."""
+    if dist.get_rank() == 1:
+        for param in model.parameters():
+            param.data.zero_()
+
+
+def _read(model: Any) -> None:
+    model.state_dict()
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        pass
+
+
+def _m12_initial_values() -> None:
+    """Rank 0 is told in the first pass, once, unless what was given does not count: other values came since, or one
+    rank's were given to all."""
+    rank, replicated = dist.get_rank(), {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    for options in ({}, {"use_orig_params": False}, replicated, {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}):
+        model = _differing(**options)
+        _read(model)
+        said = [*warned(lambda model=model: backward(model)), *warned(lambda model=model: backward(model))]
+        assert len(said) == (rank == 0), said
+        for text in said:
+            assert "when it was wrapped, '" in text and "weight' of " in text, text
+            assert "on rank 1 was not what it was on rank 0, nor were 3 others" in text
+            assert "Pass sync_module_states=True" in text
+    module: Any = net()
+    nn.init.normal_(module[0].weight, generator=torch.Generator().manual_seed(rank))
+    for model in (_differing(sync_module_states=True), FullyShardedDataParallel(module, ignored_modules=[module[0]])):
+        assert not warned(lambda model=model: backward(model))
+    for make in (_differing, functools.partial(_differing, use_orig_params=False), _wrapped_empty):
+        for change in (_load, _load_checkpoint, _write_summoned, _write_data):
+            model = make()
+            change(model)
+            assert not warned(lambda model=model: backward(model)), (make, change)
+    assert len(warned(lambda: backward(_wrapped_empty()))) == (rank == 0)
+    model = _differing()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The ranks began with different values", UserWarning)
+        for _ in range(3):
+            with contextlib.suppress(UserWarning, OutOfStep):  # rank 0 gives up, as told; the other is told of that
+                backward(model)
+                break
+        else:
+            raise AssertionError("the ranks do not go on")
+
+
+def _replicas_differ() -> list[str]:
+    """Those of one replica have other values than those of another one, and are alike among themselves."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(mesh.get_coordinate()[0])
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = FullyShardedDataParallel(
+        module, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD, use_orig_params=True
+    )
+    return warned(lambda: backward(model))
+
+
+def test_replicas_that_began_with_different_values() -> None:
+    (first,), (second,), *others = run_ranks(4, _replicas_differ)
+    assert "on rank 2 was not what it was on rank 0" in first and "on rank 3 was not" in second and others == [[], []]
+
+
 def _all() -> None:
     for name, check in list(globals().items()):
         if name.startswith(("_m", "_grad_", "_ddp_")) and callable(check):
@@ -254,5 +362,5 @@ def _all() -> None:
 
 
 def test_the_traps() -> None:
-    """M2, M7, M8, M9, M10, M11, M14, M15, M16, loss scaling, and a wrapper inside of DDP."""
+    """M2, M7, M8, M9, M10, M11, M12, M14, M15, M16, loss scaling, and a wrapper inside of DDP."""
     run_ranks(2, _all)

@@ -540,6 +540,7 @@ def begin_another(way: str) -> list[str]:
         model = new_model(group)
         with contextlib.suppress(RuntimeError):
             train(model)
+            train(model)
             STEPS[odd if dist.get_rank() == ODD else "train"](model)
         del model
         model = new_model(group, sync_module_states=synchronized)

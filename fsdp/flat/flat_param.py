@@ -36,7 +36,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -99,6 +99,20 @@ def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     param.data = shard
 
 
+class Sampled(NamedTuple):
+    """A few elements of each parameter of a flat vector, one after the other, as bytes; and how many of each."""
+
+    tensor: torch.Tensor
+    counts: list[int]
+
+    @staticmethod
+    def of(layout: FlatLayout, values: torch.Tensor) -> Sampled:
+        """Copied from ``values``; nobody waits for them."""
+        rows = values.view(torch.uint8).view(layout.padded_numel, layout.dtype.itemsize)
+        parts = [rows[record.offset : record.end : max(1, record.numel // 8)] for record in layout.params]
+        return Sampled(torch.cat(parts), [len(part) for part in parts])
+
+
 class FlatParamHandle:
     """One bucket: the parameters of a unit that share a dtype and a ``requires_grad``.
 
@@ -140,6 +154,7 @@ class FlatParamHandle:
         self.tp = tuple(tp)
         self._cuts, self._places = _cuts(layout, groups.shard_rank) if groups.sharded else ([], [])
         self.full_precision = False
+        self.sampled: Sampled | None = None  # of the values that it was made with
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self._part: torch.Tensor | None = None  # of the full buffer, among the ranks nearby, likewise
         self.unit_name = "its unit"
@@ -172,13 +187,16 @@ class FlatParamHandle:
         with torch.no_grad():
             for view, param in zip(parameter_views(layout, values), params):
                 view.copy_(param)
-        if not groups.sharded:
-            return FlatParamHandle(layout, values, params, groups, device, offload, tp, with_whole=with_whole)
-        start, end = layout.shard_range(groups.shard_rank)
-        shard = values[start:end].clone()
-        return FlatParamHandle(
-            layout, shard, params, groups, device, offload, tp, with_whole=with_whole, donated=values
+        sampled = Sampled.of(layout, values)
+        shard, donated = values, None
+        if groups.sharded:
+            start, end = layout.shard_range(groups.shard_rank)
+            shard, donated = values[start:end].clone(), values
+        handle = FlatParamHandle(
+            layout, shard, params, groups, device, offload, tp, with_whole=with_whole, donated=donated
         )
+        handle.sampled = sampled
+        return handle
 
     def clone(self) -> FlatParamHandle:
         """One with the same values, in memory of its own."""

@@ -44,6 +44,7 @@ from fsdp.comm.consensus import all_gather_object, hash_of
 from fsdp.comm.groups import group_timeout, rank_names
 from fsdp.comm.streams import Streams
 from fsdp.comm.waiting import watch
+from fsdp.flat.initial_values import InitialValues
 from fsdp.runtime.diagnosis import (
     Entry,
     Report,
@@ -53,6 +54,7 @@ from fsdp.runtime.diagnosis import (
     left_alone,
     passed_by,
 )
+from fsdp.runtime.mistakes import warn_of_initial_values
 
 GATHER, REDUCE, GATHER_NEARBY = "gather", "reduce", "gather from nearby"
 END_WORDS = "end the pass"
@@ -77,6 +79,8 @@ class Member(Protocol):
 
     @property
     def handles(self) -> Sequence[Any]: ...
+
+    initial: list[InitialValues]  # of its buckets, as far as ranks may have different ones
 
     @property
     def in_full_precision(self) -> bool:
@@ -189,6 +193,7 @@ class Agreement:
         self._accused = False  # this rank has been told that the ranks are out of step
         self._trained = False  # a forward in training mode has begun
         self._detailed = False  # see ``_compare_handles``
+        self._compared = False  # the values that the ranks began with; or a pass has failed, maybe before they were
         self._together = True  # no rank has begun anything since all of them were asked
         self._questions: deque[Vote] = deque()  # not yet answered
         self._recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)  # what ``Entry`` has
@@ -215,6 +220,30 @@ class Agreement:
         self._board = Board(self._group, f"{name:x}")
         self._board.live()
 
+    def _compare_initial_values(self) -> None:
+        """In the first pass, have rank 0 warn where the ranks gave parameters different values when they wrapped."""
+        self._compared, key, digests = True, "initial values", dict[str, str | None]()
+        for member in self._present():
+            for initial in member.initial:
+                digests.update({f"{name!r} of {member.name}": digest for name, digest in initial.digests().items()})
+        look_around = self._looking(key, "comparing the values that the ranks began with")
+
+        def look() -> None:
+            look_around()
+            reports = self._exchange_reports(timedelta(0))
+            alone = [f"rank {rank} gave up the {words.gave_up[2]}" for rank, words in reports.items() if words.gave_up]
+            if alone and not self._board.has_met(key):  # wherever it was: it has not come here
+                here = f"{alone[0]}, and rank {self._rank} is at {reports[self._rank].where}"
+                raise self._out_of_step(self._in_words(here, {}))
+
+        if self._board.meet_alike(key, list(digests.values()), look):
+            return
+        self._board.post(f"{key}/each", list(digests.values()))
+        self._board.meet(f"{key}/each", look)
+        if self._group.rank() == 0:
+            by_rank = dict(zip(self._names, self._board.posted(f"{key}/each").values()))
+            warn_of_initial_values(list(digests), by_rank)
+
     def _present(self) -> list[Member]:
         return [member for member in (reference() for reference in self._members) if member is not None]
 
@@ -236,6 +265,8 @@ class Agreement:
         Agreement._latest = self._ref
         if what is not None and self._under_way is not what:
             self.begin(what)
+            if not (self._compared or what.call):  # calls may be what loads others
+                self._compare_initial_values()
 
     def is_in(self, what: Pass | None) -> bool:
         """Whether ``what`` is under way here, and nobody else has come to any group since."""
@@ -347,11 +378,15 @@ class Agreement:
         self._record.clear()
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
-        self._gave_up, self._accused = None, False
+        self._gave_up, self._accused, self._compared = None, False, True
         self._recoveries += 1
 
     def _meet(self, key: str, why: str, sign: str = "count") -> None:
         """Wait until all ranks have come to ``key`` on the board, and look around meanwhile."""
+        self._board.meet(key, self._looking(key, why), sign)
+
+    def _looking(self, key: str, why: str) -> Callable[[], None]:
+        """What a rank does now and then that waits there."""
         started = time.monotonic()
 
         def look() -> None:
@@ -363,7 +398,7 @@ class Agreement:
                     f"do the same. {self.explain()}"
                 )
 
-        self._board.meet(key, look, sign)
+        return look
 
     def about_to(self, kind: str, member: Member) -> None:
         """``member`` is about to gather or reduce. Returns once the ranks agree, as far as they have to be asked.

@@ -21,6 +21,7 @@ from fsdp.api import (
 from fsdp.comm import beginning
 from fsdp.comm.groups import Groups
 from fsdp.comm.shared_memory import segment_of
+from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE, members_of, path_of
 from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, own_buffers, owned_params, synchronize
@@ -110,7 +111,10 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
             submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
             submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
     groups = replace(options.groups, tp=next((item.tp.group for item in owned if item.tp is not None), None))
-    return Unit(module, name, buckets, groups, device, options.policy, precision)
+    unit = Unit(module, name, buckets, groups, device, options.policy, precision)
+    initial = [InitialValues(views) for views in buckets]
+    unit.initial = [] if options.synchronized or groups.data_parallel_size == 1 else initial
+    return unit
 
 
 def unit_policy(

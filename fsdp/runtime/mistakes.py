@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
@@ -62,6 +62,27 @@ def warn_of_hooks(name: str) -> None:
         "reduced and sharded, not from autograd. Pass use_orig_params=True, or use "
         "register_post_accumulate_grad_hook()"
     )
+
+
+def warn_of_initial_values(names: Sequence[str], by_rank: Mapping[int, Sequence[str | None]]) -> None:
+    """``by_rank`` has what tells of each of the parameters ``names`` with what values that rank wrapped it; None where
+    they do not count."""
+    first = next(iter(by_rank.values()))
+    found = []
+    if all(len(digests) == len(names) for digests in by_rank.values()):  # else ranks have different units
+        for name, digest, *others in zip(names, first, *(list(digests) for digests in by_rank.values())):
+            if None not in others and any(other != digest for other in others):
+                found.append((name, [rank for rank, other in zip(by_rank, others) if other != digest]))
+    if found:
+        (name, ranks), *more = found
+        further = f", nor were {len(more)} others" if more else ""
+        _warn(
+            f"The ranks began with different values: when it was wrapped, {name} on rank {', '.join(map(str, ranks))} "
+            f"was not what it was on rank {next(iter(by_rank))}{further}. Each rank has kept its own part of each "
+            "parameter, so the model is a mixture, where DistributedDataParallel takes all of it from rank 0. Pass "
+            "sync_module_states=True, or seed all ranks alike before the model is built, or load a checkpoint after "
+            "wrapping"
+        )
 
 
 def _warn(text: str) -> None:

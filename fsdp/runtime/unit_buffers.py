@@ -21,6 +21,7 @@ from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
 from fsdp.flat.full_copy import BufferState
+from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE
 from fsdp.runtime.expected import ExpectedLeaves
@@ -136,6 +137,8 @@ class UnitBuffers(ABC):
     kept_versions: list[Any] | None = field(default=None, init=False)  # of shards that a backward left gathered
     # of forward and of backward, what users want to be prefetched; None, or where it says so: what came next last time
     listed: Callable[[bool], list[Any] | None] | None = field(default=None, init=False)
+
+    initial: list[InitialValues] = field(default_factory=list, init=False)  # none where all have those of one rank
 
     def __post_init__(self) -> None:
         self.handles = [views.handle for views in self.views]
