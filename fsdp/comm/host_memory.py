@@ -44,24 +44,24 @@ _MAY_BE_HUGE = hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def empty(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As :func:`empty_strided`, in one dimension."""
-    return empty_strided((numel,), (1,), dtype=dtype, device=device)
-
-
-def empty_strided(
-    size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """``torch.empty_strided``; what is large has huge pages, where the system lets those who ask have them."""
-    numel = 1 + sum((n - 1) * step for n, step in zip(size, stride)) if all(size) else 0
+    """A 1-D tensor of undefined values; what is large has huge pages, where the system lets those who ask have them."""
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or not _MAY_BE_HUGE:
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
     # More addresses than bytes, to begin where a huge page does; what is not written takes no memory.
     pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     skipped = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
     with contextlib.suppress(OSError):  # a system that was built without them
         pages.madvise(mmap.MADV_HUGEPAGE, skipped, nbytes // _HUGE_PAGE * _HUGE_PAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped).as_strided(size, stride)
+    return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
+
+
+def empty_strided(
+    size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """As :func:`empty`, of any shape."""
+    numel = 1 + sum((n - 1) * step for n, step in zip(size, stride)) if all(size) else 0
+    return empty(numel, dtype=dtype, device=device).as_strided(size, stride)
 
 
 class HostBuffers:
