@@ -242,6 +242,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
+        "                view.follow_runs()\n",
+        "",
+        "an optimizer of vectors that steps inside of a forward steps by gradients that are gone",
+        _tests("clients", "an_optimizer_steps_inside_of_a_forward"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
         "        if not expected and not self.expected:\n",
         "        if not expected:\n",
         "a unit reduces before a backward that runs around the one at hand has brought its gradients",

@@ -31,6 +31,7 @@ from fsdp import (
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictType,
+    flat_param_groups,
 )
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.compat import disable_dcp, enable_dcp
@@ -506,29 +507,41 @@ class Task(nn.Module):
         torch.manual_seed(0)
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, step: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
         loss = self.last(torch.tanh(self.first(x))).square().mean()
-        if optimizer is not None:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+        if step is not None:
+            step(loss)
         return loss
 
 
 def step_inside() -> None:
-    for use_orig_params, policy in ((False, None), (True, ModuleWrapPolicy({nn.Linear}))):
+    """In the last one the optimizer has vectors, and what it has not is what is set to None."""
+    for use_orig_params, policy, vectors in (
+        (False, None, False),
+        (True, ModuleWrapPolicy({nn.Linear}), False),
+        (True, None, True),
+    ):
         trained = []
         for inside in (False, True):
             model = wrap(Task(), use_orig_params=use_orig_params, wrap_policy=policy)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            params = list(model.parameters())
+            optimizer = torch.optim.AdamW(flat_param_groups(model) if vectors else params, lr=0.1)
+
+            def step(
+                loss: torch.Tensor, params: list[nn.Parameter] = params, optimizer: torch.optim.Optimizer = optimizer
+            ) -> None:
+                loss.backward()
+                optimizer.step()
+                for param in params:
+                    param.grad = None
+                optimizer.step()  # moves nothing
+
             for number in range(3):
                 x = torch.full((2, 4), 1.0 + number + rank())
                 if inside:
-                    model(x, optimizer)
+                    model(x, step)
                 else:
-                    optimizer.zero_grad()
-                    model(x).backward()
-                    optimizer.step()
+                    step(model(x))
             trained.append(full_parameters(model))
         assert_bit_equal(*trained)
 

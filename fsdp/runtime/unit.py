@@ -544,11 +544,12 @@ class Unit(UnitBuffers):
     def before_step(self) -> None:
         """An optimizer is about to change the shards."""
         self.kept_versions = None  # it may write past what counts versions
-        if self.phase is Phase.FORWARD:  # of a module whose forward is a whole step
+        phase = self.phase
+        if phase is Phase.FORWARD:  # of a module whose forward is a whole step
             for view in self.views:
                 view.skip_comparison()
-        phase = self.phase
-        if phase is Phase.IDLE:
+                view.follow_runs()
+        elif phase is Phase.IDLE:
             if all(views.runs and views.runs.in_step(views.params) for views in self.views):
                 return
             self.follow_parameters()
