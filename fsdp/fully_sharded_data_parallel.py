@@ -168,10 +168,9 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             keeps its gradients, None if it has none; with ``use_orig_params`` so does a parameter of any unit, unless a
             hook or optimizer waits for it during the backward. The same on every rank have to be the passes (each
             forward and backward of the outermost module, also without gradients), ``no_sync()``, and which parameters
-            require grad; in a tree, this argument and the process group (or pair of groups). The price: an all-reduce
-            of 24 bytes in each group, for which the host waits, before each collective and at the end of each pass, one
-            more of a byte per parameter after a backward in which a rank does not use all of a unit, and nothing is
-            prefetched.
+            require grad; in a tree, this argument and the process group (or pair of groups). The price: nothing is
+            prefetched, and the host waits for an all-reduce of 24 bytes in each group before each collective and at the
+            end of each pass, and for one more of a byte per parameter after a backward that does not use all of a unit.
         device_mesh: a mesh instead of groups: of one dimension, the ranks to shard over; for hybrid strategies of two,
             (replicate, shard), in the other order than the pair of groups.
         forward_prefetch_distance, backward_prefetch_distance: how many of the next units to gather while this one
@@ -189,13 +188,11 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             stay gathered from forward to backward, those of the units that ran last, whose backward comes first; and
             inside ``no_sync`` from backward to forward. Each saves a gather. 0 is ``FULL_SHARD``, all there are is
             ``SHARD_GRAD_OP``. The same for all instances under one root.
-        coalesce_nbytes: neighbours among the units that ``auto_wrap_policy`` chooses (children of one module, with the
-            same arguments, and no units inside) become one unit of at most so many bytes of parameters, as by
-            :meth:`group`: tiny ones, whose collectives cost more than what they send. A policy may choose it, too.
+        coalesce_nbytes: neighbours among the units that ``auto_wrap_policy`` chooses (children of one module with the
+            same arguments, no units inside) become one of at most so many bytes, as by :meth:`group`. Or by a policy.
         broadcast_buffers: give all ranks the buffers of rank 0 (running statistics, for instance) when a forward of the
             outermost module begins, as ``DistributedDataParallel`` does, which has it on by default: one broadcast per
-            dtype, but after forwards inside ``no_sync()`` or without gradients. The same for all instances under one
-            root.
+            dtype, but after forwards in ``no_sync()`` or without gradients. The same for all instances under one root.
 
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.

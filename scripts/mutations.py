@@ -304,7 +304,7 @@ MUTATIONS = [
         _tests("backward_end", "units_of_one_forward_run_on_one_thread"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/common_views.py",
         "        if copy is not before[0]:",
         "        if False:",
         "a backward after a cast reads memory that is gone",
@@ -318,7 +318,7 @@ MUTATIONS = [
         _tests("write_table", "what_is_moved_or_loaded_between_forward_and_backward"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/common_views.py",
         "                self._write(index, whole[index])\n",
         "                pass\n",
         "what a state-dict hook writes is lost",
@@ -339,14 +339,14 @@ MUTATIONS = [
         _tests("write_table", "what_state_dict_hooks_write"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/common_views.py",
         "                    self._take_grad(index, tensor.grad)\n",
         "                    pass\n",
         "gradients set on summoned flat parameters are lost",
         _tests("writes", "what_is_written_to_summoned_flat_parameters_counts"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/common_views.py",
         "if look not in (None, looks[index])]",
         "if False]",
         "a graph of before a summon computes with what was written in it",
@@ -437,7 +437,7 @@ MUTATIONS = [
         _tests("writes", "forward_can_use_all_of_its_parameters"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/common_views.py",
         "                versions[index] += run.param._version\n",
         "                pass\n",
         "an optimizer of vectors that steps between a forward and its backward is not seen",
@@ -500,7 +500,7 @@ MUTATIONS = [
         _tests("flat_groups", "state_of_vectors_is_that_of_parameters"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/common_views.py",
         "                    self._adopt(index, new, self._write(index, new))\n",
         "                    _ = summoned or self._adopt(index, new, self._write(index, new))\n",
         "a parameter that is replaced while shown is dropped",
@@ -1260,7 +1260,7 @@ MUTATIONS = [
         _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/common_views.py",
         "        versions = [param._version for param in self.params]\n",
         "        versions: list[int] = [0] * len(self.params)\n",
         "what users write inside no_sync is not gathered",
@@ -2819,7 +2819,7 @@ MUTATIONS = [
         _tests("out_of_step", "fd25_call_on_one_rank"),
     ),
     Mutation(
-        "fsdp/flat/views.py",
+        "fsdp/flat/common_views.py",
         "        if compares and not found:\n",
         "        if False:\n",
         "what a forward writes through .data is not looked for",

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from fsdp.flat.views import Marks
+from fsdp.flat.common_views import Marks
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.ranges import profiled

@@ -1,0 +1,382 @@
+"""What users write to the parameters that they hold, and their gradients: what both modes of ``views.py`` share."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.flat.flat_param import LOST_WRITE, FlatParamHandle, assign_grad
+from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
+from fsdp.flat.registration import Layer, Registration
+from fsdp.flat.runs import Runs
+from fsdp.flat.tensor_parallel import local_of
+from fsdp.flat.visible import Visible, flags_of, looks_of, memories_of
+
+# of each visible parameter which one it is, and how often it was changed in place
+Versions = tuple[Sequence[int], list[int]]
+Marks = tuple[FullCopy, Versions]  # of a bucket: its full copy, and these
+
+
+class CommonViews:
+    """Of one bucket."""
+
+    visible: Sequence[Visible]
+    runs = Runs()  # what optimizers hold in place of visible parameters; of flat ones there are none
+
+    def _see(self, visible: Sequence[Visible]) -> None:
+        """Users hold these from here on."""
+        self.visible = visible
+        self.params = [each.param for each in visible]
+        self._ids = [id(param) for param in self.params]
+
+    def __init__(self, handle: FlatParamHandle, registration: Registration) -> None:
+        self.handle, self.registration = handle, registration
+        # the memory of what rests on the modules, if that has values, and where it is
+        self._values: list[torch.Tensor] | None = None
+        self._pointers: list[int] = []
+        self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    @property
+    def versions(self) -> Versions:
+        """Others when a visible parameter is replaced or written in place; past it, through its ``.data`` for instance,
+        nobody sees it."""
+        versions = [param._version for param in self.params]
+        for run in self.runs:
+            for index in run.members:
+                versions[index] += run.param._version
+        return self._ids, versions
+
+    def marks(self) -> Marks:
+        """What ``check_unchanged`` compares with."""
+        return self.handle.copy, self.versions if self.check_writeback else ((), [])
+
+    def check_unchanged(self, before: Marks, expected: Collection[int]) -> None:
+        """Raises RuntimeError if a backward from a forward in which these marks were made would compute with other
+        values than that: what it computes the gradients of, the leaves ``expected``, must be as it was then. What is
+        written through ``.data`` leaves no mark, as with plain parameters."""
+        copy, versions = self.marks()
+        if copy is not before[0]:
+            raise RuntimeError(
+                f"{self.handle.unit_name} was moved or cast between a forward and its backward, whose values are gone: "
+                "call .to(), .half() and the like after the backward; or run the forward again"
+            )
+        for visible, now, then in zip(self.visible, zip(*versions), zip(*before[1])):
+            if now != then and any(member in expected for member in visible.members):
+                raise RuntimeError(
+                    f"{visible.name!r} of {self.handle.unit_name} was changed in place, or replaced, between a forward "
+                    "and its backward, which would compute with other values than the forward did. Change parameters, "
+                    "and step optimizers, after the backward; or run the forward again"
+                )
+
+    def note_writes(self, indices: Iterable[int]) -> None:
+        """The values of these parameters of the layout were changed: users have the versions of theirs grow, too."""
+        changed = set(indices)
+        params = [visible.param for visible in self.visible if not changed.isdisjoint(visible.members)]
+        if params:
+            torch.autograd.graph.increment_version(params)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
+        """Make ``grad``, sharded or in full shape, the gradient of visible parameter ``position``."""
+        assign_grad(self.visible[position].param, grad)
+
+    def follow_runs(self) -> None:
+        """Bring the gradients of parameters and of the runs that they are in in step; see [Note: Runs]."""
+        if self.registration.summoned is None:
+            self.runs.follow(self.params)
+
+    def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it. With tensor
+        parallelism this rank's part of it, for which ranks may have to communicate."""
+        tp = self.handle.tp[index] if index < len(self.handle.tp) else None
+        return grad if tp is None else tp.local_gradient(grad)
+
+    def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
+        """The gradients that this rank has, without padding and without empty tensors, of parameters that tensor
+        parallelism has ``cut``, or of the others; what changes them in place changes ``.grad``."""
+        grads = [visible.param.grad for visible in self.visible if self.handle.is_cut(visible.members[0]) is cut]
+        return [grad for grad in grads if grad is not None and grad.numel()]
+
+    def _take_grad(self, index: int, whole: torch.Tensor) -> None:
+        """Make ``whole`` the gradient of parameter ``index``."""
+        whole = local_of(whole)
+        visible = next(visible for visible in self.visible if index in visible.members)
+        if visible.absent:
+            return
+        if visible.param.grad is None:
+            visible.param.grad = torch.zeros_like(visible.param)
+        target = self._grad_of(visible, index)
+        target.copy_(whole if target.shape == whole.shape else self.handle.part_of(index, whole))
+
+    def _grad_of(self, visible: Visible, index: int) -> torch.Tensor:
+        """The part of parameter ``index`` in the gradient that ``visible`` has."""
+        grad: Any = visible.param.grad
+        if len(visible.members) == 1:
+            return grad
+        sharded = grad.shape == self.handle.shard.shape
+        return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
+
+    # -- what users write ----------------------------------------------------------------------------------------------
+
+    def use_leaves(self) -> None:
+        """The modules compute with the full parameters from here on.
+
+        What users have put in the place of what was registered is taken over; if a gather was started before, it
+        counts from the next one on.
+        """
+        self.registration.use_leaves(self.take_over if self.check_writeback else None)
+
+    def check_leaves(self, *, compares: bool) -> None:
+        """To be called when a forward is over, while the leaves have their memory. With ``compares``, which waits for
+        the device, values are compared the first time: who writes to them through ``.data`` mostly does so from the
+        beginning.
+
+        Raises:
+            RuntimeError: inside, something was written that goes with that memory.
+        """
+        if not self.check_writeback:
+            return
+        found = self.handle.copy.undo_writes()
+        if compares and not found:
+            found = self.compare("forward with gradients" if torch.is_grad_enabled() else "forward")
+        found += [(index, "replaced") for index in self.registration.put_back_leaves()]
+        if found:
+            index, what = found[0]
+            raise RuntimeError(
+                f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} inside of a forward "
+                f"or backward, {LOST_WRITE}"
+            )
+
+    def compare(self, moment: str) -> list[tuple[int, str]]:
+        """At the first such moment what was written to parameters through ``.data`` since the gather; see
+        ``FlatParamHandle.written_unseen``."""
+        copy = self.handle.copy
+        if not self.check_writeback or copy.keeps_writes or moment in copy.compared:
+            return []
+        copy.compared.add(moment)
+        return self.handle.written_unseen()
+
+    def skip_comparison(self) -> None:
+        """The shard is written while the unit computes, whose values are older than that and none the worse."""
+        self.handle.copy.compared |= {"forward with gradients", "forward"}
+
+    def check_kept(self) -> None:
+        """Raises RuntimeError where a copy that was kept from pass to pass has other values than the shard. To be
+        called before one is trusted; looked at the first time only."""
+        for index, what in self.compare("kept"):
+            raise RuntimeError(
+                f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} while it stays "
+                "gathered from pass to pass (inside no_sync() under SHARD_GRAD_OP, or by "
+                "set_reshard_after_backward(False)), and nothing tells of that: change it in place (param.copy_() and "
+                "the like under torch.no_grad())"
+            )
+
+    def take_over(self) -> None:
+        """Take over the values of what users have put in the place of parameters or of their data.
+
+        Raises:
+            RuntimeError: it cannot be, as it has another shape for instance. Nothing of that parameter is changed.
+            NotImplementedError: one registration of a shared parameter was replaced.
+        """
+        summoned = self.registration.summoned
+        ours: Sequence[Any] = self.registration.resting
+        values: Sequence[torch.Tensor] | None = self._values
+        pointers = self._pointers
+        if summoned is not None:
+            ours, values = summoned.tensors, summoned.values
+            pointers = memories_of(values or ())
+        replaced = self.registration.replaced()
+        if (first := next(replaced, None)) is not None:
+            with torch.no_grad():
+                for index, new in itertools.chain([first], replaced):
+                    self._check_fits(index, new, values[index] if values is not None else ours[index])
+                    self._adopt(index, new, self._write(index, new))
+        if values is None or (found := memories_of(ours)) == pointers:
+            return
+        with torch.no_grad():
+            for index, (tensor, memory, pointer) in enumerate(zip(ours, found, pointers)):
+                if memory != pointer:
+                    self._check_fits(index, tensor, values[index], cast=summoned is not None)
+                    local = local_of(tensor)
+                    point_at([local], [values[index].copy_(local)])
+
+    def _check_fits(self, index: int, new: torch.Tensor, like: torch.Tensor, *, cast: bool = False) -> None:
+        """Raises where ``new`` cannot stand for parameter ``index``, whose values lie in ``like``; with ``cast`` it may
+        have another dtype or device."""
+        record = self.handle.layout.params[index]
+        name = f"{record.name!r} of {self.handle.unit_name}"
+        if not isinstance(new, nn.Parameter):
+            raise TypeError(f"Cannot writeback {name}: assign a torch.nn.Parameter, not a {type(new).__name__}")
+        if isinstance(new, DTensor) and self.registration.summoned is None:
+            raise NotImplementedError(
+                f"Cannot writeback {name}: it became a DTensor while it is sharded. Assign one inside "
+                "summon_full_params(), or a plain torch.nn.Parameter of this rank's part"
+            )
+        new = local_of(new)
+        if new.shape != like.shape:
+            what = "the parameter" if like.shape == record.shape else "this rank's part of it"
+            raise RuntimeError(
+                f"Cannot writeback {name}: its shape became {tuple(new.shape)}, and {what} has {tuple(like.shape)}"
+            )
+        if not cast and (new.dtype, new.device.type) != (like.dtype, like.device.type):
+            raise RuntimeError(
+                f"Cannot writeback {name}: it became {new.dtype} on {new.device}, and is sharded as {like.dtype} on "
+                f"{like.device}. Move or cast the wrapped module instead, all of it: .to(), .half() and the like"
+            )
+
+    def _write(self, index: int, new: torch.Tensor) -> torch.Tensor:
+        """Make the values of ``new``, a whole parameter or this rank's part of it, those of parameter ``index``: where
+        it is summoned, if it is, else in the shard. Returns that memory."""
+        target, new = self._target(index), local_of(new)
+        return target.copy_(new if new.shape == target.shape else self.handle.part_of(index, new))
+
+    def _target(self, index: int) -> torch.Tensor:
+        """Where the values of parameter ``index`` are, or this rank's part of them."""
+        summoned = self.registration.summoned
+        values = self.handle.sharded_views(self.handle.shard) if summoned is None else summoned.values
+        assert values is not None
+        return values[index]
+
+    def _differs(self, index: int, new: torch.Tensor | None) -> bool:
+        """Whether ``new`` has other values than parameter ``index``."""
+        target = self._target(index)
+        if new is None:
+            return False
+        new = local_of(new).detach()
+        new = new if new.shape == target.shape else self.handle.part_of(index, new)
+        both = (target, new.to(target.device, target.dtype))
+        return not torch.equal(*(values.reshape(-1).view(torch.uint8) for values in both))
+
+    def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
+        """The user has replaced parameter ``index`` by ``new``, whose values have been written to ``memory``."""
+        raise AssertionError("each mode has its own")
+
+    # -- what is registered in the parameters' places ------------------------------------------------------------------
+
+    def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
+        """Parameters that hold ``values`` (in their true shapes) are registered until ``end_summon``; so are ``grads``,
+        or the gradients that there are."""
+        raise AssertionError("each mode has its own")
+
+    def end_summon(self, *, write_grads: bool) -> None:
+        """Register what rests there again. Gradients that users have set meanwhile are taken over with ``write_grads``.
+
+        Raises:
+            RuntimeError: parameters of one flat parameter were frozen or unfrozen, and others of it not.
+        """
+        raise AssertionError("each mode has its own")
+
+    def _cover_by(self, summoned: Layer) -> None:
+        self.handle.copy.keeps_writes = True
+        self.registration.cover(summoned, summoned=True)
+
+    def _uncover_summoned(self) -> Layer:
+        layer = self.registration.summoned
+        assert layer is not None
+        self.handle.copy.keeps_writes = self.handle.state is BufferState.RESIDENT
+        self.registration.uncover(layer)
+        return layer
+
+    def summoned(self) -> list[tuple[str, nn.Parameter]]:
+        """While summoned: (name in the unit, full parameter)."""
+        layer = self.registration.summoned
+        return list(zip((record.name for record in self.handle.layout.params), layer.tensors if layer else ()))
+
+    def put_placeholders(
+        self,
+        placeholders: Sequence[torch.Tensor],
+        *,
+        flat: tuple[nn.Module, str] | None = None,
+        keep_writes: bool = False,
+        compared: bool = False,
+    ) -> None:
+        """Register these, one per parameter of the layout, in the parameters' places until ``drop_placeholders``; or
+        with ``flat`` (where, and as what) one for the whole bucket. With ``keep_writes``, which they are whole on all
+        ranks for, what users do to them is done to the parameters; ``compared``: also what only their values show."""
+        keep_writes = keep_writes and not torch.is_inference_mode_enabled()  # there nothing counts writes
+        before = (looks_of(placeholders), flags_of(placeholders)) if keep_writes else None
+        layer = Layer(list(placeholders), flat=flat, before=before, compared=compared)
+        self.registration.cover(layer, summoned=False)
+
+    def drop_placeholders(self) -> None:
+        """Register what belongs there again; idempotent."""
+        layer = self.registration.placeholders
+        if layer is not None:
+            found = self.registration.uncover(layer)
+            if layer.before is not None:
+                self._take_changes(layer, found)
+
+    def _take_changes(self, layer: Layer, whole: Sequence[Any]) -> None:
+        """Take over what users did to the tensors of ``layer``, in whose places ``whole`` were in the end."""
+        assert layer.before is not None
+        looks, flags = layer.before
+        changed = [index for index, look in enumerate(looks_of(whole)) if look not in (None, looks[index])]
+        with torch.no_grad():
+            if layer.compared:
+                changed = [i for i, tensor in enumerate(whole) if i in changed or self._differs(i, tensor)]
+            for index in changed if layer.values is None else ():
+                self._check_fits(index, whole[index], layer.tensors[index], cast=True)
+                self._write(index, whole[index])
+            self.note_writes(changed)
+            for index, tensor in enumerate(whole):
+                if tensor is not None and tensor.grad is not None:
+                    self._take_grad(index, tensor.grad)
+        if flags_of(whole) != flags:
+            self._take_flags(flags_of(whole))
+
+    def _take_flags(self, flags: Sequence[bool | None]) -> None:
+        """Freeze or unfreeze the parameters of the layout, one by one; None leaves one as it is."""
+        summoned = self.registration.summoned
+        for tensor, flag in zip(summoned.tensors if summoned else [v.param for v in self.visible], flags):
+            if flag is not None:
+                tensor.requires_grad_(flag)
+
+    # -- copies and changes ------------------------------------------------------------------------------------------
+
+    def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
+        """The modules are about to be copied; ``handle`` is the copy of this one's. Says what to put for what is on
+        them."""
+        self.registration.announce_copies(handle, memo)
+
+    def follow_shard(self) -> None:
+        """The shard is new, or has moved or changed its dtype: so does what rests on the modules."""
+        self._values = self.handle.sharded_views(self.handle.shard)
+        self.registration.rest(self._resting(self._values))
+        self._pointers = memories_of(self._values or ())
+        self.registration.use_resting()
+
+    def _resting(self, values: list[torch.Tensor]) -> list[Any]:
+        raise AssertionError("each mode has its own")
+
+    def refresh(self) -> bool:
+        """Follow what the user did to the parameters since the last forward; True if some ``requires_grad`` changed.
+
+        Raises:
+            RuntimeError, NotImplementedError: see ``take_over``.
+        """
+        if self.registration.placeholders is not None:  # left there by something that raised
+            self.drop_placeholders()
+        if self.check_writeback:
+            self.take_over()
+        leaves, changed = self.handle.copy.all_leaves, False
+        for visible in self.visible:
+            flag = visible.param.requires_grad
+            for index in visible.members:
+                if leaves[index].requires_grad is not flag:
+                    self.handle.set_requires_grad(index, flag)
+                    changed = True
+        if changed:
+            wanted = [visible.param.requires_grad for visible in self.visible for _ in visible.members]
+            self.handle.flat_param.requires_grad_(any(wanted))
+            for tensor, flag in zip(self.registration.resting, wanted):
+                tensor.requires_grad_(flag)
+        return changed
