@@ -1501,6 +1501,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/build.py",
+        "    count_writes(owned)\n",
+        "",
+        "a model that was made in inference mode cannot be trained",
+        _tests("backward_stale", "inference_mode_first"),
+    ),
+    Mutation(
+        "fsdp/runtime/build.py",
         '        beginning.prepare(several, device, "a model with the values of rank 0")\n',
         "",
         "a model's values are broadcast in the midst of what ranks have left of another one",

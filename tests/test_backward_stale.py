@@ -304,7 +304,9 @@ def _inference() -> None:
         reference.check(wrapped(seeded(Mlp), mode, MlpBlock), f"then trained, {describe(mode)}")
         with torch.inference_mode():
             model = wrapped(seeded(Mlp), mode, MlpBlock)
-        assert not any(p.is_inference() for p in model.parameters())
+            params = list(seeded(Mlp)().parameters())
+        assert not any(p.is_inference() for p in model.parameters()) and params[0].is_inference()
+        reference.check(model, f"made in inference mode, {describe(mode)}")
 
 
 def test_inference_mode_first() -> None:

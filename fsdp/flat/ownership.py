@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -397,6 +398,15 @@ def move_to(
                 if buffer is not None and buffer.device.type == "cpu" and owner not in ignored.modules:
                     owner._buffers[name] = buffer.to(target)
     return target
+
+
+def count_writes(owned: Iterable[OwnedParam]) -> None:
+    """Parameters that were made in inference mode, where nothing counts writes, become ordinary ones; they stay the
+    same objects."""
+    for param in [item.param for item in owned if item.param.is_inference()]:
+        ordinary: Any = torch.Tensor._make_subclass(type(param), param.detach().clone(), param.requires_grad)
+        ordinary.__dict__.update(param.__dict__)
+        torch.utils.swap_tensors(param, ordinary)
 
 
 def own_buffers(module: nn.Module) -> list[torch.Tensor]:

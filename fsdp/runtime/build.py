@@ -24,7 +24,16 @@ from fsdp.comm.shared_memory import segment_of
 from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE, members_of, path_of
-from fsdp.flat.ownership import Ignored, build_handles, materialize, move_to, own_buffers, owned_params, synchronize
+from fsdp.flat.ownership import (
+    Ignored,
+    build_handles,
+    count_writes,
+    materialize,
+    move_to,
+    own_buffers,
+    owned_params,
+    synchronize,
+)
 from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
@@ -78,6 +87,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
         for unit in inner:
             unit.parent_is_built = False
     owned = owned_params(module, ignored, name, options.groups)
+    count_writes(owned)
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
     if options.synchronized:
         several = [group for group in (options.groups.replica, options.groups.shard) if group is not None]
