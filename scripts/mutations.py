@@ -2966,6 +2966,20 @@ MUTATIONS = [
         _tests("from_ddp", "the_traps"),
     ),
     Mutation(
+        "fsdp/runtime/mistakes.py",
+        ' and type(optimizer).step.__module__.startswith("torch.optim.")',
+        "",
+        "an optimizer that keeps what is rounded away is warned of that",
+        _tests("from_ddp", "the_traps"),
+    ),
+    Mutation(
+        "fsdp/runtime/mistakes.py",
+        "_ROUNDING = {torch.bfloat16, torch.float16}",
+        "_ROUNDING = {torch.bfloat16}",
+        "parameters in float16 are trained in it in silence",
+        _tests("from_ddp", "the_traps"),
+    ),
+    Mutation(
         "fsdp/ddp_names.py",
         "        self.set_requires_gradient_sync(value)",
         "        pass",

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.checkpoint import load, save
 from fsdp.comm.consensus import broadcast_object
 from fsdp.comm.waiting import OutOfStep
@@ -203,6 +203,40 @@ def _m11_checkpoints() -> None:
     assert_close(full_parameters(model), dict(theirs.named_parameters()))
 
 
+class OwnStep(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # such as keep what is rounded away
+        return super().step(closure)
+
+
+def _m13_trained_in_low_precision() -> None:
+    """Where torch's own optimizers round to it: not what is frozen, nor computed in it alone."""
+    low = torch.bfloat16
+    frozen = net()
+    frozen[0].to(low).requires_grad_(False)  # type: ignore[index]
+    some: list[Callable[..., Any]] = [torch.optim.SGD, torch.optim.AdamW, OwnStep]
+    for flat in (False, True):
+        for make, dtype, count in zip(some, (low, torch.float16, low), (1, 1, 0)):
+            model = FullyShardedDataParallel(net().to(dtype), use_orig_params=not flat)
+            optimizer = make(model.parameters())
+            for param in model.parameters():
+                param.grad = torch.zeros_like(param)
+            said = warned(lambda optimizer=optimizer: (optimizer.step(), optimizer.step()))
+            assert len(said) == count, said
+            if said:
+                several, kind, part = (1, 4)[not flat], *("bfloat16 512", "float16 4096")[dtype != low].split()
+                assert f"trains {several} of {several} parameters in torch.{kind}: " in said[0] and f"1/{part} of" in said[0]
+                assert f"model.float() before) and pass mixed_precision=MixedPrecision(param_dtype={dtype})" in said[0]
+        computed = build(use_orig_params=not flat, mixed_precision=MixedPrecision(param_dtype=low))
+        assert not optimizer_warnings(lambda: torch.optim.SGD(computed.parameters()), computed)
+    adapters = FullyShardedDataParallel(frozen, use_orig_params=True)
+    trained = [param for param in adapters.parameters() if param.requires_grad]
+    others = [nn.Parameter(torch.zeros(2, dtype=low))]
+    for param in trained + others:
+        param.grad = torch.zeros_like(param)
+    optimizer = torch.optim.SGD(trained + others)
+    assert not warned(lambda: optimizer.step())
+
+
 def _m14_hooks_for_buckets() -> None:
     for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
         with pytest.raises(TypeError, match=r"take buckets: .*torch.distributed.algorithms._comm_hooks.default_hooks"):
@@ -362,5 +396,5 @@ def _all() -> None:
 
 
 def test_the_traps() -> None:
-    """M2, M7, M8, M9, M10, M11, M12, M14, M15, M16, loss scaling, and a wrapper inside of DDP."""
+    """M2, M7, M8, M9, M10, M11, M12, M13, M14, M15, M16, loss scaling, and a wrapper inside of DDP."""
     run_ranks(2, _all)

@@ -91,7 +91,6 @@ SAID = {
             "the model runs under `if iter_num % eval_interval == 0 and master_process`",
             False,
         ),
-        ("require_backward", "require_backward_grad_sync has no effect", False),
         ("clip_grad_norm_", "sees this rank's shards alone", False),
     ],
     "imagenet": [

@@ -7,11 +7,13 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 
+_ROUNDING = {torch.bfloat16, torch.float16}
 _STEPPING = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
 
 
@@ -38,9 +40,18 @@ def warn_of_habits(optimizer: Optimizer) -> None:
                 "them in one group: ask fsdp.global_shape(p), or make the groups by fsdp.param_groups(model, "
                 "weight_decay=...)"
             )
-    for param in (param for group in groups for param in group["params"]):
+    params = [param for group in groups for param in group["params"]]
+    for param in params:
         if getattr(param, "_is_flat_param", False) and param._backward_hooks:
             warn_of_hooks("a flat parameter")
+    low = [param.dtype for param in params if getattr(param, "_fsdp_flattened", False) and param.dtype in _ROUNDING]
+    if low and type(optimizer).step.__module__.startswith("torch.optim."):  # others may keep what is rounded away
+        _warn(
+            f"{type(optimizer).__name__} trains {len(low)} of {len(params)} parameters in {low[0]}: an update "
+            f"of less than 1/{4 / torch.finfo(low[0]).eps:.0f} of a value is rounded away, as it would be under "
+            "DistributedDataParallel. To compute in low precision and train in float32, wrap the model in float32 "
+            f"(model.float() before) and pass mixed_precision=MixedPrecision(param_dtype={low[0]})"
+        )
     frame: Any = sys._getframe(1)
     for _ in range(6):  # from the optimizer's hooks to whoever steps it
         if frame is not None and frame.f_code in _STEPPING:

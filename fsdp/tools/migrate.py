@@ -400,8 +400,6 @@ class Script:
         if self._full(node) in _DDP:
             if not of_call:
                 yield Finding(node.lineno, "FullyShardedDataParallel instead", (self._replace(node, _OURS),))
-        elif isinstance(node, ast.Attribute) and node.attr == "require_backward_grad_sync":
-            yield Finding(node.lineno, "require_backward_grad_sync has no effect: use `with model.no_sync():`")
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == self._full(node) == _FSDP1:
             yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", (self._replace(node, "fsdp"),))
 
