@@ -16,7 +16,8 @@ on a held batch is what it was, and trains on for a tenth of the steps.
   --steps N      training steps (default 200: about a minute on 2 CPU cores)
   --strategy S   full_shard (default), shard_grad_op or no_shard
   --ranks R      processes; on GPUs at most one for each
-  --trace        record a step of each training on CPU, in .demo-trace: step.svg, and trace.json for ui.perfetto.dev
+  --trace        record a step of each training on CPU: step.svg, and trace.json for ui.perfetto.dev, in .demo-trace,
+                 and in .demo-trace-resumed of the one that continues
   --resume       continue from the last checkpoint of the demo before: until --steps, or for a tenth more if it is there
   --help         print this
 
@@ -31,6 +32,7 @@ fail() {
 
 ranks=""
 resume=""
+trace=""
 checkpoints=".demo"
 arguments=()
 while [ $# -gt 0 ]; do
@@ -39,7 +41,7 @@ while [ $# -gt 0 ]; do
     --ranks) [ $# -gt 1 ] || fail "--ranks needs a number"; ranks=$2; shift 2 ;;
     --ranks=*) ranks=${1#--ranks=}; shift ;;
     --resume) resume=yes; shift ;;
-    --trace) arguments+=(--trace .demo-trace); shift ;;
+    --trace) trace=.demo-trace; shift ;;
     *) arguments+=("$1"); shift ;;
   esac
 done
@@ -68,7 +70,8 @@ fi
 # torchrun would warn that it sets this; the training script shares the cores among the processes itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 train_on() {
-  "$python" -m torch.distributed.run --standalone --nproc-per-node "$1" examples/train_gpt.py "${@:2}" "${arguments[@]}"
+  "$python" -m torch.distributed.run --standalone --nproc-per-node "$1" examples/train_gpt.py "${@:2}" \
+    ${trace:+--trace "$trace"} "${arguments[@]}"
 }
 
 if [ -z "$resume" ]; then
@@ -80,6 +83,7 @@ if [ -z "$resume" ]; then
   elif [ "$ranks" -gt 1 ]; then
     ranks=$((ranks - 1))
   fi
+  trace=${trace:+$trace-resumed}
   printf '\nNow with --resume, in %s instead of %s processes\n' "$ranks" "$before"
 fi
 train_on "$ranks" --resume "$checkpoints"

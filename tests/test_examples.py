@@ -322,7 +322,7 @@ def test_demo_trains_and_then_continues_with_one_process_more(tmp_path: Path) ->
     demo = "bash", str(tmp_path / "scripts/demo.sh")
     result = run(*demo, "--resume", timeout=10)
     assert (result.returncode, result.stderr[:52]) == (2, "demo.sh: --resume finds no checkpoint in .demo (see ")
-    result = run(*demo, "--steps", "4", "--ranks", "1", timeout=10)
+    result = run(*demo, "--steps", "4", "--ranks", "1", "--trace", timeout=10)
     assert result.returncode == 0, result.stderr
     assert result.stdout == "\nNow with --resume, in 2 instead of 1 processes\n"
     (tmp_path / ".demo").mkdir()
@@ -331,9 +331,9 @@ def test_demo_trains_and_then_continues_with_one_process_more(tmp_path: Path) ->
     start = "-m torch.distributed.run --standalone --nproc-per-node"
     assert (tmp_path / "calls").read_text().splitlines() == [
         "check --steps 4 --save .demo",
-        f"{start} 1 examples/train_gpt.py --steps 4 --save .demo",
-        f"{start} 2 examples/train_gpt.py --resume .demo --steps 4 --save .demo",
-        "check --trace .demo-trace --steps=4 --save .demo",
+        f"{start} 1 examples/train_gpt.py --trace .demo-trace --steps 4 --save .demo",
+        f"{start} 2 examples/train_gpt.py --resume .demo --trace .demo-trace-resumed --steps 4 --save .demo",
+        "check --steps=4 --save .demo",
         f"{start} 2 examples/train_gpt.py --resume .demo --trace .demo-trace --steps=4 --save .demo",
     ]
 
