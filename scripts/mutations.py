@@ -760,10 +760,31 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
-        "        except OSError:  # no room for what other ranks are to read: nothing was issued\n",
-        "        except EOFError:\n",
+        "    except OSError:  # no room for it, or for what other ranks are to read: nothing was issued\n",
+        "    except EOFError:\n",
         "a unit whose gather found no room cannot be gathered again",
         _tests("shared_memory", "no_room_is_an_error_and_not_a_crash"),
+    ),
+    Mutation(
+        "fsdp/comm/shared_memory.py",
+        "for word, (target, nbytes) in enumerate(targets, _WHERE):",
+        "for word, (target, nbytes) in ((_WHERE, each) for each in targets):",
+        "every bucket of a unit is read where the first one is",
+        _tests("communication", "buckets_are_gathered_together"),
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
+        "            for number, (sends, receives) in enumerate(several, tag.number):\n",
+        "            for number, (sends, receives) in ((tag.number, each) for each in several):\n",
+        "the messages of several buckets meet under one tag",
+        _tests("communication", "buckets_are_gathered_together"),
+    ),
+    Mutation(
+        "fsdp/comm/ledger.py",
+        "    if what.name == ALL_GATHER and len(tensors) > 2:\n",
+        "    if False:\n",
+        "a rank that has to catch up with a gather of several buckets takes part in that of the first",
+        _tests("communication", "buckets_are_gathered_together"),
     ),
     Mutation(
         "fsdp/comm/waiting.py",

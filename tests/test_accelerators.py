@@ -178,7 +178,8 @@ def test_gathers_and_reductions_are_looked_after() -> None:
         mock.patch.object(collectives_module, "issue", return_value=work),
         mock.patch.object(collectives_module, "watcher") as watcher,
     ):
-        communicator.gather(torch.ones(4), torch.ones(2), collectives_module.Tag("gather", 0))
+        part = collectives_module.Gather(torch.ones(4), torch.ones(2))
+        communicator.gather([part], collectives_module.Tag("gather", 0))
         communicator.reduce(torch.ones(2), torch.ones(4), collectives_module.Tag("reduce", 1))
     assert [call.args[1] for call in watcher.follow.call_args_list] == [work, work]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -246,7 +247,8 @@ def _by_hand(mode: Mode) -> None:
     optimizer = sgd(model)
     gathers = 1 if mode.strategy is not NO_SHARD and dist.get_world_size() > 1 else 0
     units = FullyShardedDataParallel.fsdp_modules(model)
-    buckets = {unit: len(unit._fsdp_unit.handles) for unit in units}
+    direct = os.environ.get("FSDP_COLLECTIVES") == "direct"  # where one exchange is for all buckets of a unit
+    buckets = {unit: 1 if direct else len(unit._fsdp_unit.handles) for unit in units}
     for step in range(3):
         optimizer.zero_grad()
         with record_collectives() as log:

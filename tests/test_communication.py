@@ -24,16 +24,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.comm import ledger, shared_memory
+from fsdp.comm.collectives import PARTS, Communicator, Gather, Tag
+from fsdp.comm.groups import Groups
+from fsdp.comm.streams import streams_for
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import new_group
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, clean_name
@@ -57,7 +64,7 @@ def data(log: CollectiveLog) -> list[Collective]:
     """The collectives that move parameters and gradients. What else there is must be small and of integers."""
     moved = []
     for record in log.records:
-        if record.dtype is not None and record.dtype.is_floating_point:
+        if record.op == "exchange" or (record.dtype is not None and record.dtype.is_floating_point):
             moved.append(record)
         else:
             assert record.op == "all_reduce" and record.nbytes <= 1024, f"unexpected: {record}"
@@ -134,6 +141,7 @@ class Formula:
         for parameter in parameters:
             buckets.setdefault((parameter.dtype, parameter.requires_grad), []).append(parameter)
         found: Counts = Counter()
+        exchanged = 0  # by all buckets' gathers
         for (_, trained), members in buckets.items():
             whole = self.nbytes(members)
             part = whole // self.world_size
@@ -141,13 +149,15 @@ class Formula:
             if self.strategy is NO_SHARD:
                 forms = (None, ("all_reduce", whole, whole))
             elif self.way == "direct":
-                forms = (("exchange", others, others), ("exchange", others, others))
+                forms, exchanged = (None, ("exchange", others, others)), exchanged + others
             else:
                 forms = (("all_gather", part, whole), ("reduce_scatter", whole, part))
             if forms[0] is not None:
                 found[(f"gather {name}", *forms[0])] += gathers
             if trained and self.world_size > 1:
                 found[(f"reduce {name}", *forms[1])] += reductions
+        if exchanged:
+            found[f"gather {name}", "exchange", exchanged, exchanged] += gathers
         return +found
 
     def gathers(self, is_root: bool, reached: bool, kept: bool) -> int:
@@ -245,8 +255,61 @@ def test_collectives_of_frozen_units(strategy: ShardingStrategy, use_orig_params
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_collectives_by_direct_exchange(world_size: int, strategy: ShardingStrategy) -> None:
-    """Bytes on the wire: every rank sends and receives (N - 1) / N of the vector, and nothing else."""
-    check_formulas(world_size, [Piece(), Piece()], strategy, True, ["step", "step", "no_sync", "step"], way="direct")
+    """Bytes on the wire: every rank sends and receives (N - 1) / N of the vector, and nothing else. All buckets of a
+    unit are gathered by one exchange."""
+    units, kinds = [Piece(), Piece(*BUCKETS), Piece()], ["step", "step", "no_sync", "step"]
+    check_formulas(world_size, units, strategy, True, kinds, way="direct")
+
+
+BUCKETS = [(dtype, trained) for dtype in (torch.float32, torch.float64, torch.bfloat16) for trained in (True, False)]
+
+
+def gather_several_buckets() -> None:
+    """As one collective of the backend's, if it makes one of several, and by posts of up to ``PARTS`` buckets."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = new_group()
+
+    def parts_of(dtypes: list[torch.dtype]) -> list[Gather]:
+        shards = [torch.arange(3 + i).to(dtype) + 100 * rank for i, dtype in enumerate(dtypes)]
+        return [Gather(torch.empty(size * shard.numel(), dtype=shard.dtype), shard) for shard in shards]
+
+    def check(parts: list[Gather]) -> None:
+        for full, shard in parts:
+            numbers = torch.arange(shard.numel())
+            assert torch.equal(full, torch.cat([numbers + 100 * other for other in range(size)]).to(full.dtype))
+
+    dtypes = [torch.float32, torch.int64, torch.bfloat16, torch.complex64, torch.int16, torch.float64]
+    for way, count in (("native", 6), ("direct", 1), ("shared", None)):
+        os.environ["FSDP_COLLECTIVES"] = way
+        communicator = Communicator(Groups.of(group, replicate=False), streams_for(torch.device("cpu")))
+        parts = parts_of(dtypes)
+        if count is None:
+            communicator.gather(parts[:PARTS], Tag("gather", 7)).wait()
+            check(parts[:PARTS])
+            channel = shared_memory.channel_of(group)
+            assert channel is not None and channel.collectives.number == 1
+            parts = parts_of(dtypes)
+            communicator.gather(parts, Tag("gather", 7)).wait()
+            assert channel.collectives.number == 3
+        else:
+            with record_collectives() as log:
+                communicator.gather(parts, Tag("gather", 7)).wait()
+            assert len(log.records) == count
+        check(parts)
+    with mock.patch.object(ledger, "_coalesces", lambda *_: True):  # gloo has no use for it, but it can
+        parts = parts_of(dtypes)
+        ledger.issue_gathers(parts, group, "gather", asynchronous=False)
+        check(parts)
+        count, latest = ledger.latest_issued(group)
+        if rank == 0:
+            ledger.issue_gathers(parts, group, "gather", asynchronous=False)
+        else:  # it has failed before that
+            ledger.catch_up(group, torch.device("cpu"), {0: [count + 1, [*latest, latest[-1]]], 1: [count, latest]})
+        assert ledger.issued_in(group) == count + 1, "one collective"
+
+
+def test_buckets_are_gathered_together() -> None:
+    run_ranks(2, gather_several_buckets)
 
 
 def count_by_size(numel: int, way: str | None) -> list[str]:

@@ -27,12 +27,13 @@ from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
 from fsdp.comm import ledger, shared_memory
-from fsdp.comm.collectives import Communicator, Tag, Vote
+from fsdp.comm.collectives import Communicator, Gather, Tag, Vote
 from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.segment import HEADER, Segment
 from fsdp.comm.shared_memory import Channel
 from fsdp.comm.streams import streams_for
 from fsdp.comm.waiting import OutOfStep
+from fsdp.flat import flat_param
 from fsdp.flat.memory import SharedPool, pool_for
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
@@ -153,7 +154,8 @@ def fast_and_slow_ranks() -> None:
         full, numel = torch.empty(2 * (100 + 40 * (number % 7))), 100 + 40 * (number % 7)
         if number % 2:
             shard = torch.full((numel,), float(number))
-            under_way.append((communicator.gather(full, shard, Tag(f"gather {number}", number)), full, float(number)))
+            gathered = communicator.gather([Gather(full, shard)], Tag(f"gather {number}", number))
+            under_way.append((gathered, full, float(number)))
         else:
             out = torch.empty(numel)
             pending = communicator.reduce(out, full.fill_(number + rank), Tag(f"reduce {number}", number))
@@ -182,23 +184,24 @@ def write_before_all_have_read() -> None:
     before = full_parameters(model)
     several: list[Any] = [unit for _, unit, _ in units_in(model)]
     own, unit = several[:2]
-    handle, pool, gather = unit.handles[0], unit.tree.residency.pool, unit.communicator
+    handle, pool = unit.handles[0], unit.tree.residency.pool
+    gather = functools.partial(flat_param.gather, [handle], pool, unit.communicator)
     for _ in range(2):  # the first memory was allocated before the ranks knew that they share some
-        handle.gather(pool, gather, Tag("gather", 1))
+        gather(Tag("gather", 1))
         handle.wait()
         values = handle.full.clone()
         handle.release(pool, None)
-    handle.gather(pool, gather, Tag("gather", 2))
+    gather(Tag("gather", 2))
     if rank == 0:
         handle.wait()
         handle.shard.add_(1)
-        handle.gather(pool, gather, Tag("gather", 3))
+        gather(Tag("gather", 3))
         dist.barrier()
     else:
         dist.barrier()
         handle.wait()
         assert torch.equal(handle.full, values)
-        handle.gather(pool, gather, Tag("gather", 3))
+        gather(Tag("gather", 3))
     handle.wait()
     half = handle.layout.shard_numel
     assert torch.equal(handle.full[:half], values[:half] + 1) and torch.equal(handle.full[half:], values[half:])
@@ -233,12 +236,12 @@ def ask_questions() -> None:
     share()
     group, rank = new_group(), dist.get_rank()
     full, communicator = torch.empty(2), Communicator(Groups.of(group, replicate=False), streams_for(CPU))
-    communicator.gather(full, torch.ones(1), Tag("gather", 1)).wait()
+    communicator.gather([Gather(full, torch.ones(1))], Tag("gather", 1)).wait()
     issued = ledger.issued_in(group)
     assert Vote(7, group, CPU, "the same", largest=-5 - rank).result() == -5
     assert Vote(rank, group, CPU, "another").result() is None
     several = [Vote(1 << 61, group, CPU, f"question {number}", largest=rank + number) for number in range(20)]
-    gathered = communicator.gather(full, torch.ones(1), Tag("gather", 2))
+    gathered = communicator.gather([Gather(full, torch.ones(1))], Tag("gather", 2))
     if rank == 0:
         dist.barrier()
     gathered.wait()  # whoever waits for that answers, too
@@ -282,13 +285,13 @@ def post_different_things() -> list[str]:
         name, number = (f"gather {what} {rank}", rank) if what == "another unit" else (f"gather {what}", 7)
         started = time.monotonic()
         with pytest.raises(OutOfStep) as error:
-            communicator.gather(full, shard, Tag(name, number)).wait()
+            communicator.gather([Gather(full, shard)], Tag(name, number)).wait()
         assert time.monotonic() - started < 5
         words.append(str(error.value))
         dist.barrier()
         shared_memory.renew(group)
         shard, full = torch.full((3,), float(rank)), torch.empty(6)
-        communicator.gather(full, shard, Tag("gather", 1)).wait()
+        communicator.gather([Gather(full, shard)], Tag("gather", 1)).wait()
         assert full.tolist() == [0.0] * 3 + [1.0] * 3
     return words
 
@@ -359,14 +362,14 @@ def die_between_two_gathers() -> tuple[str, float]:
     group, rank = new_group(20), dist.get_rank()
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     full, shard = torch.empty(6), torch.full((3,), float(rank))
-    first = communicator.gather(full, shard, Tag("gather the first", 1))
+    first = communicator.gather([Gather(full, shard)], Tag("gather the first", 1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     first.wait()  # what the dead rank has posted is there
     assert full.tolist() == [0.0] * 3 + [1.0] * 3
     started = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        communicator.gather(full, shard, Tag("gather the second", 1)).wait()
+        communicator.gather([Gather(full, shard)], Tag("gather the second", 1)).wait()
     return str(error.value), time.monotonic() - started
 
 
@@ -430,7 +433,7 @@ def leave_nothing() -> None:
         full = torch.empty(2)
         communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
         for again in range(number % 3 * 40):
-            communicator.gather(full, torch.full((1,), float(number)), Tag(f"gather {again}", again)).wait()
+            communicator.gather([Gather(full, torch.full((1,), float(number)))], Tag(f"gather {again}", again)).wait()
             assert full.tolist() == [number, number]
         if number % 5 == 4:
             shared_memory.renew(group)
@@ -529,7 +532,7 @@ def interrupt_the_decision() -> None:
         signal.signal(signal.SIGINT, usual)
     full = torch.empty(4)
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
-    communicator.gather(full, torch.full((2,), float(rank)), Tag("gather", 1)).wait()
+    communicator.gather([Gather(full, torch.full((2,), float(rank)))], Tag("gather", 1)).wait()
     assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group).collectives.number == 1
 
 

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, memory_order, overlaps
-from fsdp.comm.collectives import Communicator, Tag, Transfer, broadcast, direct_threshold, exchange, send_and_receive
+from fsdp.comm.collectives import (
+    Communicator,
+    Gather,
+    Tag,
+    Transfer,
+    broadcast,
+    direct_threshold,
+    exchange,
+    send_and_receive,
+)
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
 
@@ -232,7 +241,7 @@ class Channel:
         received = self._buffer("received", nbytes * self.size)
         pieces = received.view(self.size, nbytes)
         messages[self.rank].pack(pieces[self.rank])
-        pending = self._communicator.gather(received, pieces[self.rank], tag)
+        pending = self._communicator.gather([Gather(received, pieces[self.rank])], tag)
 
         def finish() -> None:
             pending.wait()

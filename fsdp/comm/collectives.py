@@ -29,9 +29,9 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp.comm.groups import Groups, backend_of, control_device
 from fsdp.comm.ledger import Transfer as Transfer
-from fsdp.comm.ledger import are_torchs_own, issue, issue_in_memory, issue_transfers
+from fsdp.comm.ledger import are_torchs_own, issue, issue_gathers, issue_in_memory, issue_transfers
 from fsdp.comm.ledger import current_label as current_label
-from fsdp.comm.shared_memory import Channel, Posts, channel_of, connect, why_not
+from fsdp.comm.shared_memory import PARTS, Channel, Posts, channel_of, connect, why_not
 from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import OutOfStep as OutOfStep
@@ -47,6 +47,13 @@ class Tag(NamedTuple):
 
     label: str
     number: int
+
+
+class Gather(NamedTuple):
+    """Of what is gathered: all of a vector, and this rank's shard of it."""
+
+    full: torch.Tensor
+    shard: torch.Tensor
 
 
 class Pending:
@@ -104,22 +111,32 @@ class Communicator:
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
-    def gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag, *, to_write: bool = False) -> Pending:
-        """Start filling ``full`` (shard_size * n elements) with every rank's ``shard`` (n), in rank order.
+    def gather(self, parts: Sequence[Gather], tag: Tag, *, to_write: bool = False) -> Pending:
+        """Start filling each ``full`` of ``parts`` (shard_size * n elements) with every rank's ``shard`` of it (n), in
+        rank order: as one collective, of which each part comes to its place. The numbers from that of the ``tag`` on
+        are the parts'.
 
-        Runs on the current stream; neither tensor may be touched before ``wait()``. ``full`` may only be read after
+        Runs on the current stream; no tensor may be touched before ``wait()``. What is ``full`` may only be read after
         that, as others may still do; unless it is ``to_write``, on all ranks.
         """
+        group, device = self.groups.shard, parts[0].full.device
         if not self.groups.sharded:
-            full.copy_(shard)
+            for full, shard in parts:
+                full.copy_(shard)
             return Pending(None, self.streams)
-        if (channel := self._memory(full, tag)) is not None:
-            start = functools.partial(channel.gather, full, shard, tag.label, tag.number, until_read=to_write)
-            work = issue_in_memory(start, full.device, self.groups.shard, tag.label)
-        elif self._goes_direct(full):
-            work = self._direct_gather(full, shard, tag)
+        if (channel := self._memory(device, tag)) is not None:
+            starts = [
+                functools.partial(channel.gather, parts[i : i + PARTS], tag.label, tag.number + i, until_read=to_write)
+                for i in range(0, len(parts), PARTS)
+            ]
+            work = issue_in_memory(starts, device, group, tag.label)
+        elif self._goes_direct(parts):
+            work = self._direct_gather(parts, tag)
+        elif len(parts) == 1:
+            work = self._issue(tag, ALL_GATHER, _wire(parts[0].full), _wire(parts[0].shard), group=group)
         else:
-            work = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=self.groups.shard)
+            wired = [(_wire(full), _wire(shard)) for full, shard in parts]
+            work = issue_gathers(wired, group, tag.label, asynchronous=self.streams.asynchronous_work)
         return Pending(work, self.streams)
 
     def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag, *, to_write: bool = False) -> Pending:
@@ -135,11 +152,11 @@ class Communicator:
         op, before, after = _averaging(self.groups.shard, self.groups.shard_size, full, self.divisor)
         if before != 1:
             full.div_(before)
-        if (channel := self._memory(full, tag)) is not None:
+        if (channel := self._memory(full.device, tag)) is not None:
             what = functools.partial(channel.reduce, out, full, tag.label, tag.number)
             start = functools.partial(what, sum_in_rank_order, until_read=to_write)
-            return self._divided(issue_in_memory(start, full.device, self.groups.shard, tag.label), out, after)
-        if self._goes_direct(full):
+            return self._divided(issue_in_memory([start], full.device, self.groups.shard, tag.label), out, after)
+        if self._goes_direct([Gather(full, out)]):
             work, finish = self._direct_reduce(out, full, tag)
             return self._divided(work, out, after, finish)
         work = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=self.groups.shard)
@@ -182,34 +199,40 @@ class Communicator:
     def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Work:
         return issue(name, *tensors, label=tag.label, asynchronous=self.streams.asynchronous_work, **options)
 
-    def _memory(self, full: torch.Tensor, tag: Tag) -> Channel | None:
+    def _memory(self, device: torch.device, tag: Tag) -> Channel | None:
         """The memory that the ranks share, if their next collective goes through it."""
-        self.choose(full.device)
+        self.choose(device)
         channel = self._channel
         if channel is None or not channel.usable:
             return None
         return channel if _go_through(channel.collectives, self.groups.shard, tag.label) else None
 
-    def _goes_direct(self, full: torch.Tensor) -> bool:
-        self.choose(full.device)
+    def _goes_direct(self, parts: Sequence[Gather]) -> bool:
         assert self._direct_min is not None
-        return full.numel() * full.element_size() >= self._direct_min and self.groups.shard_size > 1
+        nbytes = 0
+        for full, _ in parts:
+            nbytes += full.nbytes
+        return nbytes >= self._direct_min and self.groups.shard_size > 1
 
-    def _exchange(self, tag: Tag, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> Work:
-        """Send ``sends[i]`` to and receive ``receives[i]`` from each other rank i, all at once."""
+    def _exchange(self, tag: Tag, several: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Work:
+        """Of each (sends, receives) send ``sends[i]`` to and receive ``receives[i]`` from each other rank i, all at
+        once."""
         rank, size = self.groups.shard_rank, self.groups.shard_size
         transfers = []
         for distance in range(1, size):  # each rank starts with another peer
             to, source = (rank + distance) % size, (rank - distance) % size
-            transfers.append(Transfer(True, to, sends[to], tag.number))
-            transfers.append(Transfer(False, source, receives[source], tag.number))
-        return issue_transfers(transfers, self.groups.shard, tag.label, sends[rank].device)
+            for number, (sends, receives) in enumerate(several, tag.number):
+                transfers.append(Transfer(True, to, sends[to], number))
+                transfers.append(Transfer(False, source, receives[source], number))
+        return issue_transfers(transfers, self.groups.shard, tag.label, several[0][0][rank].device)
 
-    def _direct_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Tag) -> Work:
-        pieces = list(_wire(full).view(self.groups.shard_size, -1).unbind())
-        source = _wire(shard)
-        pieces[self.groups.shard_rank].copy_(source)
-        return self._exchange(tag, [source] * self.groups.shard_size, pieces)
+    def _direct_gather(self, parts: Sequence[Gather], tag: Tag) -> Work:
+        several = []
+        for full, shard in parts:
+            pieces, source = list(_wire(full).view(self.groups.shard_size, -1).unbind()), _wire(shard)
+            pieces[self.groups.shard_rank].copy_(source)
+            several.append(([source] * self.groups.shard_size, pieces))
+        return self._exchange(tag, several)
 
     def _direct_reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> tuple[Work, Callable[[], None]]:
         rank = self.groups.shard_rank
@@ -217,7 +240,7 @@ class Communicator:
         staging = full.new_empty(self.groups.shard_size - 1, out.numel())
         received = list(staging.unbind())
         received.insert(rank, pieces[rank])
-        work = self._exchange(tag, [_wire(piece) for piece in pieces], [_wire(piece) for piece in received])
+        work = self._exchange(tag, [([_wire(piece) for piece in pieces], [_wire(piece) for piece in received])])
         return work, lambda: sum_in_rank_order(out, received)
 
 
@@ -225,7 +248,7 @@ def _go_through(posts: Posts, group: Any, label: str) -> bool:
     """Whether what all ranks of ``group`` do next is posted, and not done by calling ``torch.distributed``."""
     if are_torchs_own():
         return True
-    issue_in_memory(posts.propose_elsewhere, torch.device("cpu"), group, label).wait()
+    issue_in_memory([posts.propose_elsewhere], torch.device("cpu"), group, label).wait()
     return not posts.goes_elsewhere()
 
 
@@ -335,7 +358,7 @@ class Vote:
         if channel is not None and on.type == "cpu" and _go_through(channel.questions, group, label):
             said: list[tuple[int, int]] = []  # by all ranks
             ask = functools.partial(channel.ask, number, largest, label, said)
-            self._work = issue_in_memory(ask, on, group, label)
+            self._work = issue_in_memory([ask], on, group, label)
             self._largest = lambda: max(each for _, each in said) if {other for other, _ in said} == {number} else None
             return
         votes = torch.tensor([number, -number, largest], device=on)

@@ -11,7 +11,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -114,11 +114,34 @@ def issue(
     return Work([work] if work is not None else [], group, label, first.device, ends_alone=ends_alone)
 
 
-def issue_in_memory(start: Callable[[], HostWork], device: torch.device, group: Any, label: str) -> Work:
-    """What ``start`` does in memory that the ranks of ``group`` share. It is not written down: nobody waits for it once
+def issue_gathers(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], group: Any, label: str, *, asynchronous: bool
+) -> Work:
+    """Gather every rank's second tensor of each pair into the first: in one collective, of bytes, where the backend
+    makes one of several on the current stream; else in one after the other."""
+    device = pairs[0][0].device
+    if asynchronous or not _coalesces(group, device):
+        works = [issue(ALL_GATHER, *pair, group=group, label=label, asynchronous=asynchronous) for pair in pairs]
+        return Work.of(works)
+    watcher.check(group)
+    in_bytes = [[tensor.view(torch.uint8) for tensor in pair] for pair in pairs]
+    numels = [tensor.numel() for pair in in_bytes for tensor in pair]
+    _note(group, Issued(ALL_GATHER, device.type, None, str(torch.uint8), numels))
+    with labelled(label), distributed_c10d._coalescing_manager(group):
+        for full, shard in in_bytes:
+            getattr(dist, ALL_GATHER)(full, shard, group=group)
+    return Work([], group, label, device)
+
+
+def _coalesces(group: Any, device: torch.device) -> bool:
+    return type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
+
+
+def issue_in_memory(starts: Iterable[Callable[[], HostWork]], device: torch.device, group: Any, label: str) -> Work:
+    """What ``starts`` do in memory that the ranks of ``group`` share. It is not written down: nobody waits for it once
     all have met."""
     with labelled(label):
-        return Work([start()], group, label, device, ends_alone=True)
+        return Work([start() for start in starts], group, label, device, ends_alone=True)
 
 
 def are_torchs_own() -> bool:
@@ -240,6 +263,8 @@ def _issue_again(ahead: Mapping[int, Issued], group: Any, where: torch.device, l
         pieces = [[each[way][group.rank()] if each else 0 for each in expected] for way in (1, 0)]
         numels = [sum(each) for each in pieces]
     tensors = [torch.zeros(numel, dtype=_dtype(what.dtype), device=where) for numel in numels]
+    if what.name == ALL_GATHER and len(tensors) > 2:
+        return issue_gathers(list(zip(tensors[::2], tensors[1::2])), group, label, asynchronous=False)
     return issue(what.name, *tensors, *pieces, group=group, label=label, **options)
 
 

@@ -39,12 +39,13 @@ from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.segment import HEADER, SUPPORTED, Block, Header, Mapping, Peer, Segment
 from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
 
-_SLOT = 128  # bytes of a post: five words, and a label
-_LABEL, _TEXT = 40, _SLOT - 40
+PARTS = 4  # that one post may tell of: a unit has hardly more buckets
+_SLOT = 128  # bytes of a post: three words, of each part where it is, and a label
+_LABEL, _TEXT = 8 * (3 + PARTS), _SLOT - 8 * (3 + PARTS)
 _HALF = HEADER // 2  # of collectives, and of questions
 _SLOTS = _HALF // _SLOT - 1  # the first has what is not a post
 _DONE, _ELSEWHERE = 0, 1  # words of the first
-_EVENT, _NBYTES, _WHERE, _LARGEST = 1, 2, 3, 4  # words of a post, behind its number
+_EVENT, _NBYTES, _WHERE = 1, 2, 3  # words of a post, behind its number
 _NEVER = 1 << 62
 _EPOCH = 1 << 32  # posts of a channel between two failures
 
@@ -124,23 +125,19 @@ class Posts:
         event: int,
         nbytes: int,
         label: str,
-        where: int,
+        wheres: Sequence[int],
         finish: Callable[[], None],
         *,
-        largest: int = 0,
         until_read: bool = False,
     ) -> HostWork:
-        """``number``: what ``next`` has returned. It is over when this rank has read the others' posts, or with
-        ``until_read`` when all have."""
+        """``number``: what ``next`` has returned; ``wheres``: up to ``PARTS``. It is over when this rank has read the
+        others' posts, or with ``until_read`` when all have."""
         words, done, slot = self._own.words, self._place + _DONE, self._slot(self._rank, number)
         self._own.memory[slot + _LABEL : slot + _SLOT] = label.encode()[:_TEXT].ljust(_TEXT, b"\0")
         at = slot // 8
-        words[at + _EVENT], words[at + _NBYTES], words[at + _WHERE], words[at + _LARGEST] = (
-            event,
-            nbytes,
-            where,
-            largest,
-        )
+        words[at + _EVENT], words[at + _NBYTES] = event, nbytes
+        for place, where in enumerate(wheres, at + _WHERE):
+            words[place] = where
         holds = functools.partial(self.is_read, number) if until_read else lambda: words[done] >= number
         work = _Condition(self._channel, holds, finish)
         self.number = number
@@ -259,25 +256,41 @@ class Channel:
     # -- what the ranks do together ------------------------------------------------------------------------------------
 
     def gather(
-        self, full: torch.Tensor, shard: torch.Tensor, label: str, event: int, *, until_read: bool = False
+        self,
+        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        label: str,
+        event: int,
+        *,
+        until_read: bool = False,
     ) -> HostWork:
-        """Fill ``full`` with every rank's ``shard``. Where ``full`` lies in the segment, the others copy this rank's
-        part out of it; with ``until_read`` the wait is for them as well. ``event``: what it is for, the same on all
-        ranks."""
-        posts, nbytes = self.collectives, shard.nbytes
-        number, target, start = posts.next(label), full.view(torch.uint8), self._rank * nbytes
-        target[start : start + nbytes].copy_(shard.view(torch.uint8))
-        lent = self._segment.lent_at(full.data_ptr())
-        if lent is not None:
-            lent.posted(self, number)
+        """Fill the first of each of up to ``PARTS`` parts with every rank's second. Where the first lies in the
+        segment, the others copy this rank's part out of it; with ``until_read`` the wait is for them as well.
+        ``event``: what it is for, the same on all ranks."""
+        posts, wheres, copied = self.collectives, list[int](), list[Block]()
+        number = posts.next(label)
+        targets = [(full.view(torch.uint8), shard.nbytes) for full, shard in parts]
+        try:
+            for (full, shard), (target, nbytes) in zip(parts, targets):
+                start = self._rank * nbytes
+                target[start : start + nbytes].copy_(shard.view(torch.uint8))
+                lent = self._segment.lent_at(full.data_ptr())
+                if lent is None:
+                    copied.append(self._copy_out(shard))
+                    wheres.append(copied[-1].offset)
+                else:
+                    lent.posted(self, number)
+                    wheres.append(lent.offset + start)
+        finally:
+            self._leave(copied, number)  # not before all is copied: nobody reads what is not posted
 
         def finish() -> None:
             for rank in self._others:
-                part = self._mappings[rank].piece(posts.said(rank, number, _WHERE), nbytes, torch.uint8)
-                target[rank * nbytes : (rank + 1) * nbytes].copy_(part)
+                for word, (target, nbytes) in enumerate(targets, _WHERE):
+                    part = self._mappings[rank].piece(posts.said(rank, number, word), nbytes, torch.uint8)
+                    target[rank * nbytes : (rank + 1) * nbytes].copy_(part)
 
-        where = lent.offset + start if lent is not None else self._copy_out(shard, number)
-        return posts.post(number, event, nbytes, label, where, finish, until_read=until_read)
+        nbytes = sum(shard.nbytes for _, shard in parts)
+        return posts.post(number, event, nbytes, label, wheres, finish, until_read=until_read)
 
     def reduce(
         self,
@@ -293,7 +306,10 @@ class Channel:
         copied where ``full`` lies in the segment. ``event``, ``until_read``: as for ``gather``."""
         posts, start = self.collectives, self._rank * out.nbytes
         number, lent = posts.next(label), self._segment.lent_at(full.data_ptr())
-        if lent is not None:
+        if lent is None:
+            lent = self._copy_out(full)
+            self._leave([lent], number)
+        else:
             lent.posted(self, number)
 
         def finish() -> None:
@@ -301,8 +317,7 @@ class Channel:
             wheres = [(mapping, posts.said(rank, number, _WHERE) + start) for rank, mapping in several]
             add_up(out, [mapping.piece(where, out.numel(), out.dtype) for mapping, where in wheres])
 
-        where = lent.offset if lent is not None else self._copy_out(full, number)
-        return posts.post(number, event, full.nbytes, label, where, finish, until_read=until_read)
+        return posts.post(number, event, full.nbytes, label, [lent.offset], finish, until_read=until_read)
 
     def ask(self, number: int, largest: int, label: str, said: list[tuple[int, int]]) -> HostWork:
         """Have ``said`` become what each rank says: its ``number`` and ``largest``."""
@@ -310,17 +325,21 @@ class Channel:
         post = posts.next(label)
 
         def finish() -> None:
-            said[:] = [(posts.said(rank, post, _WHERE), posts.said(rank, post, _LARGEST)) for rank in several]
+            said[:] = [(posts.said(rank, post, _WHERE), posts.said(rank, post, _WHERE + 1)) for rank in several]
 
-        return posts.post(post, 0, 0, label, number, finish, largest=largest)
+        return posts.post(post, 0, 0, label, [number, largest], finish)
 
-    def _copy_out(self, source: torch.Tensor, number: int) -> int:
-        """Where the others find a copy of ``source`` from the post of that ``number`` until they have read it."""
+    def _copy_out(self, source: torch.Tensor) -> Block:
+        """Where the others will find a copy of ``source``."""
         block = self._segment.take(source.nbytes)
         self._segment.mapping.piece(block.offset, source.numel(), source.dtype).copy_(source)
-        block.posted(self, number)
-        self._segment.leave(block)
-        return block.offset
+        return block
+
+    def _leave(self, copied: Sequence[Block], number: int) -> None:
+        """The others find them by the post of that ``number``; once they have read it the memory is free."""
+        for block in copied:
+            block.posted(self, number)
+            self._segment.leave(block)
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

@@ -171,6 +171,13 @@ class Work:
         self._works = works if ends_alone or not works or not self._on_host else (BlockingWork(works),)
         self._watch = _watches.get(group)
 
+    @staticmethod
+    def of(several: Sequence[Work]) -> Work:
+        """The wait for all of these, of one group and for one thing."""
+        first, *others = several
+        first._works = [work for each in several for work in each._works] if others else first._works
+        return first
+
     @property
     def watch(self) -> Watch | None:
         return None if self._watch is None else self._watch()

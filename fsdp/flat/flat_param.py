@@ -42,7 +42,7 @@ import torch
 from torch import nn
 
 from fsdp.api import CPUOffload, MixedPrecision
-from fsdp.comm.collectives import Communicator, Pending, Tag
+from fsdp.comm.collectives import Communicator, Gather, Tag
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import place
 from fsdp.comm.streams import Event, Streams, streams_for
@@ -342,25 +342,11 @@ class FlatParamHandle:
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
-    def gather(
-        self,
-        pool: MemoryPool,
-        communicator: Communicator,
-        tag: Tag,
-        *,
-        keep_cast: bool = False,
-        nearby: bool = False,
-        to_write: bool = False,
-    ) -> None:
-        """Start filling the full buffer, on the current stream; refills it where it is filled already. ``nearby``: from
-        the parts that ``communicator``'s ranks have kept.
-
-        With ``keep_cast`` the shard in the compute dtype is kept for the next gather, which is to see the same values;
-        :meth:`forget_kept` says that it is not.
-        """
+    def begin_gather(
+        self, pool: MemoryPool, communicator: Communicator, *, keep_cast: bool = False, nearby: bool = False
+    ) -> Gather:
+        """Give the full buffer memory, to be filled: with what is returned; see :func:`gather`."""
         copy = self.copy
-        if copy.state is BufferState.RESIDENT:
-            return
         if copy.state is BufferState.GATHERING:
             self.wait()
         assert copy.pooled is not None
@@ -382,12 +368,7 @@ class FlatParamHandle:
                 shard = self._shard_as(copy.tensor.dtype, communicator.streams)
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
-        try:
-            copy.pending = communicator.gather(copy.tensor, shard, tag, to_write=to_write)
-        except OSError:  # no room for what other ranks are to read: nothing was issued
-            copy.enter(BufferState.UNSHARDED)
-            self.release(pool, None)
-            raise
+        return Gather(copy.tensor, shard)
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
@@ -395,14 +376,11 @@ class FlatParamHandle:
             return self._shard
         return streams.upload(self._shard).to(dtype)
 
-    def take_part_in_gather(
-        self, communicator: Communicator, tag: Tag, *, full_precision: bool
-    ) -> tuple[Pending, torch.Tensor]:
-        """Take part in a gather that only other ranks need, in the dtype that they need; the full buffer is left
-        alone. Returns what to wait for and the memory to hold until then."""
+    def part_for_others(self, streams: Streams, *, full_precision: bool) -> Gather:
+        """For a gather that only other ranks need, in the dtype that they need; the full buffer is left alone."""
         dtype = self.layout.dtype if full_precision else self.layout.compute_dtype
         unread = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        return communicator.gather(unread, self._shard_as(dtype, communicator.streams), tag), unread
+        return Gather(unread, self._shard_as(dtype, streams))
 
     @property
     def has_part(self) -> bool:
@@ -544,6 +522,41 @@ class FlatParamHandle:
             )
         self._shard.copy_(new)
         self.flat_param.data = self._shard
+
+
+def gather(
+    handles: Sequence[FlatParamHandle],
+    pool: MemoryPool,
+    communicator: Communicator,
+    tag: Tag,
+    *,
+    keep_cast: bool = False,
+    nearby: bool = False,
+    to_write: bool = False,
+) -> None:
+    """Start filling the full buffers of a unit as one collective, on the current stream; refill those that are filled
+    already. ``nearby``: from the parts that ``communicator``'s ranks have kept.
+
+    With ``keep_cast`` the shards in the compute dtype are kept for the next gather, which is to see the same values;
+    :meth:`FlatParamHandle.forget_kept` says that it is not.
+    """
+    parts = []
+    try:
+        for handle in handles:
+            if handle.copy.state is not BufferState.RESIDENT:
+                parts.append(handle.begin_gather(pool, communicator, keep_cast=keep_cast, nearby=nearby))
+        if not parts:
+            return
+        pending = communicator.gather(parts, tag, to_write=to_write)
+    except OSError:  # no room for it, or for what other ranks are to read: nothing was issued
+        for handle in handles:
+            if handle.state is BufferState.GATHERING:
+                handle.copy.enter(BufferState.UNSHARDED)
+                handle.release(pool, None)
+        raise
+    for handle in handles:
+        if handle.copy.state is BufferState.GATHERING:
+            handle.copy.pending = pending
 
 
 def _cuts(layout: FlatLayout, rank: int) -> tuple[list[int], list[int]]:

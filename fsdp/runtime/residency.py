@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from fsdp.comm.streams import Streams
+from fsdp.flat.flat_param import gather
 from fsdp.flat.memory import pool_for
 from fsdp.runtime.agreement import GATHER, GATHER_NEARBY
 from fsdp.runtime.order import ExecutionOrder
@@ -130,9 +131,8 @@ class Residency(Residences[UnitBuffers]):
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
         with communicates(what, unit.name, self.generation), self._streams.on_gather_stream():
-            for bucket, handle in enumerate(unit.handles):
-                tag = unit.tag(bucket, "gather")
-                handle.gather(self.pool, communicator, tag, keep_cast=again, nearby=nearby, to_write=to_write)
+            tag = unit.tag(0, "gather")
+            gather(unit.handles, self.pool, communicator, tag, keep_cast=again, nearby=nearby, to_write=to_write)
         unit.generation, unit.kept_versions = self.generation, None
         self.gathers(unit, why)
 

@@ -176,12 +176,9 @@ class Unit(UnitBuffers):
                 self._reduce(context)
             return
         with context.streams.on_gather_stream():
-            gathers = [
-                handle.take_part_in_gather(communicator, self.tag(bucket, "gather"), full_precision=full_precision)
-                for bucket, handle in enumerate(self.handles)
-            ]
-        for pending, _ in gathers:  # on the compute stream: whoever writes to the shard next must not overtake it
-            pending.wait()
+            parts = [handle.part_for_others(context.streams, full_precision=full_precision) for handle in self.handles]
+            pending = communicator.gather(parts, self.tag(0, "gather"))
+        pending.wait()  # on the compute stream: whoever writes to the shard next must not overtake it
 
     def check_can_change(self) -> None:
         """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.comm.collectives import Communicator, Tag, agree
+from fsdp.comm.collectives import Communicator, Gather, Tag, agree
 from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
@@ -272,7 +272,7 @@ class UnitBuffers(ABC):
 
     def tag(self, bucket: int, what: str) -> Tag:
         if (bucket, what) not in self._tags:
-            number = (self.place * MAX_BUCKETS + bucket) * 2 + (what == "reduce")
+            number = (self.place * 2 + (what == "reduce")) * MAX_BUCKETS + bucket
             self._tags[bucket, what] = Tag(f"{what} {self.name}", number)
         return self._tags[bucket, what]
 
@@ -306,7 +306,7 @@ class UnitBuffers(ABC):
         """Fill ``full`` with every rank's ``shard``, outside of the step's schedule."""
         assert self.communicator is not None
         self.announce(replicas=False)
-        self.communicator.gather(full, shard, self.tag(bucket, "gather")).wait()
+        self.communicator.gather([Gather(full, shard)], self.tag(bucket, "gather")).wait()
 
     def announce(self, *, replicas: bool = True) -> None:
         """The call under way is about to communicate over the unit's groups, other than by ``gather``; without

@@ -239,7 +239,7 @@ class Step:
             return
         self._gathered[unit.index] = [self._full.lend(bucket.full_nbytes(unit.groups)) for bucket in unit.buckets]
         if unit.groups.sharded:
-            self.gathers += len(unit.buckets)
+            self.gathers += 1
             self.gathered += unit.full_nbytes * (unit.groups.shard_size - 1) // unit.groups.shard_size
             self._casts[unit.index] = sum(bucket.cast_nbytes for bucket in unit.buckets)
         self._look()
