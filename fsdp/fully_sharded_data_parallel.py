@@ -57,7 +57,7 @@ from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
 from fsdp.private_names import UnshardHandle
-from fsdp.runtime.backward import ForwardCall, Running
+from fsdp.runtime.backward import Running
 from fsdp.runtime.build import (
     Membership,
     UnitOptions,
@@ -73,7 +73,7 @@ from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, full_params, summon
-from fsdp.runtime.hooks import breaks_graph, own_operations, untraced
+from fsdp.runtime.hooks import breaks_graph, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
 from fsdp.switches import register_forward_method as register_forward_method
@@ -372,24 +372,21 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
     @breaks_graph
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         unit = self._fsdp_unit
-        context, call, args, kwargs = self._enter_forward(args, kwargs)
+        context, running, args, kwargs = self._enter_forward(args, kwargs)
         try:
-            with Running(call, unit.name):
-                output = function(*args, **kwargs)
-            return unit.post_forward(context, call, output, self._fsdp_place)
+            return unit.post_forward(context, running, function(*args, **kwargs), self._fsdp_place)
         except BaseException:
-            unit.abort_forward(context)
+            unit.abort_forward(context, running)
             raise
 
     @untraced
-    def _enter_forward(self, args: Any, kwargs: Any) -> tuple[RootContext, ForwardCall | None, Any, Any]:
+    def _enter_forward(self, args: Any, kwargs: Any) -> tuple[RootContext, Running, Any, Any]:
         unit = self._fsdp_unit
-        with own_operations():
-            context = self._join_context()
+        context = self._join_context()
         if unit is context.root:
             args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
         call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))
-        return context, call, args, kwargs
+        return context, Running(call, unit.name), args, kwargs
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """As ``nn.Module.apply``, with each unit's parameters whole while ``fn`` sees its modules, and written back.

@@ -46,8 +46,8 @@ def _tests(file: str, *names: str) -> tuple[str, ...]:
 MUTATIONS = [
     Mutation(
         "fsdp/runtime/residency.py",
-        "            if not unit.is_gathered or earlier or self.of(unit) is Residence.PREFETCHED:\n",
-        "            if not unit.is_gathered or self.of(unit) is Residence.PREFETCHED:\n",
+        "            if not gathered or earlier or self._of.get(unit) is Residence.PREFETCHED:\n",
+        "            if not gathered or self._of.get(unit) is Residence.PREFETCHED:\n",
         "after a pass with units that stayed, nothing is gathered ahead",
         _tests("prefetch", "units_that_are_kept"),
     ),
@@ -221,7 +221,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/full_copy.py",
-        "            self._set_versions((_RELEASED,) * len(self._versions))\n",
+        "            set_versions(self._unchecked, self._released)\n",
         "",
         "autograd reads a leaf that is not there",
         _tests("backward_end", "no_gradient_comes_from_released_memory"),
@@ -277,7 +277,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/ranges.py",
-        "    if not torch.autograd._profiler_enabled():\n",
+        "    if not _profiler_runs():\n",
         "    if False:\n",
         "ranges are recorded for nobody",
         _tests("ranges", "profilers_and_the_log_name_what_each_unit_does"),
@@ -921,9 +921,9 @@ MUTATIONS = [
         _tests("streams", "each_stream_waits_for_a_gather_before_it_reads"),
     ),
     Mutation(
-        "fsdp/runtime/unit.py",
-        "            with context.joined():\n                unit.leaf_ready(",
-        "            if True:\n                unit.leaf_ready(",
+        "fsdp/runtime/expected.py",
+        "                with context.joined():\n                    unit.leaf_ready(",
+        "                if True:\n                    unit.leaf_ready(",
         "a leaf's gradient is written on the stream on which the leaf was made",
         _tests("streams", "no_race_wherever_the_model_was_wrapped[True]"),
     ),
@@ -1090,10 +1090,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        if buffer in [item.source for item in self._reading]:  # its last reduction "
-        "still reads the slots\n"
-        "            self._complete_all_but(0)\n",
-        "",
+        "                self._complete_all_but(0)\n                break\n",
+        "                break\n",
         "slots are overwritten while their last reduction reads them",
         _tests("backward", "structures"),
     ),
@@ -1261,7 +1259,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "if self.policy.unshard_in_backward and not there:",
+        "if self.handles[bucket].copy.state not in _READABLE and self.policy.unshard_in_backward:",
         "if False:",
         "a gradient computed from released memory is taken",
         _tests("backward_end", "a_side_output_that_is_not_marked_is_an_error_by_name"),
@@ -1282,7 +1280,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/common_views.py",
-        "        versions = [param._version for param in self.params]\n",
+        "        versions = list(map(_version_of, self.params))\n",
         "        versions: list[int] = [0] * len(self.params)\n",
         "what users write inside no_sync is not gathered",
         _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
@@ -1746,7 +1744,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            if unused.issuperset(visible.members):\n                continue\n",
+        "            if unused and unused.issuperset(visible.members):\n                continue\n",
         "",
         "weight decay moves what no rank uses",
         _tests("reduce_unused", "m6_weight_decay_leaves_what_no_rank_uses"),
@@ -1949,8 +1947,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "        self.cast_parameters(unit, full_precision)\n        unit.precision.cast_buffers(",
-        "        self.cast_parameters(unit, full_precision)\n        _ = lambda *_, **__: None; _(",
+        "            unit.precision.cast_buffers(unit.device, full_precision=full_precision)\n",
+        "            pass\n",
         "buffers do not follow the precision of the graph",
         VALUES,
     ),
@@ -3199,7 +3197,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        if self.streams.asynchronous_work:  # see [Note: Replicas]\n            self._average_all()\n",
+        "        if self._to_average and self.streams.asynchronous_work:  # see [Note: Replicas]\n"
+        "            self._average_all()\n",
         "",
         "all means over replicas wait for the end of the backward",
         _tests("hybrid", "collectives_and_bytes_of_each_group"),

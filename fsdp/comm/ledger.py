@@ -26,6 +26,7 @@ _KEPT = 64  # of the latest of each group: ranks that agree are never so far apa
 _TORCHS_OWN = {
     name: getattr(distributed_c10d, name) for name in (ALL_GATHER, REDUCE_SCATTER, "batch_isend_irecv", "all_reduce")
 }
+_OPERATIONS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
 
@@ -52,20 +53,25 @@ def labelled(label: str) -> Iterator[None]:
 
 
 class Issued(NamedTuple):
-    """One collective, or an exchange of messages, in a form that JSON holds."""
+    """One collective, or an exchange of messages; once it is :meth:`told`, in a form that JSON holds."""
 
     name: str  # of the function
     device: str  # the type of device that its tensors are on
     detail: Any = None  # the operation; the rank that all receive from; all pieces' sizes; what ``Transfer`` has
-    dtype: str = ""
+    dtype: Any = ""
     numels: Sequence[int] = ()  # of its tensors, where all ranks' are alike
     control: bool = False  # whether it went over the group that serves control messages
+
+    def told(self) -> Issued:
+        """The operation and the dtype by their names; the sizes as a list, which is what they come back as."""
+        operation = str(self.detail).rpartition(".")[2] if isinstance(self.detail, _OPERATIONS) else self.detail
+        return self._replace(detail=operation, dtype=str(self.dtype), numels=list(self.numels))
 
 
 class _Ledger:
     def __init__(self) -> None:
         self.count = 0
-        self.latest: deque[Issued] = deque(maxlen=_KEPT)
+        self.latest: deque[tuple[Any, ...]] = deque(maxlen=_KEPT)  # each what ``Issued`` has
         self.backends: dict[tuple[str, bool], str] = {}  # by device, and whether it serves control messages
         self.messages: deque[weakref.ref[HostWork]] = deque(maxlen=_KEPT)  # the latest waits for messages
         self.held: set[HostWork] = set()  # those that a failure has left
@@ -81,9 +87,9 @@ def _ledger_of(group: Any) -> _Ledger:
     return ledger
 
 
-def _note(group: Any, what: Issued) -> _Ledger:
-    """This rank is about to issue it in ``group``; returns where that is written."""
-    ledger = _ledger_of(group)
+def _note(group: Any, *what: Any) -> _Ledger:
+    """This rank is about to issue what ``Issued`` has in ``group``; returns where that is written."""
+    ledger = _ledgers.get(group) or _ledger_of(group)
     ledger.count += 1
     ledger.latest.append(what)
     return ledger
@@ -96,22 +102,21 @@ def issue(
     serves the group on its device. If it is not ``asynchronous`` there is nothing to wait for."""
     watcher.check(group)
     first, pieces = tensors[0], tensors[2:]  # how much of them comes from, and goes to, each rank
-    numels = [tensor.numel() for tensor in tensors] if not pieces else ()
-    operation = str(options["op"]).rpartition(".")[2] if "op" in options else None
-    detail = pieces or operation or options.get("src")
-    ledger = _note(group, Issued(name, first.device.type, detail, str(first.dtype), numels, control))
-    serving = serving_group(group, first.device) if control else group
+    device, detail = first.device, pieces or options.get("op") or options.get("src")
+    numels = tuple(map(torch.Tensor.numel, tensors)) if not pieces else ()
+    ledger = _note(group, name, device.type, detail, first.dtype, numels, control)
+    serving = serving_group(group, device) if control else group
     _label.text = label
     try:
         work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
     finally:
         _label.text = None
-    key = first.device.type, control
+    key = device.type, control
     backend = ledger.backends.get(key)
     if backend is None:  # it does not change once it has served
-        backend = ledger.backends[key] = backend_of(serving, first.device)
+        backend = ledger.backends[key] = backend_of(serving, device)
     ends_alone = backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
-    return Work([work] if work is not None else [], group, label, first.device, ends_alone=ends_alone)
+    return Work([work] if work is not None else [], group, label, device, ends_alone=ends_alone)
 
 
 def issue_gathers(
@@ -172,7 +177,7 @@ def issue_transfers(transfers: Sequence[Transfer], group: Any, label: str, devic
         for transfer in transfers
     ]
     detail = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in transfers]
-    ledger = _note(group, Issued("messages", device.type, detail))
+    ledger = _note(group, "messages", device.type, detail)
     with labelled(label):
         works = dist.batch_isend_irecv(operations) if operations else []
     work = Work(works, group, label, device)
@@ -197,7 +202,7 @@ def issued_in(group: Any) -> int:
 
 def latest_issued(group: Any) -> list[Any]:
     """How many collectives this rank has issued, and the latest of them: for the others."""
-    return [issued_in(group), list(_ledger_of(group).latest)]
+    return [issued_in(group), [Issued(*what).told() for what in _ledger_of(group).latest]]
 
 
 def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]]) -> None:

@@ -13,13 +13,15 @@ class Recorder(Protocol):
         """Around ``what`` the rank does with, or waits for, ``of``."""
 
 
-class _Told:
+class Told:
+    """Who is told now: where this is asked often, it is asked here."""
+
     recorder: Recorder | None = None
 
 
 def recorder() -> Recorder | None:
     """Who is told now."""
-    return _Told.recorder
+    return Told.recorder
 
 
 def tell(new: Recorder | None) -> None:
@@ -28,6 +30,6 @@ def tell(new: Recorder | None) -> None:
     Raises:
         RuntimeError: somebody else is told already.
     """
-    if new is not None and _Told.recorder is not None:
+    if new is not None and Told.recorder is not None:
         raise RuntimeError("a step is being traced already: leave that trace before another begins")
-    _Told.recorder = new
+    Told.recorder = new

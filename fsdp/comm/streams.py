@@ -29,7 +29,15 @@ from fsdp.comm.host_memory import locked_pages, place
 Event = Any  # torch.Event, or None on devices without streams
 Stream = Any  # torch.Stream, or None on devices without streams
 
-_NOWHERE_ELSE: AbstractContextManager[None] = contextlib.nullcontext()
+
+class _Nothing:
+    """As ``contextlib.nullcontext``, but both calls are of a C function, which takes whatever comes and returns what is
+    false, so that exceptions go on. A step comes by here often."""
+
+    __enter__ = __exit__ = "".format
+
+
+NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
 
 
 class HostStreams:
@@ -38,22 +46,22 @@ class HostStreams:
     asynchronous_work = True  # collectives overlap as Work handles
 
     def on_gather_stream(self) -> AbstractContextManager[None]:
-        return _NOWHERE_ELSE
+        return NOTHING
 
     def on_reduce_stream(self) -> AbstractContextManager[None]:
-        return _NOWHERE_ELSE
+        return NOTHING
 
     def on_replica_stream(self) -> AbstractContextManager[None]:
-        return _NOWHERE_ELSE
+        return NOTHING
 
     def on_device(self) -> AbstractContextManager[None]:
-        return _NOWHERE_ELSE
+        return NOTHING
 
     def current(self) -> Stream:
         return None
 
     def joined(self, stream: Stream) -> AbstractContextManager[None]:
-        return _NOWHERE_ELSE
+        return NOTHING
 
     def is_capturing(self) -> bool:
         return False
@@ -74,7 +82,7 @@ class HostStreams:
         return tensor, None
 
     def on_host(self, event: Event) -> AbstractContextManager[None]:
-        return _NOWHERE_ELSE
+        return NOTHING
 
     def settle(self) -> None:
         return None
@@ -164,7 +172,7 @@ class AcceleratorStreams:
     def on_host(self, event: Event) -> AbstractContextManager[None]:
         """The host waits for ``event``, and works inside on what has been fetched before it."""
         event.synchronize()
-        return _NOWHERE_ELSE
+        return NOTHING
 
     def settle(self) -> None:
         """The host waits for the gather stream: what that has read of host memory may be written."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from fsdp.flat.registration import Layer, Registration
 from fsdp.flat.runs import Runs
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.flat.visible import Visible, flags_of, looks_of, memories_of
+
+_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 # of each visible parameter which one it is, and how often it was changed in place
 Versions = tuple[Sequence[int], list[int]]
@@ -32,6 +35,7 @@ class CommonViews:
     def _see(self, visible: Sequence[Visible]) -> None:
         """Users hold these from here on."""
         self.visible = visible
+        self.present = [position for position, each in enumerate(visible) if not each.absent]
         self.params = [each.param for each in visible]
         self._ids = [id(param) for param in self.params]
 
@@ -48,7 +52,7 @@ class CommonViews:
     def versions(self) -> Versions:
         """Others when a visible parameter is replaced or written in place; past it, through its ``.data`` for instance,
         nobody sees it."""
-        versions = [param._version for param in self.params]
+        versions = list(map(_version_of, self.params))
         for run in self.runs:
             for index in run.members:
                 versions[index] += run.param._version
@@ -93,6 +97,11 @@ class CommonViews:
         """Bring the gradients of parameters and of the runs that they are in in step; see [Note: Runs]."""
         if self.registration.summoned is None:
             self.runs.follow(self.params)
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether ``hooked`` makes a difference now."""
+        return any(self.handle.tp)
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it. With tensor
@@ -147,8 +156,11 @@ class CommonViews:
             return
         found = self.handle.copy.undo_writes()
         if compares and not found:
-            found = self.compare("forward with gradients" if torch.is_grad_enabled() else "forward")
-        found += [(index, "replaced") for index in self.registration.put_back_leaves()]
+            moment = "forward with gradients" if torch.is_grad_enabled() else "forward"
+            if moment not in self.handle.copy.compared:
+                found = self.compare(moment)
+        if replaced := self.registration.put_back_leaves():
+            found += [(index, "replaced") for index in replaced]
         if found:
             index, what = found[0]
             raise RuntimeError(

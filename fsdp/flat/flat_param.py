@@ -319,9 +319,13 @@ class FlatParamHandle:
         """Whether one of ``tensors`` lies in the full buffer, and so loses its values when that is released."""
         if self.copy.pooled is None:
             return False
-        kinds, plain = (torch.Tensor, nn.Parameter, CheckedLeaf), map(local_of, tensors)
-        stored = [each.untyped_storage() for each in plain if type(each) in kinds and each.layout == torch.strided]
-        return self.copy.tensor.untyped_storage()._cdata in [storage._cdata for storage in stored]
+        start = self.copy.tensor.data_ptr()
+        end = start + self.copy.pooled.nbytes
+        for tensor in tensors:
+            plain = tensor if type(tensor) is torch.Tensor else local_of(tensor)
+            if type(plain) in _STORED and plain.layout == torch.strided and start <= plain.data_ptr() < end:
+                return True
+        return False
 
     def state_in(self, dtype: torch.dtype) -> BufferState:
         """The state of the full copy in ``dtype``."""
@@ -573,6 +577,7 @@ def _cuts(layout: FlatLayout, rank: int) -> tuple[list[int], list[int]]:
     return [*cuts, layout.shard_numel - end], places
 
 
+_STORED = (torch.Tensor, nn.Parameter, CheckedLeaf)
 _KEPT = (
     "This reference was kept from inside a forward; where a backward came by it, through a tensor that the forward "
     "stored, or that a hook took, and did not return: mark that one inside the forward by fsdp.mark_side_output(tensor)"

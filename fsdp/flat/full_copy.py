@@ -14,7 +14,8 @@ unit is built) assign ``.data``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 
 import torch
@@ -75,6 +76,7 @@ class FullCopy:
 
     __slots__ = (
         "_marks",
+        "_released",
         "_unchecked",
         "_versions",
         "_views",
@@ -114,20 +116,18 @@ class FullCopy:
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._unchecked = tuple(leaf for leaf, its in zip(leaves, self.memories) if not isinstance(its, CheckedLeaf))
         self._versions: tuple[int, ...] = ()  # that these have while there is memory
+        self._released = (_RELEASED,) * len(self._unchecked)
 
-    def _look(self) -> list[tuple[int, int, bool]]:
-        """Of each leaf what a write to it changes; our own writes go to ``tensor``, and change none of it."""
-        start = self.tensor.data_ptr()
-        return [
-            (leaf._version, (memory.data_ptr() or start) - start, leaf.requires_grad)
-            for leaf, memory in zip(self.all_leaves, self.memories)
-        ]
+    def _look(self) -> tuple[list[int], list[int], list[bool]]:
+        """Of the leaves what a write to one changes; our own writes go to ``tensor``, and change none of it."""
+        start, leaves = self.tensor.data_ptr(), self.all_leaves
+        offsets = [(address or start) - start for address in map(_address_of, self.memories)]
+        return list(map(_version_of, leaves)), offsets, list(map(_flag_of, leaves))
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze one leaf."""
-        version, offset, _ = self._marks[index]
         self.all_leaves[index].requires_grad_(requires_grad)
-        self._marks[index] = (version, offset, requires_grad)
+        self._marks[2][index] = requires_grad
 
     def undo_writes(self) -> list[tuple[int, str]]:
         """What users did to the leaves since the last call and will be lost with the buffer's memory, as (index, in
@@ -140,7 +140,8 @@ class FullCopy:
         if seen == marks:
             return []
         found = []
-        for index, (leaf, view, now, before) in enumerate(zip(self.all_leaves, self._views, seen, marks)):
+        each = zip(self.all_leaves, self._views, zip(*seen), zip(*marks))
+        for index, (leaf, view, now, before) in enumerate(each):
             if now[1] != before[1]:
                 self.memories[index].data = view
                 found.append((index, "given other data"))
@@ -157,20 +158,19 @@ class FullCopy:
         if state not in _TRANSITIONS[self.state]:
             raise AssertionError(f"a full buffer went from {self.state.name} to {state.name}")
         if state is BufferState.SHARDED:
-            self._versions = tuple([leaf._version for leaf in self._unchecked])
-            self._set_versions((_RELEASED,) * len(self._versions))
+            # Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a
+            # leaf which is not there, past all that would have gathered it.
+            self._versions = tuple(map(_version_of, self._unchecked))
+            set_versions(self._unchecked, self._released)
         elif self.state is BufferState.SHARDED and self._versions:
-            self._set_versions(self._versions)
+            set_versions(self._unchecked, self._versions)
         self.state = state
-
-    def _set_versions(self, versions: tuple[int, ...]) -> None:
-        """Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a leaf
-        which is not there, past all that would have gathered it."""
-        if versions:
-            set_versions(self._unchecked, versions)
 
 
 _RELEASED = 1 << 30  # the version of a leaf while there is nothing behind it
+_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+_flag_of: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
+_address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class SlotBuffer:

@@ -124,6 +124,30 @@ class Home:
         return name
 
 
+class _Writes:
+    """Tensors, and the places (dictionaries and keys) that they are put in, all at once."""
+
+    __slots__ = ("_by_owner", "_keys", "_owners", "tensors")
+
+    def __init__(self, places: Sequence[tuple[dict[str, Any], str]], tensors: Sequence[Any]) -> None:
+        self._owners, self._keys = [owner for owner, _ in places], [key for _, key in places]
+        self.tensors = tensors
+        self._by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for (owner, key), tensor in zip(places, tensors, strict=True):
+            self._by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
+
+    def put(self) -> None:
+        for owner, its in self._by_owner.values():
+            owner.update(its)
+
+    def there(self) -> list[Any]:
+        """What stands in each of the places now."""
+        return list(map(dict.get, self._owners, self._keys))
+
+    def are_there(self) -> bool:
+        return all(map(operator.is_, self.there(), self.tensors))
+
+
 @dataclass(eq=False)
 class Layer:
     """Tensors that are registered over what rests there, one per parameter of the layout.
@@ -172,17 +196,21 @@ class Registration:
         self._orders = {} if home is None else {slot.module: home.orders[slot.module] for slot in self._slots}
         self._careful = [slot for slot in self._slots if not slot.plain]
         self._copy: FullCopy | None = None  # whose leaves the next line holds
-        self._leaf_writes: list[Write] = []
+        self._leaf_writes = _Writes([], [])
         self.resting: list[Any] = []
-        self._resting_writes: list[Write] = []
+        self._resting_writes = _Writes([], [])
         self.summoned: Layer | None = None
         self.placeholders: Layer | None = None
         self._shown: Any = None  # of writes or layers that which was registered last
         self._in_unit: list[_InUnit] = []
 
-    def _writes(self, tensors: Sequence[Any], flat: Any) -> list[Write]:
-        writes: list[Write] = [(slot.owner, slot.attribute, tensors[slot.index]) for slot in self._slots]
-        return writes if self._home is None else [*writes, (self._home.module._parameters, self.name, flat)]
+    def _writes(self, tensors: Sequence[Any], flat: Any) -> _Writes:
+        places: list[tuple[dict[str, Any], str]] = [(slot.owner, slot.attribute) for slot in self._slots]
+        values = [tensors[slot.index] for slot in self._slots]
+        if self._home is not None:
+            places.append((self._home.module._parameters, self.name))
+            values.append(flat)
+        return _Writes(places, values)
 
     # -- switching -----------------------------------------------------------------------------------------------------
 
@@ -201,8 +229,7 @@ class Registration:
             self._register(layer)
             return
         self._shown = self._resting_writes
-        for owner, attribute, tensor in self._resting_writes:
-            owner[attribute] = tensor
+        self._resting_writes.put()
         for slot in self._careful:
             slot.put(self.resting[slot.index])
         for dictionary, key, guard in self._guards:
@@ -215,16 +242,14 @@ class Registration:
         if copy is not self._copy:
             self._copy, self._leaf_writes = copy, self._writes(copy.leaves, copy.whole)
         if self.summoned is None:
-            for (owner, attribute, leaf), (_, _, resting) in zip(self._leaf_writes, self._resting_writes):
-                current = owner.get(attribute)
-                if current is not resting and current is not leaf and take_over is not None:
+            if take_over is not None and not self._resting_writes.are_there():
+                ours = zip(self._leaf_writes.there(), self._leaf_writes.tensors, self._resting_writes.tensors)
+                if any(current is not leaf and current is not resting for current, leaf, resting in ours):
                     take_over()
-                    break
         elif self._home is not None:  # plain attributes come before registered parameters
             self._unregister_originals()
         self._shown = self._leaf_writes
-        for owner, attribute, leaf in self._leaf_writes:
-            owner[attribute] = leaf
+        self._leaf_writes.put()
         for slot in self._careful:
             slot.put(copy.leaves[slot.index])
         self._unguard()
@@ -306,10 +331,8 @@ class Registration:
             RuntimeError: it was replaced by a parameter of another unit.
         """
         ours = self.resting if self.summoned is None else self.summoned.tensors
-        if self._home is None:  # nearly always all is as we have left it
-            found = [slot.module._parameters.get(slot.attribute) for slot in self._slots]
-            if all(map(operator.is_, found, [ours[slot.index] for slot in self._slots])):
-                return
+        if self._home is None and self.summoned is None and self._resting_writes.are_there():
+            return  # nearly always all is as we have left it
         strange = {
             slot.index: (slot.name, current)
             for slot in self._slots
@@ -340,8 +363,7 @@ class Registration:
 
     def put_back_leaves(self) -> list[int]:
         """Put leaves where users have put something else while they are registered; returns the indices of those."""
-        current = [owner.get(attribute) for owner, attribute, _ in self._leaf_writes]
-        if all(map(operator.is_, current, [leaf for _, _, leaf in self._leaf_writes])):
+        if self._leaf_writes.are_there():
             return []
         found = []
         for slot in self._slots:

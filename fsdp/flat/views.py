@@ -10,6 +10,7 @@ Two classes, one per mode (``use_orig_params``), chosen once per bucket.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,7 @@ from fsdp.flat.runs import Runs
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.flat.visible import Visible, flags_of, looks_of
 
+_hooks_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
 Guard = Callable[[nn.Module, Callable[[], str]], Write]  # refuses forwards of the module, in these words
 
 
@@ -99,6 +101,10 @@ class OriginalViews(CommonViews):
         views = OriginalViews(handle, owned, self._guard)
         self.runs.copy_to(views.runs, handle, memo)
         return views
+
+    @property
+    def has_hooks(self) -> bool:
+        return any(map(_hooks_of, self._originals)) or super().has_hooks
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:

@@ -158,12 +158,16 @@ class Agreement:
     """What the ranks of one group have agreed on; its members are the tree's units that communicate over the group.
 
     It watches what they wait for; see :mod:`fsdp.comm.waiting`.
+
+    Attributes:
+        under_way: the pass that has begun here and not ended.
+        latest: of all agreements the one that came to a group last, weakly: its ``ref``.
     """
 
     REMEDY = (
         "All ranks have to run the same units in the same order, unless the model is wrapped with reduce_unused=True"
     )
-    _latest: ClassVar[Callable[[], Agreement | None]] = lambda: None  # the one that came to a group last, weakly
+    latest: ClassVar[Callable[[], Agreement | None]] = lambda: None
 
     def __init__(self, group: Any, members: Sequence[Member], device: torch.device, streams: Streams) -> None:
         """``device`` is where the members compute, and ``streams`` are its."""
@@ -173,7 +177,7 @@ class Agreement:
         self._members = [weakref.ref(member) for member in members]
         self._places = weakref.WeakKeyDictionary({member: place for place, member in enumerate(members)})
         self._steps: dict[tuple[str, int, bool], tuple[str, int]] = {}  # see ``_step``
-        self._ref = weakref.ref(self)
+        self.ref = weakref.ref(self)
         self.others: list[weakref.ref[Agreement]] = []  # of the same tree
         self._board = Board(group, None)  # of this tree once the layout is agreed on; nobody is heard before
         self._layout_agreed = False
@@ -185,7 +189,7 @@ class Agreement:
         self._pass, self._kind = Pass(""), BACKWARD  # the last that began, and its number, which all ranks agree on
         self._passes = 0
         self._position = 0
-        self._under_way: Pass | None = None
+        self.under_way: Pass | None = None
         self._announces: int | None = None  # the position that this rank waits for the others to announce
         self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # the latest announcements of all: pass and position
         self._gave_up: tuple[int, int, str] | None = None  # a pass failed: its number, how far it had come, and words
@@ -253,24 +257,15 @@ class Agreement:
 
     # -- the order -----------------------------------------------------------------------------------------------------
 
-    @property
-    def under_way(self) -> Pass | None:
-        """The pass that has begun here and not ended."""
-        return self._under_way
-
     def come_to(self, what: Pass | None) -> None:
         """The group is about to be communicated over in ``what``, which begins here if it has not."""
         self.check_layout()
         watch(self._group, self)
-        Agreement._latest = self._ref
-        if what is not None and self._under_way is not what:
+        Agreement.latest = self.ref
+        if what is not None and self.under_way is not what:
             self.begin(what)
             if not (self._compared or what.call):  # calls may be what loads others
                 self._compare_initial_values()
-
-    def is_in(self, what: Pass | None) -> bool:
-        """Whether ``what`` is under way here, and nobody else has come to any group since."""
-        return self._under_way is what is not None and Agreement._latest is self._ref
 
     def begin(self, what: Pass) -> None:
         """A pass begins, or a call. What does not come as before is announced, and so are most calls: whoever is alone
@@ -281,7 +276,7 @@ class Agreement:
         self._begun = (before * 1000003 + self._before) & _MASK
         self._pass, self._kind, self._position = what, number, 0
         self._passes += 1
-        self._under_way = what
+        self.under_way = what
         self._detailed = what.trains and not self._trained and debug_detail()
         self._trained = self._trained or what.trains
         together, self._together = self._together, bool(what.call)
@@ -322,7 +317,7 @@ class Agreement:
             self._ask_later(self._before, f"agree on the {self._pass.words}")
             self._look_at_answers()
             self._together = True
-        self._under_way = None
+        self.under_way = None
 
     def _ask_later(self, value: int, label: str) -> None:
         self._questions.append(Vote(value, self._group, self._device, label))
@@ -340,9 +335,9 @@ class Agreement:
         if not self._layout_agreed:
             return
         if self._gave_up is None:
-            here = (self._passes, self._position) if self._under_way is not None else (self._passes + 1, 0)
+            here = (self._passes, self._position) if self.under_way is not None else (self._passes + 1, 0)
             self._gave_up = (*here, words)
-        self._under_way = None
+        self.under_way = None
         if not self._accused:  # else the others are told why
             self._board.post("report", self._report())
 
@@ -406,7 +401,8 @@ class Agreement:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        self._next(*self._step(kind, member))
+        step = self._steps.get((kind, id(member), member.in_full_precision))
+        self._next(*(step or self._step(kind, member)))
         if self._detailed and kind == GATHER:
             self._compare_handles(member)
 
@@ -433,21 +429,18 @@ class Agreement:
     def _next(self, words: str, event: int) -> None:
         if self._questions:
             self._look_at_answers()
-        self._note(words, event)
+        self._recent.append((self._passes, self._position, event, words))  # for the other ranks
         recorded = self._record.get(self._before)
         if recorded is None or self._detailed:
             self._ask_all(words, event)
         elif recorded != event:
             self._announce(words, self._position, event)
-        self._record[self._before] = event
-        if len(self._record) > self._longest_record:  # what is forgotten is asked for again
-            del self._record[next(iter(self._record))]
+        if recorded != event:
+            self._record[self._before] = event
+            if len(self._record) > self._longest_record:  # what is forgotten is asked for again
+                del self._record[next(iter(self._record))]
         self._before = (self._before * 1000003 + event + 1) & _MASK
         self._position += 1
-
-    def _note(self, words: str, event: int) -> None:
-        """For the other ranks: what this one is about to do here."""
-        self._recent.append((self._passes, self._position, event, words))
 
     def _ask_all(self, words: str, event: int) -> None:
         if Vote(event, self._group, self._device, f"agree to {words}").result() is None:

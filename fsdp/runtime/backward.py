@@ -24,7 +24,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -191,28 +192,28 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
 
 
 class Running:
-    """While the module of a unit runs in ``call``, calls made inside know it as the one around them. None stands for a
-    forward without gradients. Profilers show it as a range."""
+    """From its making until ``end`` the module of a unit runs in ``call``, and calls made inside know that as the one
+    around them. None stands for a forward without gradients. Profilers show it as a range."""
 
-    __slots__ = ("_before", "_call", "_range")
+    __slots__ = ("_before", "_range", "call")
 
-    @hooks.untraced
     def __init__(self, call: ForwardCall | None, unit_name: str) -> None:
-        self._call, self._range = call, profiled("forward", unit_name)
-
-    @hooks.untraced
-    def __enter__(self) -> None:
+        self.call = call
+        self._range: AbstractContextManager[Any] | None = profiled("forward", unit_name)
         self._range.__enter__()
-        self._before, _here.innermost = _here.innermost, self._call
-        if self._call is not None:
-            self._call._runs = True
+        self._before, _here.innermost = _here.innermost, call
+        if call is not None:
+            call._runs = True
 
-    @hooks.untraced
-    def __exit__(self, *exc_info: object) -> None:
+    def end(self) -> None:
+        """Idempotent."""
+        if self._range is None:
+            return
+        shown, self._range = self._range, None
         _here.innermost = self._before
-        if self._call is not None:
-            self._call._runs = False
-        self._range.__exit__(None, None, None)
+        if self.call is not None:
+            self.call._runs = False
+        shown.__exit__(None, None, None)
 
 
 def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,7 +37,7 @@ from fsdp.flat.ownership import (
 from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.hooks import forward_refused
+from fsdp.runtime.hooks import forward_refused, own_operations
 from fsdp.runtime.mistakes import warn_of_hooks
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import Unit, units_below, units_in
@@ -207,7 +207,8 @@ class Membership:
         """The context of the tree that the unit is in; without one, it becomes the root of everything below it."""
         context = self.unit.context
         if context is None or (self._context is None and self.is_root is None):
-            context = self._become_root()
+            with own_operations():
+                context = self._become_root()
         return context
 
     def _become_root(self) -> RootContext:

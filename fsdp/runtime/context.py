@@ -120,9 +120,10 @@ class RootContext:
     def enter_forward(self, unit: UnitBuffers) -> None:
         """``unit`` is about to run; the outermost one begins a new forward of the tree."""
         if hooks.current_backward() != hooks.NO_BACKWARD:
-            self.enter_backward(unit)
+            with hooks.own_operations():
+                self.enter_backward(unit)
         elif self.passes.forward is None:
-            with profiled("_root_pre_forward", unit.name):
+            with hooks.own_operations(), profiled("_root_pre_forward", unit.name):
                 self._begin_forward(unit)
             self._thread = threading.get_ident()
         elif self._thread != threading.get_ident():

@@ -5,16 +5,30 @@ See [Note: When a unit's backward is over] in ``backward.py``.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
+from fsdp.comm.versions import set_frame_callback
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.runtime import hooks
 
 LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
+
+
+class Trained(Protocol):
+    """A unit, as its leaves report to it."""
+
+    handles: list[FlatParamHandle]
+    _tree: Callable[[], Any]  # its context
+
+    def leaf_ready(self, context: Any, key: LeafKey, leaf: torch.Tensor) -> None:
+        """A leaf's gradient of the running graph task is complete."""
+
+    def backward_failed(self, error: BaseException, event: str) -> None:
+        """A hook raises ``error``: the backward ends here."""
 
 
 class ExpectedLeaves:
@@ -25,10 +39,10 @@ class ExpectedLeaves:
             it is not asked again.
     """
 
-    def __init__(self, handles: Sequence[FlatParamHandle], arrived: Callable[[LeafKey, torch.Tensor], None]) -> None:
-        """``arrived`` is called when a leaf's gradient of the running graph task is complete."""
-        self._handles = handles
-        self._arrived = arrived
+    def __init__(self, unit: Trained) -> None:
+        """``unit`` is told of each leaf whose gradient of the running graph task is complete."""
+        self._handles = unit.handles
+        self._unit_ref = weakref.ref(unit)
         self.of_task: dict[int, set[LeafKey]] = {}
         self._hooked: set[int] = set()  # the ids of the leaves that are, frozen ones among them
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
@@ -42,7 +56,7 @@ class ExpectedLeaves:
                 self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
                 if id(leaf) not in self._hooked:
                     self._hooked.add(id(leaf))
-                    hooks.on_accumulated(leaf, functools.partial(self._arrived, key))
+                    hooks.on_accumulated(leaf, _arrival(self._unit_ref, key))
 
     def renew(self) -> None:
         """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
@@ -73,3 +87,30 @@ class ExpectedLeaves:
     def forget(self) -> None:
         """The backward is over, or failed."""
         self.of_task.clear()
+
+
+def _arrival(unit_ref: weakref.ref[Trained], key: LeafKey) -> Callable[[torch.Tensor], None]:
+    """What is called when the gradient of leaf ``key`` is complete. Each leaf of a step comes by, so it is ``untraced``
+    by itself."""
+
+    @hooks.breaks_graph
+    def arrived(leaf: torch.Tensor) -> None:
+        before = set_frame_callback(None)
+        unit = unit_ref()
+        try:
+            if unit is None:
+                return
+            context = unit._tree()
+            if context.compute is None:  # no stream to join
+                unit.leaf_ready(context, key, leaf)
+            else:
+                with context.joined():
+                    unit.leaf_ready(context, key, leaf)
+        except BaseException as error:
+            if unit is not None:
+                unit.backward_failed(error, "gradient of a parameter")
+            raise
+        finally:
+            set_frame_callback(before)
+
+    return arrived

@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from fsdp.comm.streams import NOTHING
 from fsdp.comm.versions import set_frame_callback, skip_code
 from fsdp.runtime.mistakes import warn_of_habits, warn_of_stale
 
@@ -74,9 +75,8 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
         return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def next_node_number() -> int:
-    """The sequence number that the next graph node made on this thread will have."""
-    return int(torch.autograd._get_sequence_nr())
+# The sequence number that the next graph node made on this thread will have.
+next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 def number_of(node: Any) -> int:
@@ -128,10 +128,7 @@ def own_operations() -> AbstractContextManager[None]:
         isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
     ):
         return _disable_current_modes()
-    return _AS_IT_IS
-
-
-_AS_IT_IS: AbstractContextManager[None] = nullcontext()
+    return NOTHING
 
 
 def on_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
@@ -152,8 +149,8 @@ def on_saved(callback: Callable[[torch.Tensor], None]) -> AbstractContextManager
 
 
 def on_accumulated(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Any:
-    """Call ``callback`` each time a gradient has been added to ``leaf.grad``."""
-    return leaf.register_post_accumulate_grad_hook(untraced(callback))
+    """Call ``callback``, which is ``untraced``, each time a gradient has been added to ``leaf.grad``."""
+    return leaf.register_post_accumulate_grad_hook(callback)
 
 
 def around_forward(

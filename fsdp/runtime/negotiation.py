@@ -74,7 +74,7 @@ class Negotiation(Agreement):
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""
         if self._pass.call or self._follows:  # all ranks do the same in a call
-            self._under_way = None
+            self.under_way = None
             return
         lacking = self._pass.is_backward and any(member.lacks_gradients for member in self._present())
         if self._propose(END_WORDS, self._end + lacking) > self._end:
@@ -84,7 +84,7 @@ class Negotiation(Agreement):
         turns = sorted(self._turn(event) for event in order)
         self._turns.setdefault(number, {}).update(zip(order, turns))
         self._understood = f"has ended the {self._pass.words}"
-        self._under_way = None
+        self.under_way = None
 
     def _turn(self, event: int) -> int:
         """When ``event`` has its turn in this pass; what is lower comes first."""
@@ -103,10 +103,15 @@ class Negotiation(Agreement):
         for member, theirs in zip(members, used.split([len(each) for each in flags])):
             member.note_used(theirs.tolist())
 
+    def _note(self, words: str) -> None:
+        """For the other ranks: what this one is about to do here. What is proposed may differ between ranks, so there
+        is no number to compare."""
+        self._recent.append((self._passes, self._position, 0, words))
+
     def _propose(self, words: str, event: int) -> int:
         """Returns what was done last: ``event``, or the end."""
         while True:
-            self._note(words, 0)  # what is proposed may differ between ranks: no number to compare
+            self._note(words)
             chosen = self._choose(words, event)
             if chosen >= self._end:
                 return chosen
@@ -116,7 +121,7 @@ class Negotiation(Agreement):
             if self._detailed and what == GATHER:
                 self._compare_handles(member)
             if chosen != event:
-                self._note(f"{what} {member.name}", 0)
+                self._note(f"{what} {member.name}")
             self._position += 1
             if chosen == event:
                 return chosen
@@ -127,7 +132,7 @@ class Negotiation(Agreement):
         turn = self._end if event >= self._end else self._turn(event)
         chosen = self._largest(words, (self._end - turn) << 24 | event)
         if self._replicas is not None and not self._pass.call:
-            self._replicas._note(words, 0)
+            self._replicas._note(words)
             chosen = self._replicas._largest(words, chosen)
             self._replicas._position += 1
         return chosen & ((1 << 24) - 1)

@@ -43,26 +43,23 @@ class Sequence(Generic[T]):
 
 
 class ExecutionOrder(Generic[T]):
-    """One sequence per kind of pass: forwards by the unit that was called, backwards by the first unit reached."""
+    """One sequence per kind of pass: forwards by the unit that was called, backwards by the first unit reached.
+
+    Attributes:
+        active: that of the pass under way.
+    """
 
     def __init__(self) -> None:
         self._sequences: dict[tuple[bool, T], Sequence[T]] = {}
-        self._active: Sequence[T] | None = None
+        self.active: Sequence[T] = Sequence()
 
     def start(self, first: T, *, backward: bool) -> None:
-        self._active = self._sequences.setdefault((backward, first), Sequence())
-        self._active.start()
-
-    def record(self, unit: T) -> None:
-        if self._active is not None:
-            self._active.record(unit)
-
-    def upcoming(self, count: int) -> list[T]:
-        return self._active.upcoming(count) if self._active is not None else []
+        self.active = self._sequences.setdefault((backward, first), Sequence())
+        self.active.start()
 
     def stop(self) -> None:
-        """The pass is over; what runs until the next one is not recorded."""
-        self._active = None
+        """The pass is over; what runs until the next one is recorded for nobody."""
+        self.active = Sequence()
 
 
 class PrefetchLimits:

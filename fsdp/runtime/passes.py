@@ -80,7 +80,7 @@ class Passes:
                 self.about_to(kind, member)
             return
         for agreement in agreements:
-            if not agreement.is_in(self.current):
+            if agreement.under_way is not self.current or Agreement.latest is not agreement.ref:
                 agreement.come_to(self.current)
             agreement.about_to(kind, member)
 

@@ -13,27 +13,28 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.recording import recorder
+from fsdp.comm.recording import Told
+from fsdp.comm.streams import NOTHING
 
 logger = logging.getLogger("fsdp")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+_profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 def profiled(what: str, unit_name: str) -> AbstractContextManager[Any]:
     """Around what ``unit_name`` does: a range, where a profiler runs."""
-    if (told := recorder()) is not None:
+    if (told := Told.recorder) is not None:
         return told.span(what, unit_name)
-    if not torch.autograd._profiler_enabled():
-        return _NOTHING
+    if not _profiler_runs():
+        return NOTHING
     return torch.autograd.profiler.record_function(f"FullyShardedDataParallel.{what} {unit_name}")
 
 
@@ -51,9 +52,9 @@ def ranged(what: str) -> Callable[[Method], Method]:
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def run(unit: Any, *args: Any, **kwargs: Any) -> Any:
-            if (shown := profiled(what, unit.name)) is _NOTHING:
+            if Told.recorder is None and not _profiler_runs():
                 return method(unit, *args, **kwargs)
-            with shown:
+            with profiled(what, unit.name):
                 return method(unit, *args, **kwargs)
 
         return run  # type: ignore[return-value]

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import operator
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,8 +36,11 @@ from fsdp.flat.views import BucketViews
 from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.comm_hook import CommHook
 
+_hooks_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+_dict_of: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
 
-@dataclass(eq=False)
+
+@dataclass(eq=False, slots=True)
 class _InFlight:
     """A reduction under way, and the memory it reads until it is complete."""
 
@@ -62,8 +67,10 @@ class ReductionQueue:
 
     def allocate(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory; called on the compute stream, which owns it."""
-        if buffer in [item.source for item in self._reading]:  # its last reduction still reads the slots
-            self._complete_all_but(0)
+        for item in self._reading:
+            if item.source is buffer:  # its last reduction still reads the slots
+                self._complete_all_but(0)
+                break
         self._complete_all_but(self.max_buffers - 1)
         assert buffer.pooled is not None
         self.pool.allocate(buffer.pooled)
@@ -85,11 +92,11 @@ class ReductionQueue:
         self._in_flight.append(item := _InFlight(pending, source, average, at_once, finish))
         if bounded:
             self._reading.append(item)
-        if self.streams.asynchronous_work:  # see [Note: Replicas]
+        if self._to_average and self.streams.asynchronous_work:  # see [Note: Replicas]
             self._average_all()
         if average is not None:
             self._to_average.append(item)
-        if not self.streams.asynchronous_work:
+        if self._to_average and not self.streams.asynchronous_work:
             self._average_all()
         self._complete_all_but(self.max_buffers)
 
@@ -105,7 +112,8 @@ class ReductionQueue:
         while len(self._reading) > count:
             item = self._reading[0]
             self._complete(item)
-            self._attach_at_once(item)
+            if item.at_once:
+                self._attach_at_once(item)
 
     def _attach_at_once(self, item: _InFlight) -> None:
         if item.at_once and item.source is None and item.average is None:
@@ -161,6 +169,7 @@ class BucketGradients:
         self._on_host = HostBuffers()  # of offloaded gradients
         self._scratch: SlotBuffer | None = None  # the reduce buffer; with memory from the pool in each backward
         self.target: SlotBuffer | None = None
+        self.hooked = False  # whether hooks of users', or tensor parallelism, have their say before that
         self._continues = False  # whether that is the accumulator of earlier backwards
         self._written = [False] * len(self.handle.copy.all_leaves)
         self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
@@ -170,7 +179,10 @@ class BucketGradients:
 
     @property
     def trainable(self) -> bool:
-        return any(leaf.requires_grad for leaf in self.handle.leaves)
+        for leaf in self.handle.leaves:  # nearly always the first one
+            if leaf.requires_grad:
+                return True
+        return False
 
     @property
     def reduces(self) -> bool:
@@ -225,6 +237,7 @@ class BucketGradients:
     def open(self, queue: ReductionQueue, *, synchronize: bool) -> None:
         """Take a buffer for this backward; what users left of the accumulator is continued."""
         layout, device = self.handle.layout, self.handle.device
+        self.hooked = self.views.has_hooks
         self._written = [False] * len(self._written)
         accumulator, self._adopted = self._accumulator.reuse()
         for member in (member for position in self._adopted for member in self.views.visible[position].members):
@@ -347,11 +360,11 @@ class BucketGradients:
     @property
     def _is_awaited(self) -> bool:
         """Whether somebody waits for a gradient during the backward."""
-        for held in (*self.views.visible, *self.views.runs):
-            param: Any = held.param
-            if param._post_accumulate_grad_hooks or "_in_backward_optimizers" in param.__dict__:
-                return True
-        return False
+        params = self.views.params
+        if self.views.runs:
+            params = [*params, *(run.param for run in self.views.runs)]
+        optimizers = map(operator.contains, map(_dict_of, params), itertools.repeat("_in_backward_optimizers"))
+        return any(map(_hooks_of, params)) or any(optimizers)
 
     def _announce(self) -> None:
         """The gradients are complete: call the parameters' hooks, and step the optimizers that torch's
@@ -397,11 +410,13 @@ class BucketGradients:
         """End writing: slots that nobody wrote, and the padding, hold whatever the memory held before; zero them."""
         target, self.target = self.target, None
         assert target is not None
-        stale = [slot for slot, written in zip(target.slots, self._written) if not written and slot.numel()]
+        stale: list[torch.Tensor] = []
+        if not all(self._written[: len(target.slots)]):
+            stale = [slot for slot, written in zip(target.slots, self._written) if not written and slot.numel()]
+            self._written = [True] * len(self._written)  # zeros count as written if the buffer lives on
         stale += target.padding
         if stale:
             torch._foreach_zero_(stale)
-        self._written = [True] * len(self._written)  # zeros count as written if the buffer lives on
         return target
 
     def _attach(self, shard: torch.Tensor, adopted: set[int], unused: set[int]) -> None:
@@ -413,14 +428,14 @@ class BucketGradients:
         present, added = [], []
         if self.views.runs:
             self.views.follow_runs()  # what was dropped is not to be added to
-        grads = self.views.sharded_grads(shard.to(self.dtype))
+        grads = self.views.sharded_grads(shard if shard.dtype == self.dtype else shard.to(self.dtype))
         wide = self.views.sharded_grads(shard.to(self.handle.layout.dtype)) if self._keep_low_precision else grads
-        for position, grad in enumerate(grads):
-            visible = self.views.visible[position]
+        for position in self.views.present:
+            visible, grad = self.views.visible[position], grads[position]
             frozen = not visible.param.requires_grad and position not in adopted
-            if visible.absent or frozen:  # what was accumulated before it was frozen is still its gradient
+            if frozen:  # what was accumulated before it was frozen is still its gradient
                 continue
-            if unused.issuperset(visible.members):
+            if unused and unused.issuperset(visible.members):
                 continue
             current = visible.param.grad
             if current is None:

@@ -122,7 +122,7 @@ class Residency(Residences[UnitBuffers]):
 
     def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE, *, to_write: bool = False) -> None:
         """Start filling the full buffers of ``unit``; see :meth:`Communicator.gather`."""
-        nearby = unit.is_nearby
+        nearby = unit.nearby is not None and unit.is_nearby
         if unit.groups.sharded:
             self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
         backward_follows = self.expects_backward and self.passes.forward is not None and not self.passes.in_backward
@@ -143,11 +143,11 @@ class Residency(Residences[UnitBuffers]):
         a backward of ``no_sync`` kept it, their versions tell.
         """
         if unit.gathers and not unit.is_summoned:
-            earlier = refill and unit.generation != self.generation
+            earlier, gathered = refill and unit.generation != self.generation, unit.is_gathered
             stale = earlier and unit.kept_versions != unit.versions
-            if not unit.is_gathered or earlier or self.of(unit) is Residence.PREFETCHED:
-                self.order.record(unit)
-            if not unit.is_gathered:
+            if not gathered or earlier or self._of.get(unit) is Residence.PREFETCHED:
+                self.order.active.record(unit)
+            if not gathered:
                 self.make_room(unit)
                 self.gather(unit)
             elif stale:
@@ -207,7 +207,7 @@ class Residency(Residences[UnitBuffers]):
         if unit.is_summoned or unit.in_output:
             return
         if self.becomes(unit, Residence.SHARDED):
-            if unit.is_gathering or not self._streams.asynchronous_work:  # the host has waited for the others
+            if not self._streams.asynchronous_work or unit.is_gathering:  # the host has waited for the others
                 unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
             last_use = self._streams.record()
             backward_follows = backward_follows and unit.generation == self.generation
@@ -300,7 +300,8 @@ class Residency(Residences[UnitBuffers]):
             RuntimeError: a backward of the unit is under way, or its parameters are shown, in the other dtypes.
         """
         self.cast_parameters(unit, full_precision)
-        unit.precision.cast_buffers(unit.device, full_precision=full_precision)
+        if unit.precision.asked.buffer_dtype is not None:
+            unit.precision.cast_buffers(unit.device, full_precision=full_precision)
 
     def cast_parameters(self, unit: UnitBuffers, full_precision: bool) -> None:
         """As ``compute_in``, without the buffers."""
@@ -382,14 +383,14 @@ class Residency(Residences[UnitBuffers]):
         those that users have listed, once ``unit`` ``begins``."""
         if unit.policy.reduce_unused:
             return
-        waits = self.passes.in_backward and unit.policy.prefetch_after_gradients
-        under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED] if waits else ()
-        if any(other.index not in unit.ancestors for other in under_way):
-            return
+        if self.passes.in_backward and unit.policy.prefetch_after_gradients:
+            under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED]
+            if any(other.index not in unit.ancestors for other in under_way):
+                return
         listed = unit.listed(self.passes.in_backward) if unit.listed is not None else None
         if listed is not None and not begins:
             return
-        for candidate in self.order.upcoming(self._distance(unit)) if listed is None else listed:
+        for candidate in self.order.active.upcoming(self._distance(unit)) if listed is None else listed:
             if candidate.is_gathered or (self.passes.in_backward and not candidate.policy.unshard_in_backward):
                 continue
             if listed is None and not self._has_room(candidate, unit):

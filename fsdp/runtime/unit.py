@@ -22,7 +22,7 @@ from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.backward import ForwardCall, Place, close_passed
+from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves, LeafKey
@@ -31,6 +31,8 @@ from fsdp.runtime.ranges import communicates, profiled, ranged
 from fsdp.runtime.reduction import BucketGradients
 from fsdp.runtime.residency import Residence
 from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
+
+_READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
 
 
 class Phase(Enum):
@@ -73,7 +75,7 @@ class Unit(UnitBuffers):
         self._depth = 0  # forwards of this unit under way
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
         self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
-        self.expected = ExpectedLeaves(self.handles, functools.partial(_leaf_arrived, self.ref))
+        self.expected = ExpectedLeaves(self)
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.watch_optimizers(self)
         for handle in self.handles:
@@ -251,18 +253,18 @@ class Unit(UnitBuffers):
     @ranged("_pre_forward")
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
         """Gather, and prefetch; returns the call to hand to ``post_forward``, and the inputs, cast."""
-        if self.summoned in (Summoned.HERE_ALONE, Summoned.ELSEWHERE):
+        summoned = self.summoned
+        if summoned is Summoned.HERE_ALONE or summoned is Summoned.ELSEWHERE:
             raise RuntimeError(
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
                 "parameters are not on every rank's device. Run it outside, or summon without these options"
             )
-        with hooks.own_operations():
-            context.enter_forward(self)
+        context.enter_forward(self)
         self._depth += 1
         try:
             start = hooks.next_node_number()
-            full_precision = self.is_summoned or self.precision.wants_full
-            if not full_precision:
+            full_precision = summoned is Summoned.HERE or self.precision.wants_full
+            if not full_precision and self.precision.asked.param_dtype is not None:
                 is_root, has_parameters = self is context.root, bool(self.handles)
                 inputs = self.precision.cast_inputs(inputs, is_root=is_root, has_parameters=has_parameters)
             with hooks.own_operations():
@@ -292,14 +294,16 @@ class Unit(UnitBuffers):
 
     @hooks.untraced
     @ranged("_post_forward")
-    def post_forward(self, context: RootContext, call: ForwardCall | None, output: Any, member: str = "") -> Any:
+    def post_forward(self, context: RootContext, running: Running, output: Any, member: str = "") -> Any:
         """``member`` has run: reshard unless others of the unit's modules are to come, or the backward follows at once;
         and hook the outputs, which are returned."""
+        running.end()
+        call = running.call
         for view in self.views:
             view.check_leaves(compares=context.streams.asynchronous_work)
-        if not self.is_summoned and not self.precision.wants_full:
+        if self.precision.asked.output_dtype is not None and not self.is_summoned and not self.precision.wants_full:
             output = self.precision.cast_outputs(output)
-        outputs = list(tensors_in(output))
+        outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
         for handle in self.handles:
             if handle.holds_any(outputs):
@@ -312,7 +316,7 @@ class Unit(UnitBuffers):
             if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
                 follows = residency.expects_backward
                 self._ran[member] = residency.generation
-                if any(ran != residency.generation for ran in self._ran.values()):
+                if len(self._ran) > 1 and any(ran != residency.generation for ran in self._ran.values()):
                     residency.keep_to_others(self)
                 elif not (follows and residency.keep_to_backward(self)):
                     residency.reshard(self, backward_follows=follows)
@@ -322,9 +326,11 @@ class Unit(UnitBuffers):
         return output
 
     @hooks.untraced
-    def abort_forward(self, context: RootContext) -> None:
+    def abort_forward(self, context: RootContext, running: Running | None = None) -> None:
         """The wrapped module raised, or ``post_forward``. Checkpointing ends a recomputation early that way, which is
         no fault."""
+        if running is not None:
+            running.end()
         self._leave_forward(context)
         if hooks.current_backward() == hooks.NO_BACKWARD:
             context.passes.failed = True
@@ -397,8 +403,7 @@ class Unit(UnitBuffers):
         if grad is None:
             return  # the leaf's own hook took it
         bucket, index = key
-        there = self.handles[bucket].copy.state in (BufferState.UNSHARDED, BufferState.RESIDENT)
-        if self.policy.unshard_in_backward and not there:
+        if self.handles[bucket].copy.state not in _READABLE and self.policy.unshard_in_backward:
             raise RuntimeError(
                 f"a backward reached parameter {self.handles[bucket].name_of(index)!r} of {self.name} while "
                 "its values were sharded, before it reached an output of the wrapped module: through a tensor that the "
@@ -422,7 +427,8 @@ class Unit(UnitBuffers):
                 )
             gradients.open(context.reductions, synchronize=self.synchronize)
         if self.gradient_weight:  # else its slot counts as one that nobody wrote
-            grad = self.views[bucket].hooked(index, grad)
+            if gradients.hooked:
+                grad = self.views[bucket].hooked(index, grad)
             gradients.add(index, grad if self.gradient_weight == 1 else grad * self.gradient_weight)
         expected.discard(key)
         if not expected and not self.expected:
@@ -578,22 +584,6 @@ def _cast(unit_ref: weakref.ref[Unit], handle_ref: weakref.ref[FlatParamHandle],
 
     with torch.no_grad():
         unit.apply_to_shards(change)
-
-
-def _leaf_arrived(unit_ref: weakref.ref[Unit], key: LeafKey, leaf: torch.Tensor) -> None:
-    unit = unit_ref()
-    if unit is None:
-        return
-    context: RootContext = unit._tree()
-    try:
-        if context.compute is None:  # no stream to join
-            unit.leaf_ready(context, key, leaf)
-        else:
-            with context.joined():
-                unit.leaf_ready(context, key, leaf)
-    except BaseException as error:
-        unit.backward_failed(error, "gradient of a parameter")
-        raise
 
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
