@@ -103,7 +103,7 @@ def _compare(optimizer: Optimizer, group: Any, holders: list[Holder]) -> None:
     _looks[group] = look = _looks.get(group, 0) + 1
     own = hashlib.blake2b(samples, digest_size=16).hexdigest() if samples else ""
     board.post(str(look), own)
-    for rank, theirs in board.posted(str(look)).items():
+    for rank, theirs in board.posted_next(str(look)).items():
         if rank != group.rank() and own and theirs == own:
             warnings.warn(
                 f"{type(optimizer).__name__} has the same state on ranks {rank} and {group.rank()} of the group, "

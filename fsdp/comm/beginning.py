@@ -142,7 +142,7 @@ def gone_on(group: Any, *, met: Callable[[], bool] | None = None) -> str | None:
     if its is None:
         return None
     own, names = _issued(group), rank_names(group)
-    here = {rank: said for rank, said in its.board.posted("here").items() if said[0] == its.count}
+    here = {rank: said for rank, said in its.board.posted_next("here").items() if said[0] == its.count}
     found = [
         f"rank {names[rank]} is about to begin {doing}"
         for rank, (_, doing, issued) in here.items()

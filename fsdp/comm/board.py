@@ -9,7 +9,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from fsdp.comm import waiting
 from fsdp.comm.groups import default_group, group_store
 
-_SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store
+_SHORTEST, _LONGEST = 0.0002, 0.01  # seconds between two looks into the store of few ranks
+_CROWD = 64  # more than so many ranks look the less often: one process serves the store to all of them
+_NEXT = 8  # of so many ranks one reads what they have posted, where not all have to be heard
 
 
 class Board:
@@ -32,7 +34,9 @@ class Board:
         """``name`` is the same on all ranks, and that of no other board of the group; None for a board of no store."""
         self._group, self._name = weakref.ref(group), name  # boards are kept by group: they must not keep it
         self._rank, self._size = group.rank(), group.size()
-        self._lives: dict[int, list[Any]] = {}  # as they were read: they do not change
+        self._longest = _LONGEST * max(1.0, self._size / _CROWD)
+        self._turn = 0  # where ``posted_next`` goes on
+        self._journals: dict[str, dict[int, Any]] = {}  # as they were read: what is in them does not change
         self._signed = ""  # the latest: who gives up to wait, and comes again, signs once
         self._said = "", ""  # the latest meeting of ranks that are to be alike, and where this one is counted
         self._spent: list[str] = []  # keys of the latest meeting
@@ -66,14 +70,26 @@ class Board:
 
     def posted(self, key: str) -> dict[int, Any]:
         """The messages of the ranks under ``key``, by rank, of those that have written one."""
-        messages = {rank: self.read(f"{key}/{rank}") for rank in range(self._size)}
+        return self._posted(key, range(self._size))
+
+    def posted_next(self, key: str) -> dict[int, Any]:
+        """As ``posted``, of the next few ranks after this one; at the next call of those after them: so a look costs
+        as much in a group of any size. Where some ranks do one thing and the rest another, somebody is next to one of
+        the rest, whichever they are: that one has to tell the others what it saw."""
+        others = self._size - 1
+        turns = range(self._turn, self._turn + min(_NEXT, others))
+        self._turn = turns.stop % max(1, others)
+        return self._posted(key, sorted((self._rank + 1 + turn % others) % self._size for turn in turns))
+
+    def _posted(self, key: str, ranks: Iterable[int]) -> dict[int, Any]:
+        messages = {rank: self.read(f"{key}/{rank}") for rank in ranks}
         return {rank: value for rank, value in messages.items() if value is not None}
 
     def wait_for_posts(self, key: str, patience: timedelta, enough: Callable[[dict[int, Any]], bool]) -> dict[int, Any]:
         """The messages under ``key`` once they are ``enough``, or ``patience`` is over."""
         until = time.monotonic() + patience.total_seconds()
         while not enough(messages := self.posted(key)) and time.monotonic() < until and self._store is not None:
-            time.sleep(_LONGEST)
+            time.sleep(self._longest)
         return messages
 
     def exchange(self, key: str, value: Any, look: Callable[[], None]) -> dict[int, Any]:
@@ -115,7 +131,7 @@ class Board:
         pause, looked = _SHORTEST, time.monotonic()
         while not store.check([met]):
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            pause = min(2 * pause, self._longest)
             if time.monotonic() - looked > waiting.PATIENCE.total_seconds():
                 look()
                 looked = time.monotonic()
@@ -130,19 +146,37 @@ class Board:
     def live(self) -> None:
         """Write by what other ranks on this machine can tell whether this process is still there."""
         pid = os.getpid()
-        self.post("life", [machine(), pid, _start_of(pid)])
+        if here := machine():
+            self._log(f"lives/{here}", [self._rank, pid, _start_of(pid)])
 
     def dead(self) -> list[int]:
-        """The ranks whose processes have ended, as far as this machine can tell. Only those that have lived."""
-        found = []
-        for rank in (rank for rank in range(self._size) if rank != self._rank):
-            life: list[Any] | None = self._lives.get(rank) or self.read(f"life/{rank}")
-            if life is None:
-                continue
-            self._lives[rank] = life
-            if life[0] and life[0] == machine() and _start_of(life[1]) != life[2]:
-                found.append(rank)
-        return found
+        """The ranks whose processes have ended, as far as the ranks of their machines have looked, or this machine can
+        tell. Only those that have lived. A look costs as many operations on the store in a group of any size."""
+        lives = {rank: life for rank, *life in self._logged(f"lives/{machine()}")}  # the latest of each
+        ended = {rank: life for rank, *life in self._logged("deaths")}
+        for rank, life in lives.items():
+            if _start_of(life[0]) == life[1]:
+                ended.pop(rank, None)
+            elif ended.get(rank) != life:
+                ended[rank] = life
+                self._log("deaths", [rank, *life])
+        return sorted(ended)
+
+    def _log(self, key: str, value: Any) -> None:
+        """Write ``value`` as one more of what ranks have logged under ``key``."""
+        store = self._store
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                self.write(f"{key}/{store.add(self._path(key), 1)}", value)
+
+    def _logged(self, key: str) -> list[Any]:
+        """What all ranks have logged under ``key``; each thing is read once."""
+        store, read = self._store, self._journals.setdefault(key, {})
+        with contextlib.suppress(RuntimeError):
+            for number in range(1, 1 + (0 if store is None else store.add(self._path(key), 0))):
+                if number not in read and (value := self.read(f"{key}/{number}")) is not None:
+                    read[number] = value
+        return list(read.values())
 
 
 def processes() -> Board | None:

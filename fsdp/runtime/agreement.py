@@ -234,7 +234,7 @@ class Agreement:
 
         def look() -> None:
             look_around()
-            reports = self._exchange_reports(timedelta(0))
+            reports = self._exchange_reports()
             alone = [f"rank {rank} gave up the {words.gave_up[2]}" for rank, words in reports.items() if words.gave_up]
             if alone and not self._board.has_met(key):  # wherever it was: it has not come here
                 here = f"{alone[0]}, and rank {self._rank} is at {reports[self._rank].where}"
@@ -460,7 +460,7 @@ class Agreement:
         """A wait takes long. Tell the others how far this rank is; raises if another one has said that it did something
         else, or is dead."""
         self._raise_if_broken()
-        found = self._first_mismatch(self._exchange_reports(timedelta(0)))
+        found = self._first_mismatch(self._exchange_reports())
         if found is not None:
             raise self._out_of_step(found)
         self._raise_if_left()
@@ -500,8 +500,9 @@ class Agreement:
         recent = [Entry(*entry) for entry in self._recent]
         return Report(self._recoveries, self._passes, *what, self._gave_up, self._announces, recent)
 
-    def _exchange_reports(self, patience: timedelta) -> dict[int, Report]:
-        """Report to the other ranks what this one did last in the pass, and get what they report within ``patience``.
+    def _exchange_reports(self, patience: timedelta | None = None) -> dict[int, Report]:
+        """Report to the other ranks what this one did last in the pass, and get what they report within ``patience``;
+        None: what a few of them have reported, others at each call.
 
         By rank, only of those that have met as often as this one.
         """
@@ -515,6 +516,8 @@ class Agreement:
         def tells(posted: dict[int, Any]) -> bool:
             return self._first_mismatch(latest(posted)) is not None
 
+        if patience is None:
+            return latest(self._board.posted_next("report"))
         return latest(self._board.wait_for_posts("report", patience, tells))
 
     def _first_mismatch(self, reports: dict[int, Report]) -> str | None:

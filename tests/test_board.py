@@ -1,0 +1,126 @@
+"""What ranks write for each other: a look costs as much among thousands of ranks as among few."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.comm import board as boards
+from fsdp.comm import waiting
+from fsdp.comm.board import Board
+
+
+class Counted:
+    """A store that counts what is asked of it."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.asked = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked += 1
+        return getattr(self.store, name)
+
+
+class Group:
+    """What a board asks of a group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.place = rank, size
+
+    def rank(self) -> int:
+        return self.place[0]
+
+    def size(self) -> int:
+        return self.place[1]
+
+
+PER_MACHINE = 8
+
+
+@pytest.fixture
+def ranks_on_machines(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes boards of so many ranks in this process, of which 8 share a machine; ``at`` says for which it acts."""
+    at, store, ended = [0], Counted(), set[int]()
+    monkeypatch.setattr(boards, "group_store", lambda group: store)
+    monkeypatch.setattr(boards, "machine", lambda: f"machine {at[0] // PER_MACHINE}")
+    monkeypatch.setattr(boards, "_start_of", lambda pid: -1 if pid in ended else 7)
+    monkeypatch.setattr(os, "getpid", lambda: 1000 + at[0])
+
+    def make(size: int) -> tuple[list[Group], list[Board]]:
+        groups = [Group(rank, size) for rank in range(size)]  # boards do not keep them
+        made = [Board(group, str(size)) for group in groups]
+        for at[0], board in enumerate(made):
+            board.live()
+            board.post("report", at[0])
+        return groups, made
+
+    return make, at, store, ended
+
+
+def test_a_look_costs_as_much_among_many_ranks_as_among_few(ranks_on_machines: Any) -> None:
+    make, at, store, _ = ranks_on_machines
+    costs = []
+    for size in (16, 64, 1024):
+        groups, made = make(size)
+        at[0], looks = 5, []
+        for _ in range(3):
+            before = store.asked
+            made[5].posted_next("report")
+            assert made[5].dead() == []
+            looks.append(store.asked - before)
+        costs.append(looks)
+        assert len(groups) == size
+    assert costs[0] == costs[1] == costs[2], costs
+    assert 64 > costs[0][0] > costs[0][1] == costs[0][2], costs  # who lives on this machine is read once
+
+
+@pytest.mark.parametrize("size", [16, 256])
+def test_a_rank_that_waits_looks_around_as_cheaply_among_many_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=size)
+    try:
+        model = FSDP(torch.nn.Linear(3, 3))
+        model(torch.ones(2, 3)).sum().backward()
+        watch = waiting.watch_of(dist.group.WORLD)
+        assert watch is not None
+        store = Counted()
+        monkeypatch.setattr(boards, "group_store", lambda group: store)  # until here the fake group agreed with itself
+        watch.slow()
+        assert 8 < store.asked < 40, store.asked
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_look_at_all_others_by_turns_and_first_at_the_next(ranks_on_machines: Any) -> None:
+    make, *_ = ranks_on_machines
+    groups, made = make(21)
+    seen = [sorted(made[18].posted_next("report")) for _ in range(3)]
+    assert seen[0] == [0, 1, 2, 3, 4, 5, 19, 20] and seen[1] == list(range(6, 14)), seen
+    assert {rank for look in seen for rank in look} == set(range(21)) - {18}
+    few, made = make(3)
+    assert [sorted(made[1].posted_next("report")) for _ in range(2)] == [[0, 2], [0, 2]]
+    assert len(groups) + len(few) == 24 and Board(Group(0, 1), "alone").posted_next("report") == {}
+
+
+def test_who_has_ended_is_told_to_other_machines(ranks_on_machines: Any) -> None:
+    """The ranks of its machine see it; a rank that has come again lives."""
+    make, at, _, ended = ranks_on_machines
+    groups, made = make(32)
+    ended.add(1010)
+    assert made[20].dead() == []  # of another machine, and nobody has looked
+    at[0] = 12
+    assert made[12].dead() == [10]
+    at[0] = 20
+    assert made[20].dead() == [10] and len(groups) == 32
+    at[0] = 10
+    with mock.patch.object(os, "getpid", lambda: 2000):
+        made[10].live()
+    at[0] = 12
+    assert made[12].dead() == []
