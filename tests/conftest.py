@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from tests.harness import pool
+from tests.harness import pool, worker
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -17,6 +17,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ZE_AFFINITY_MASK="")
     os.fsync = os.fstat  # type: ignore[assignment]  # see `worker.main`
     pool.set_warning_filters(config.getini("filterwarnings"))
+    worker.seed_the_cpu_only()
     torch.set_num_threads(1)  # the ranks need the other cores, and results must not depend on their number
     gc.disable()  # while tests are imported: nothing of them goes
 
