@@ -87,11 +87,13 @@ def _ledger_of(group: Any) -> _Ledger:
     return ledger
 
 
-def _note(group: Any, *what: Any) -> _Ledger:
-    """This rank is about to issue what ``Issued`` has in ``group``; returns where that is written."""
+def _note(
+    group: Any, name: str, device: str, detail: Any, dtype: Any = "", numels: Sequence[int] = (), control: bool = False
+) -> _Ledger:
+    """This rank is about to issue in ``group`` what these say of it; returns where that is written."""
     ledger = _ledgers.get(group) or _ledger_of(group)
     ledger.count += 1
-    ledger.latest.append(what)
+    ledger.latest.append((name, device, detail, dtype, numels, control))
     return ledger
 
 
@@ -131,7 +133,7 @@ def issue_gathers(
     watcher.check(group)
     in_bytes = [[tensor.view(torch.uint8) for tensor in pair] for pair in pairs]
     numels = [tensor.numel() for pair in in_bytes for tensor in pair]
-    _note(group, Issued(ALL_GATHER, device.type, None, str(torch.uint8), numels))
+    _note(group, ALL_GATHER, device.type, None, torch.uint8, numels)
     with labelled(label), distributed_c10d._coalescing_manager(group):
         for full, shard in in_bytes:
             getattr(dist, ALL_GATHER)(full, shard, group=group)
