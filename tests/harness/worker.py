@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def seed_the_cpu_only() -> None:
-    """`torch.manual_seed` keeps the stack of each call for accelerators that may come, a hundred times what a seed takes."""
+    """`torch.manual_seed` keeps the stack of each call for accelerators that may come: a hundred times its own cost."""
     for device in (torch.cuda, torch.xpu, torch.mtia):
         device.manual_seed_all = lambda seed: None  # type: ignore[assignment]
 
