@@ -1,11 +1,11 @@
 """Rank processes for tests: `run_ranks(world_size, fn, *args)` runs a module-level function on every rank.
 
 One pool per world size, started at first use and kept; its ranks are forked from a `template` that has imported what
-they need. There are two of those, and neighbours come from different ones: their interpreters hash strings otherwise,
-so that sets come in different orders. A pool in which anything went wrong is killed and replaced, so a failure never
-leaks into the next test; so is one in which jobs have left many threads. What a failing job shows is one message: the
-traceback of the rank that failed first in time, the exit code of a rank that died, or, at a timeout, the Python stack
-of every rank that is stuck.
+they need. There are two of those (or as many as RANK_TEMPLATES in the environment says), and neighbours come from
+different ones: their interpreters hash strings otherwise, so that sets come in different orders. A pool in which
+anything went wrong is killed and replaced, so a failure never leaks into the next test; so is one in which jobs have
+left many threads. What a failing job shows is one message: the traceback of the rank that failed first in time, the
+exit code of a rank that died, or, at a timeout, the Python stack of every rank that is stuck.
 
 `run_fresh` runs one job in processes of its own, for tests that break the process group or kill a rank on purpose.
 """
@@ -36,7 +36,7 @@ import torch.distributed as dist
 from tests.harness.template import Request, Template
 
 START_TIMEOUT = 120.0  # seconds until every rank of a new pool must have reported
-TEMPLATES = 2
+TEMPLATES = int(os.environ.get("RANK_TEMPLATES", "2"))
 WORN = 24  # threads that earlier jobs have left in a rank: each of gloo's wakes up a hundred times a second
 GRACE = 1.0  # seconds the other ranks get to report after the first failure
 TIDY_UP = b""  # in place of a job, when all ranks have answered: end what the last one has made; there is no answer
