@@ -56,6 +56,7 @@ from fsdp.ddp_names import DDPNames, refuse_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
+from fsdp.module_groups import has_groups
 from fsdp.private_names import UnshardHandle
 from fsdp.runtime.backward import Running
 from fsdp.runtime.build import (
@@ -77,7 +78,7 @@ from fsdp.runtime.hooks import breaks_graph, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, units_in, units_of
 from fsdp.switches import register_forward_method as register_forward_method
-from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap, has_groups
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
 __all__ = [
     "BackwardPrefetch",

@@ -20,10 +20,10 @@ from torch import nn
 from fsdp.api import as_flag
 from fsdp.checkpoint.state_dict import check_idle
 from fsdp.flat.names import ModuleGroup, members_of
+from fsdp.module_groups import declare_group
 from fsdp.private_names import PrivateNames, UnshardHandle
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Unit, units_of
-from fsdp.wrap import declare_group
 
 # of the constructor's arguments
 _NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states", "coalesce_nbytes"}
@@ -58,7 +58,8 @@ class Switches(PrivateNames):
         modules, in the order of the model, has the flat parameters, in ``LOCAL_STATE_DICT`` as well.
 
         Args:
-            modules: two or more, none of them inside another, and in no other group.
+            modules: two or more, none of them inside another, and in no other group. A group may lie inside of the
+                modules of another one.
             arguments: what the constructor is called with for this unit in place of what the wrapper was given.
 
         Raises:

@@ -17,15 +17,14 @@ import contextlib
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from fsdp.api import as_count
-from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, clean, members_of, own_modules
+from fsdp.flat.names import members_of
+from fsdp.module_groups import coalesced, forget, groups_in, inner_first
 from fsdp.runtime.hooks import around_forward
 
 __all__ = [
@@ -277,7 +276,7 @@ def auto_wrap(
     ``ignored_modules`` (name every descendant) are not wrapped, ``ignored_params`` not counted. Warns if the policy
     chose nothing, since the whole model is then one unit. Modules of the classes that a ``mixed_precision`` among
     ``root_kwargs`` leaves out become units of their own, in full precision, with a warning. With ``coalesce_nbytes`` in
-    a module's arguments, which wrappers do not get, it may become one unit with its neighbours: see ``_coalesced``.
+    a module's arguments, which wrappers do not get, it may become one unit with its neighbours: see ``coalesced``.
 
     Raises:
         ValueError: the tree holds a ``wrapper_cls`` already, or ``policy`` is not a policy, or a group cannot be one
@@ -285,7 +284,7 @@ def auto_wrap(
     """
     if policy is None and root_kwargs.get("coalesce_nbytes"):
         raise ValueError("coalesce_nbytes is about the units of an auto_wrap_policy: pass one, or use group()")
-    groups = _groups_in(root_module, ignored_modules)
+    groups = groups_in(root_module, ignored_modules)
     grouped = {member: group for group, _ in groups for member in members_of(group).values()}
     if policy is not None:
         _check_not_wrapped(root_module, wrapper_cls)
@@ -317,7 +316,7 @@ def auto_wrap(
         if (module in targets or module in sensitive) and module not in grouped
     }
     targets.pop(root_module, None)
-    groups += _coalesced(root_module, targets, ignored_params)
+    groups = inner_first(groups + coalesced(root_module, targets, ignored_params))
     grouped = {member: group for group, _ in groups for member in members_of(group).values()}
     targets = {module: arguments for module, arguments in targets.items() if module not in grouped}
     root_kwargs = {name: value for name, value in root_kwargs.items() if name != "coalesce_nbytes"}
@@ -325,134 +324,20 @@ def auto_wrap(
     for module in sensitive:
         _CastAround(module)
     wrapped = _construct_wrap_fn(root_module, targets, wrapper_cls)
-    inside = {module for member in grouped for module in member.modules()}
-    if groups:  # before the units around their members, and after those in them
-        _post_order_apply(root_module, lambda module: wrapped(module) if module in inside else None)
-    for group, arguments in groups:
-        for member in members_of(group).values():
-            member.__dict__.pop(_GROUP, None)
-        around: Any = wrapper_cls
+    around: Any = wrapper_cls
+    done: set[nn.Module] = set()
+
+    def wrap_in(modules: Collection[nn.Module]) -> None:
+        _post_order_apply(root_module, lambda module: wrapped(module) if module in modules else None)
+        done.update(modules)
+
+    for group, arguments in groups:  # before the units around their members, and after those in them
+        wrap_in({module for member in members_of(group).values() for module in member.modules()} - done)
+        forget(group)
         wrappers = around._around_group(group, {**root_kwargs, **arguments})
         _post_order_apply(root_module, wrappers.get)
-    _post_order_apply(root_module, lambda module: wrapped(module) if module not in inside else None)
+    wrap_in(targets.keys() - done)
     return len(targets) + len(groups)
-
-
-# Groups
-
-
-@dataclass(frozen=True, eq=False)
-class _Group:
-    """Modules that are to be one unit, and the arguments of their wrappers that are not those of the tree's."""
-
-    modules: tuple[nn.Module, ...]
-    arguments: dict[str, Any]
-
-
-_GROUP = "_fsdp_group"  # what its modules have theirs as, until they are wrapped; so it is copied with them
-
-
-def declare_group(modules: Iterable[nn.Module], arguments: dict[str, Any]) -> None:
-    """Let ``modules`` be one unit, made with ``arguments``; see ``FullyShardedDataParallel.group``.
-
-    Raises:
-        TypeError, ValueError: they cannot be one. Nothing was changed.
-    """
-    members = tuple(modules)
-    for module in members:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"group() expects nn.Module elements, got {type(module).__name__}")
-    if len(set(members)) < max(2, len(members)):
-        raise ValueError(f"group() expects two or more modules, each once, got {_kinds(members)}")
-    for module in members:
-        inner = set(module.modules())
-        if any(other in inner for other in members if other is not module):
-            raise ValueError(f"group(): one of its modules, a {type(module).__name__}, contains another one of them")
-        if WRAPPED_MODULE in module._modules or any("_fsdp_in_unit" in below.__dict__ for below in inner):
-            raise ValueError(
-                f"group(): the {type(module).__name__} is wrapped already; call it before FullyShardedDataParallel, on "
-                "the modules of the plain model"
-            )
-    found = [module for member in members for module in member.modules() if _GROUP in module.__dict__]
-    if found:
-        raise ValueError(f"group(): {_kinds(found)} among these modules, or inside of them, is in a group already")
-    group = _Group(members, arguments)
-    for module in members:
-        module.__dict__[_GROUP] = group
-
-
-def has_groups(module: nn.Module) -> bool:
-    """Whether a group is declared of modules in ``module``."""
-    return any(_GROUP in below.__dict__ for below in module.modules())
-
-
-def _groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> list[tuple[ModuleGroup, dict[str, Any]]]:
-    """The groups of modules below ``root_module``, with their arguments, in the order of the model.
-
-    Raises:
-        ValueError: not all modules of one are there, or are to be wrapped.
-    """
-    found: dict[_Group, dict[str, nn.Module]] = {}
-    for path, module in own_modules(root_module):
-        if _GROUP in module.__dict__:
-            found.setdefault(module.__dict__[_GROUP], {})[clean(path)] = module
-    for group, members in found.items():
-        absent = set(group.modules) - set(members.values())
-        if absent or root_module in group.modules or any(member in ignored for member in group.modules):
-            raise ValueError(
-                f"FullyShardedDataParallel.group() has made {_kinds(group.modules)} one unit, and the "
-                f"{type(root_module).__name__} that is being wrapped does not contain all of them, or they are wrapped "
-                f"or ignored there: {_kinds(absent or group.modules)}. Wrap a module around all of them first"
-            )
-        for member in group.modules:
-            if any(below.__dict__.get(_GROUP) not in (None, group) for below in member.modules()):
-                raise ValueError(
-                    f"FullyShardedDataParallel.group(): in the {type(member).__name__} of one group lies a module of "
-                    "another. Groups cannot be nested"
-                )
-    return [(ModuleGroup(members), group.arguments) for group, members in found.items()]
-
-
-def _coalesced(
-    root_module: nn.Module, targets: _Targets, ignored_params: Collection[nn.Parameter]
-) -> list[tuple[ModuleGroup, dict[str, Any]]]:
-    """Groups of neighbours among ``targets``, with their arguments: children of one module, one after the other, that
-    have the same arguments, contain no units, and together no more bytes than their ``coalesce_nbytes``, which is no
-    argument any more. What lies between them is no unit and contains none."""
-    limits = {m: as_count(own.pop("coalesce_nbytes", 0), "coalesce_nbytes", "bytes") for m, own in targets.items()}
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in own_modules(root_module):
-        paths.setdefault(module, []).append(clean(path))
-    runs: list[list[nn.Module]] = []
-    taken: set[nn.Module] = set()
-    for parent in paths:
-        run, room = list[nn.Module](), 0
-        for child in parent.children():
-            below = set(child.modules())
-            nbytes = sum(param.nbytes for param in child.parameters() if param not in ignored_params)
-            if child in targets and child not in taken and nbytes and below.isdisjoint(targets.keys() - {child}):
-                fits = bool(run) and nbytes <= room and limits[child] == limits[run[0]]
-                if not (fits and _same_arguments(targets[child], targets[run[0]])):
-                    run, room = [], limits[child]
-                    runs.append(run)
-                run.append(child)
-                taken.add(child)
-                room -= nbytes
-            elif any(module in targets or _GROUP in module.__dict__ for module in below):
-                run, room = [], 0
-    several = [run for run in runs if len(run) > 1]
-    return [(ModuleGroup({path: m for m in run for path in paths[m]}), targets[run[0]]) for run in several]
-
-
-def _same_arguments(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Parameters that are ignored are compared by identity: tensors do not tell whether they are equal."""
-    return one.keys() == other.keys() and all(
-        one[name] is other[name] or (name != "ignored_states" and bool(one[name] == other[name])) for name in one
-    )
-
-
-def _kinds(modules: Iterable[nn.Module]) -> str:
-    return " and ".join(f"a {type(module).__name__}" for module in modules)
 
 
 def _in_full_precision(root_module: nn.Module, precision: Any, ignored_modules: set[nn.Module]) -> list[nn.Module]:

@@ -465,14 +465,21 @@ MUTATIONS = [
         _tests("flat_groups", "what_is_done_to_vectors_or_parameters_is_done_to_both"),
     ),
     Mutation(
-        "fsdp/wrap.py",
+        "fsdp/module_groups.py",
+        "        return [groups[i] for i in TopologicalSorter(inner).static_order()]",
+        "        return [*TopologicalSorter(inner).static_order()] and groups",
+        "a unit of several modules takes the parameters of one that lies inside of them",
+        _tests("module_groups", "interplay"),
+    ),
+    Mutation(
+        "fsdp/module_groups.py",
         "                fits = bool(run) and nbytes <= room and limits[child] == limits[run[0]]\n",
         "                fits = bool(run) and limits[child] == limits[run[0]]\n",
         "neighbours become one unit whatever their bytes",
         _tests("coalesce", "small_neighbours_are_one_unit"),
     ),
     Mutation(
-        "fsdp/wrap.py",
+        "fsdp/module_groups.py",
         "            elif any(module in targets or _GROUP in module.__dict__ for module in below):\n",
         "            elif False:\n",
         "units with another one in between become one",

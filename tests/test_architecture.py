@@ -25,7 +25,7 @@ FLOORS = [
     ["fsdp/api.py"],
     ["fsdp/comm/"],
     ["fsdp/flat/", "fsdp/sharded_grad_scaler.py"],
-    ["fsdp/runtime/", "fsdp/wrap.py"],
+    ["fsdp/runtime/", "fsdp/wrap.py", "fsdp/module_groups.py"],
     ["fsdp/checkpoint/"],
     ["fsdp/private_names.py"],
     ["fsdp/switches.py"],

@@ -350,15 +350,64 @@ def _interplay() -> None:
     assert list(model.state_dict()) == list(Nested().state_dict())
 
 
+class Inside(nn.Module):
+    """A group in which another one lies, and neighbours that become one unit, or a unit that was wrapped before."""
+
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.front = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 5))
+        self.back, self.head = (
+            nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)),
+            nn.Linear(2, 3),
+        )
+        if grouped:
+            FSDP.group([self.front, self.back])
+            FSDP.group([self.front[1], self.head])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.back(self.front(x)))
+
+
+def _one_inside_another() -> None:
+    batch = torch.ones(2, 3)
+    plain, linears = Inside(False), ModuleWrapPolicy({nn.Linear})
+    plain(batch).sum().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    inner, each = "front.1, head", ["front.0", "front.2", "back.0", "back.1", "back.3"]
+    coalesced = ["back.0, back.1, back.3", "front.0", "front.2"]
+    by_hand = Inside(True)
+    by_hand.back[1] = FSDP(by_hand.back[1], use_orig_params=True)
+    for model, options, units in (
+        (Inside(True), {}, [inner]),
+        (Inside(True), {"auto_wrap_policy": linears}, [inner, *each]),
+        (Inside(True), {"auto_wrap_policy": linears, "coalesce_nbytes": 1000}, [inner, *coalesced]),
+        (by_hand, {}, [inner, "back.1"]),
+    ):
+        wrapped = FSDP(model, use_orig_params=True, **options)
+        names = [unit.name for unit in fsdp.shard_info(wrapped)]
+        assert sorted(names) == sorted(["", "front, back", *units]), names
+        wrapped(batch).sum().backward()
+        assert_bit_equal({clean(name): grad for name, grad in full_gradients(wrapped).items()}, expected, str(options))
+        assert list(wrapped.state_dict()) == list(expected)
+
+
+def _interplay_and_nesting() -> None:
+    _interplay()
+    _one_inside_another()
+
+
 def test_interplay() -> None:
-    run_ranks(2, _interplay)
+    run_ranks(2, _interplay_and_nesting)
 
 
 def _refused() -> None:
     def error(
         *choose: Any, of: type[nn.Module] = nn.Sequential, match: str, kind: type[Exception] = ValueError, **kw: Any
     ) -> None:
-        model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2), nn.Linear(2, 2))
+        model = nn.Sequential(
+            nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)
+        )
         before = list(model.modules())
         with pytest.raises(kind, match=match):
             for modules in choose:
@@ -370,10 +419,9 @@ def _refused() -> None:
     error(["1", "1"], match="two or more modules, each once")
     error(["0", "0.0"], match="a Sequential, contains another")
     error(["1", "2"], ["0", "2"], match="is in a group already")
-    error(["1", "2"], of=nn.Linear, match="does not contain all of them")
+    error(["1.0", "2"], of=nn.Linear, match="does not contain all of them")
     error(["", "2"], match="contains another")
-    error(["0", "1"], ["0.0", "2"], match="Groups cannot be nested")
-    error(["0.0", "1"], ["0", "2"], match="in a group already")
+    error(["0", "1.0"], ["0.0", "1"], match="each of these groups has a module inside of a module of the next")
     error(["1", "2"], kind=TypeError, match="takes no auto_wrap_policy", auto_wrap_policy=None)
     with pytest.raises(TypeError, match=r"nn\.Module elements, got int"):
         FSDP.group([nn.Linear(2, 2), 3])

@@ -1,0 +1,151 @@
+"""Several modules that become one unit: those that users say, and neighbours whose units would be tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+from torch import nn
+
+from fsdp.api import as_count
+from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, clean, members_of, own_modules
+
+_ModuleGroups = list[tuple[ModuleGroup, dict[str, Any]]]  # with the arguments of their wrappers
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Modules that are to be one unit, and the arguments of their wrappers that are not those of the tree's."""
+
+    modules: tuple[nn.Module, ...]
+    arguments: dict[str, Any]
+
+
+_GROUP = "_fsdp_group"  # what its modules have theirs as, until they are wrapped; so it is copied with them
+
+
+def declare_group(modules: Iterable[nn.Module], arguments: dict[str, Any]) -> None:
+    """Let ``modules`` be one unit, made with ``arguments``; see ``FullyShardedDataParallel.group``.
+
+    Raises:
+        TypeError, ValueError: they cannot be one. Nothing was changed.
+    """
+    members = tuple(modules)
+    for module in members:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"group() expects nn.Module elements, got {type(module).__name__}")
+    if len(set(members)) < max(2, len(members)):
+        raise ValueError(f"group() expects two or more modules, each once, got {_kinds(members)}")
+    for module in members:
+        inner = set(module.modules())
+        if any(other in inner for other in members if other is not module):
+            raise ValueError(f"group(): one of its modules, a {type(module).__name__}, contains another one of them")
+        if WRAPPED_MODULE in module._modules or "_fsdp_in_unit" in module.__dict__:
+            raise ValueError(
+                f"group(): the {type(module).__name__} is wrapped already; call it before FullyShardedDataParallel, on "
+                "the modules of the plain model"
+            )
+    found = [module for module in members if _GROUP in module.__dict__]
+    if found:
+        raise ValueError(f"group(): {_kinds(found)} among these modules is in a group already")
+    group = _Group(members, arguments)
+    for module in members:
+        module.__dict__[_GROUP] = group
+
+
+def has_groups(module: nn.Module) -> bool:
+    """Whether a group is declared of modules in ``module``."""
+    return any(_GROUP in below.__dict__ for below in module.modules())
+
+
+def forget(group: ModuleGroup) -> None:
+    """What its modules have as their group: they are about to be wrapped."""
+    for member in members_of(group).values():
+        member.__dict__.pop(_GROUP, None)
+
+
+def groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> _ModuleGroups:
+    """The groups of modules below ``root_module``, with their arguments, in the order of the model.
+
+    Raises:
+        ValueError: not all modules of one are there, or are to be wrapped.
+    """
+    found: dict[_Group, dict[str, nn.Module]] = {}
+    for path, module in own_modules(root_module):
+        if _GROUP in module.__dict__:
+            found.setdefault(module.__dict__[_GROUP], {})[clean(path)] = module
+    for group, members in found.items():
+        absent = set(group.modules) - set(members.values())
+        if absent or root_module in group.modules or any(member in ignored for member in group.modules):
+            raise ValueError(
+                f"FullyShardedDataParallel.group() has made {_kinds(group.modules)} one unit, and the "
+                f"{type(root_module).__name__} that is being wrapped does not contain all of them, or they are wrapped "
+                f"or ignored there: {_kinds(absent or group.modules)}. Wrap a module around all of them first"
+            )
+    return [(ModuleGroup(members), group.arguments) for group, members in found.items()]
+
+
+def inner_first(groups: _ModuleGroups) -> _ModuleGroups:
+    """``groups``, each after those that have a module inside of one of its own.
+
+    Raises:
+        ValueError: of two groups each has a module inside of the other's.
+    """
+    members = [list(members_of(group).values()) for group, _ in groups]
+    place = {member: i for i, several in enumerate(members) for member in several}
+    inner = {
+        i: [place[m] for member in members[i] for m in member.modules() if place.get(m, i) != i]
+        for i in range(len(groups))
+    }
+    try:
+        return [groups[i] for i in TopologicalSorter(inner).static_order()]
+    except CycleError as error:
+        around = "; ".join(_kinds(members[i]) for i in dict.fromkeys(error.args[1]))
+        raise ValueError(
+            f"FullyShardedDataParallel.group(): each of these groups has a module inside of a module of the next, and "
+            f"the last of the first: {around}. A group may lie inside of another one's modules, if not around any too"
+        ) from None
+
+
+def coalesced(
+    root_module: nn.Module, targets: dict[nn.Module, dict[str, Any]], ignored_params: Collection[nn.Parameter]
+) -> _ModuleGroups:
+    """Groups of neighbours among ``targets``, with their arguments: children of one module, one after the other, that
+    have the same arguments, contain no units, and together no more bytes than their ``coalesce_nbytes``, which is no
+    argument any more. What lies between them is no unit and contains none."""
+    limits = {m: as_count(own.pop("coalesce_nbytes", 0), "coalesce_nbytes", "bytes") for m, own in targets.items()}
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in own_modules(root_module):
+        paths.setdefault(module, []).append(clean(path))
+    runs: list[list[nn.Module]] = []
+    taken: set[nn.Module] = set()
+    for parent in paths:
+        run, room = list[nn.Module](), 0
+        for child in parent.children():
+            below = set(child.modules())
+            nbytes = sum(param.nbytes for param in child.parameters() if param not in ignored_params)
+            if child in targets and child not in taken and nbytes and below.isdisjoint(targets.keys() - {child}):
+                fits = bool(run) and nbytes <= room and limits[child] == limits[run[0]]
+                if not (fits and _same_arguments(targets[child], targets[run[0]])):
+                    run, room = [], limits[child]
+                    runs.append(run)
+                run.append(child)
+                taken.add(child)
+                room -= nbytes
+            elif any(module in targets or _GROUP in module.__dict__ for module in below):
+                run, room = [], 0
+    several = [run for run in runs if len(run) > 1]
+    return [(ModuleGroup({path: m for m in run for path in paths[m]}), targets[run[0]]) for run in several]
+
+
+def _same_arguments(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Parameters that are ignored are compared by identity: tensors do not tell whether they are equal."""
+    return one.keys() == other.keys() and all(
+        one[name] is other[name] or (name != "ignored_states" and bool(one[name] == other[name])) for name in one
+    )
+
+
+def _kinds(modules: Iterable[nn.Module]) -> str:
+    return " and ".join(f"a {type(module).__name__}" for module in modules)
