@@ -1129,7 +1129,7 @@ MUTATIONS = [
         "        self._written = [False] * len(self._written)\n        accumulator",
         "        accumulator",
         "a slot counts as written by an earlier backward",
-        _tests("parity", "parity[2r-mlp-sgd-FULL_SHARD-originals-auto]"),
+        _tests("parity", "parity[2r-conv-batchnorm-sgd-FULL_SHARD-originals-auto]"),
     ),
     Mutation(
         "fsdp/runtime/residency.py",
@@ -1389,7 +1389,7 @@ MUTATIONS = [
         "            if after != 1:\n                out.div_(after)\n",
         "",
         "gradients are summed, not averaged",
-        _tests("parity", "parity[2r-mlp-sgd-FULL_SHARD-originals-auto]"),
+        _tests("parity", "parity[2r-conv-batchnorm-sgd-FULL_SHARD-originals-auto]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",

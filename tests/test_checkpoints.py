@@ -13,7 +13,7 @@ import itertools
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -353,7 +353,7 @@ def interrupted(root: str, ways: list[tuple[ShardingStrategy, bool]]) -> None:
 
 def test_r42_state_in_the_middle_of_anything(tmp_path: Path) -> None:
     """R42: refused while a unit runs; anywhere else in an accumulation values are exact and gradients stay."""
-    for world_size, ways in ((1, WAYS[5:]), (2, WAYS), (3, WAYS[1::3])):
+    for world_size, ways in ((1, WAYS[5:]), (2, [WAYS[0], *WAYS[2:4]]), (3, [WAYS[1], WAYS[4]])):
         run_ranks(world_size, interrupted, str(tmp_path / str(world_size)), ways, timeout=180)
 
 
@@ -556,7 +556,7 @@ def save_in_vain(root: Path, run: Run, failing: int, at: int) -> None:
     dist.barrier()
 
 
-def faults(folder: str, numbers: range) -> None:
+def faults(folder: str, numbers: Sequence[int]) -> None:
     """Operations of each rank's disk fail, others in each of the ways `numbers`; then each file is damaged."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     damage = itertools.cycle(("flip", "cut", "lost", "exchanged"))
@@ -605,9 +605,7 @@ def hurt(path: Path, how: str, paths: list[Path]) -> None:
         path.write_bytes(paths[paths.index(path) - 1].read_bytes())
 
 
-@pytest.mark.parametrize(
-    ("world_size", "numbers"), [(1, range(0, 6, 5)), (2, range(6)), (3, range(1, 6, 3)), (4, range(3, 4))]
-)
-def test_r45_r46_faults_and_damage_with_every_strategy(tmp_path: Path, world_size: int, numbers: range) -> None:
+@pytest.mark.parametrize(("world_size", "numbers"), [(1, (5,)), (2, (0, 3, 4)), (3, (1,)), (4, (2,))])
+def test_r45_r46_faults_and_damage_with_every_strategy(tmp_path: Path, world_size: int, numbers: Sequence[int]) -> None:
     """R45, R46: on all ranks, in both modes; the old checkpoint stays, and what is damaged changes nothing."""
     run_ranks(world_size, faults, str(tmp_path), numbers, timeout=180)

@@ -44,6 +44,7 @@ from tests.harness.agreeing import new_group
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, clean_name
+from tests.harness.pairs import pairwise
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
 from tests.harness.sharded import run_fsdp, wrap
@@ -227,9 +228,7 @@ def check_formulas(
             assert not wrong, f"step {number} ({kind}):{wrong}"
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), pairwise([1, 2, 3], STRATEGIES, [False, True]))
 def test_collectives_per_step(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """The first step and later ones, with and without synchronisation and gradients; none at world size 1 (R14)."""
     check_formulas(world_size, [Piece(), Piece(), Piece()], strategy, use_orig_params, KINDS)

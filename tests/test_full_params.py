@@ -230,12 +230,11 @@ def everywhere(check: Callable[..., None], *args: Any) -> None:
     """Run a check in each mode, and say in which it failed.
 
     With three ranks the plain model's bits need sums in rank order: a direct exchange has it, an all-reduce has not.
-    There FULL_SHARD is enough: what is special about three is how parameters are cut.
+    There FULL_SHARD is enough: what is special about three is how parameters are cut. On one rank nothing is sharded.
     """
-    three = dist.get_world_size() > 2
-    if three:
+    if dist.get_world_size() > 2:
         os.environ["FSDP_COLLECTIVES"] = "direct"
-    for mode in [m for m in MODES if m.strategy is FULL_SHARD or not three]:
+    for mode in [m for m in MODES if m.strategy is FULL_SHARD or dist.get_world_size() == 2]:
         try:
             check(mode, *args)
         except Exception as error:

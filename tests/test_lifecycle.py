@@ -30,6 +30,7 @@ from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.models import ZOO
 from tests.harness.oracle import adamw, sgd
+from tests.harness.pairs import pairwise
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
@@ -499,9 +500,10 @@ def forward_without_backward(strategy: ShardingStrategy, use_orig_params: bool) 
     assert_at_rest(model, "after a forward without gradients")
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
+WORLDS = pairwise([1, 2], STRATEGIES, [False, True])
+
+
+@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), WORLDS)
 def test_forward_without_backward(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """R28: the next step is what it would have been, with as many collectives, and ends at rest."""
     run_ranks(world_size, forward_without_backward, strategy, use_orig_params)
@@ -563,9 +565,7 @@ def differentiate_inside(strategy: ShardingStrategy, use_orig_params: bool) -> N
     assert_at_rest(model, "at the end")
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), WORLDS)
 def test_backward_inside_a_forward(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     run_ranks(world_size, differentiate_inside, strategy, use_orig_params)
 

@@ -139,10 +139,9 @@ def by_turns(world_size: int, collectives: str, first: int, count: int = len(ZOO
 
 RUNS = [
     *by_turns(1, "auto", 0),
-    *by_turns(2, "auto", 0),
-    *by_turns(2, "auto", 7),  # each model with the other optimizer, in the other mode or with another strategy
+    *by_turns(2, "auto", 7),
     *by_turns(3, "direct", 5),
-    *by_turns(4, "direct", 2, 6),
+    *by_turns(4, "direct", 2, 5),
 ]
 RUNS.sort(key=lambda run: (run.world_size, list(ZOO).index(run.case), run.optimizer))  # those of one reference together
 

@@ -132,7 +132,8 @@ def out_of_memory(recompute: str) -> int:
             step(model)
             model.zero_grad()
             asked, memory.asked = memory.asked, 0
-            for place in range(1 + number // 2, asked + 1, 2 if number else 1):
+            stride = 1 if number + len(recompute) == 0 else 3
+            for place in range(1 + number % stride, asked + 1, stride):
                 what = f"{options}, {strategy}, out of memory at {place} of {asked}"
                 memory.left = place
                 with pytest.raises(torch.OutOfMemoryError):
@@ -155,7 +156,7 @@ def out_of_memory(recompute: str) -> int:
 def test_r48_memory_runs_out(recompute: str) -> None:
     """For a full buffer, needed now or gathered ahead, or for a reduction; with and without `reset_iter_state()`."""
     for count in run_ranks(2, out_of_memory, recompute):
-        assert count > 40, count
+        assert count > 20, count
 
 
 class Fault(Exception):

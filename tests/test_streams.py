@@ -353,10 +353,9 @@ SETTINGS = (
 
 
 def parts_of(setting: Setting) -> list[Part]:
-    """All of them with one setting of full sharding and those with replicas. The others take them by turns, so that
-    each strategy goes through every part, full sharding in three settings."""
+    """All of them with one setting of full sharding and one with replicas. The others take them by turns."""
     turn = [other for other in SETTINGS if other.strategy is setting.strategy].index(setting)
-    whole = turn == 0 and setting.strategy in (FULL_SHARD, HYBRID_SHARD, ZERO2)
+    whole = turn == 0 and setting.strategy in (FULL_SHARD, HYBRID_SHARD)
     return [part for place, part in enumerate(PARTS) if whole or (place + turn) % 3 == 0]
 
 

@@ -7,6 +7,7 @@ models          the model zoo: small models whose sizes never divide
 shapes          small models in the shapes of the libraries that users bring
 handout         pytest plugin of scripts/run_tests.py
 random_models   random models, ways to wrap them and passes; `random_programs` runs them wrapped and plain
+pairs           fewer cases than a product has, in which still every two values meet
 passes          what tests of backward passes share: modes by turns, a small model, looks at its units
 oracle          the same training steps without sharding, and comparisons that name what differs
 process_groups  record, delay and poison collectives
