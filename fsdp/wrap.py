@@ -292,14 +292,14 @@ def auto_wrap(
         targets: _Targets = {}
     elif callable(getattr(policy, "_run_policy", None)):  # torch's own policy objects too
         targets = policy._run_policy(root_module, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
-    elif callable(policy):
+    elif callable(policy) and not isinstance(policy, type):
         choice = _Choice(policy, ignored_modules, ignored_params, grouped)
         choice.visit(root_module, only_children=True)
         targets = {module: _with_own_overrides(module, root_kwargs) for module in choice.modules}
         del choice  # its references would keep the memory of the original parameters while they are being replaced
     else:
         raise ValueError(
-            "expected auto_wrap_policy to be callable or a policy object such as ModuleWrapPolicy({Block}), "
+            "expected auto_wrap_policy to be a function or a policy object such as ModuleWrapPolicy({Block}), "
             f"but got {policy!r}"
         )
     if policy is not None and not targets and any(True for _ in root_module.children()):

@@ -81,6 +81,20 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/tools/migrate.py",
+        "if self._always_wrapped and late else ()",
+        "if self._always_wrapped else ()",
+        "shards are proposed for an optimizer before the model is wrapped",
+        _tests("migrate", "an_optimizer_that_is_loaded_before_the_model_is_wrapped_gets_no_shards"),
+    ),
+    Mutation(
+        "fsdp/tools/migrate.py",
+        '[] if "broadcast_buffers" in keywords else ["broadcast_buffers=True"]',
+        '["broadcast_buffers=True"]',
+        "buffers are proposed twice to be broadcast",
+        _tests("migrate", "what_is_proposed_trains_as_the_script_did"),
+    ),
+    Mutation(
+        "fsdp/tools/migrate.py",
         "        if others:\n",
         "        if False:\n",
         "state dicts are asked for at every step",

@@ -148,6 +148,9 @@ def _m8_m9_m15_names() -> None:
         build(strategy=None)
     with pytest.raises(TypeError, match=r"got \[0\]: that looks like the device_ids.*device_id="):
         FullyShardedDataParallel(net(), [0])  # type: ignore[arg-type]
+    if not torch.accelerator.is_available():
+        with pytest.raises(ValueError, match="device_id=1 is a device of an accelerator, and there is none: leave"):
+            build(device_id=1)
 
 
 def _m9_two_backwards() -> None:

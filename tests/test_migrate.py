@@ -82,6 +82,7 @@ SAID = {
         ("p.dim() >= 2", ".dim of a parameter is that of this rank's 1-D part", False),
         ("GradScaler", "use ShardedGradScaler", True),
         ("optimizer = model.conf", "optimizer is made before the model is wrapped", False),
+        ("optimizer.load_state_dict", "Do so after the model is wrapped", False),
         ("model = DDP(", "wrap by FullyShardedDataParallel", True),
         ("model = DDP(", "without auto_wrap_policy=", False),
         ("model = DDP(", "wrap the model in any case", False),
@@ -99,6 +100,7 @@ SAID = {
         ("model.load_state_dict", "every rank calls it", False),
         ("optimizer.load_state_dict", "the optimizer holds this rank's shards", True),
         ("p.numel()", "counts this rank's part once the model is wrapped: fsdp.num_params", False),
+        ("optimizer.state_dict", "FSDP.optim_state_dict(model, optimizer), called by all ranks, has all", True),
         ("validate(", "the model runs under `if args.rank == 0`", False),
     ],
     "ema": [
@@ -161,10 +163,16 @@ def test_state_dicts_are_asked_for_on_every_rank_when_they_are_saved() -> None:
     )
 
 
+def test_an_optimizer_that_is_loaded_before_the_model_is_wrapped_gets_no_shards() -> None:
+    text = "from torch.nn.parallel import DistributedDataParallel as DDP\nopt = make(net)\nopt.load_state_dict(saved)\n"
+    assert Script(text + "model = DDP(net)\n").migrated().splitlines()[2] == "opt.load_state_dict(saved)"
+    assert "optim_state_dict_to_load" in Script(text.replace("opt =", "model = DDP(net)\nopt =")).migrated()
+
+
 def test_text_that_is_not_ascii_keeps_its_places() -> None:
     text = "from torch.nn.parallel import DistributedDataParallel as DDP\n\nmodel = {'é': DDP(net)}['é']  # ü\n"
     assert Script(text).migrated().splitlines()[-1] == (
-        "model = {'é': FSDP(net, use_orig_params=True, sync_module_states=True)}['é']  # ü"
+        "model = {'é': FSDP(net, broadcast_buffers=True, use_orig_params=True, sync_module_states=True)}['é']  # ü"
     )
 
 
@@ -174,7 +182,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([str(path)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith(f"{path}:9: wrap by FullyShardedDataParallel") and printed[0].endswith(" (--diff)")
-    assert printed[1].startswith(f"{path}:9: without auto_wrap_policy=") and len(printed) == 6
+    assert printed[1].startswith(f"{path}:9: without auto_wrap_policy=") and len(printed) == 7
     assert main([str(path), "--diff"]) == 0
     out, rest = capsys.readouterr()
     assert f"--- {path}\n+++ {path} (migrated)\n" in out and len(rest.splitlines()) == 4

@@ -83,6 +83,10 @@ def _traced() -> None:
     with fsdp.trace(model), pytest.raises(RuntimeError, match="a step is being traced already"), fsdp.trace(model):
         pass
     assert recorder() is None
+    with fsdp.trace(model) as nothing:
+        pass
+    with pytest.raises(RuntimeError, match="recorded nothing to save: run a forward"):
+        nothing.save("nothing.svg")
     with pytest.raises(ValueError, match=r"trace\(\) is for wrapped models, and nothing in this Layer is"):
         fsdp.trace(Layer()).__enter__()
 

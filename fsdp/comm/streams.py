@@ -228,7 +228,15 @@ def device_count() -> int:
 
 def resolve_device(device: int | str | torch.device) -> torch.device:
     """``device`` as a ``torch.device`` with an index where its type has one (the current device when none was
-    given)."""
+    given).
+
+    Raises:
+        ValueError: a number, where there is no accelerator.
+    """
+    if isinstance(device, int) and not torch.accelerator.is_available():
+        raise ValueError(
+            f"device_id={device} is a device of an accelerator, and there is none: leave device_id out, or pass 'cpu'"
+        )
     resolved: Any = torch.device(device)
     if resolved.index is not None or resolved.type == "cpu" or not torch.accelerator.is_available():
         return torch.device(resolved)

@@ -271,6 +271,8 @@ class Script:
             )
         elif self._wrapped and method == "load_state_dict" and owner is not None:
             yield from self._load(call, owner)
+        elif method == "state_dict" and ast.unparse(owner or call) in self._optimizers and not any(self._guards(call)):
+            yield from self._saved(call)
         elif made == "copy.deepcopy" and call.args and self._is_inside(call.args[0]):
             whole = self._wrapper_of(call.args[0])
             yield Finding(
@@ -314,8 +316,12 @@ class Script:
             else:
                 safe = False
                 notes.append(f"{'**' if name is None else name}: not known here")
+        arguments += [] if "broadcast_buffers" in keywords else ["broadcast_buffers=True"]
         arguments += ["use_orig_params=True", "sync_module_states=True"]
-        says = "wrap by FullyShardedDataParallel, with parameters as the optimizer knows them and the values of rank 0"
+        says = (
+            "wrap by FullyShardedDataParallel, with parameters as the optimizer knows them, the values of rank 0, and "
+            "its buffers at each forward, as far as there are some"
+        )
         yield Finding(
             call.lineno,
             "; ".join([says, *notes]),
@@ -352,7 +358,19 @@ class Script:
                 edits = (self._replace(call, text),) if self._always_wrapped else ()
         yield Finding(call.lineno, says, edits)
 
+    def _saved(self, call: ast.Call) -> Iterator[Finding]:
+        """``optimizer.state_dict()``, on all ranks as far as can be read."""
+        if self._wrapped:
+            model, optimizer = min(self._wrapped), ast.unparse(call.func).rpartition(".")[0]
+            text = f"FSDP.optim_state_dict({model}, {optimizer})"
+            yield Finding(
+                call.lineno,
+                f"{optimizer}.state_dict() has this rank's shards alone: {text}, called by all ranks, has all",
+                (self._replace(call, text),) if self._always_wrapped else (),
+            )
+
     def _load(self, call: ast.Call, owner: ast.expr) -> Iterator[Finding]:
+        late = self._is_late(call)
         if ast.unparse(owner) in self._optimizers and len(call.args) == 1:
             model = min(self._wrapped)
             text = f"FSDP.optim_state_dict_to_load({model}, {self._source(owner)}, {self._source(call.args[0])})"
@@ -360,10 +378,10 @@ class Script:
                 call.lineno,
                 "the optimizer holds this rank's shards: FSDP.optim_state_dict_to_load takes each rank's part of a "
                 "state dict of FSDP.optim_state_dict. One of DistributedDataParallel, by numbers, goes through "
-                "FSDP.rekey_optim_state_dict first",
-                (self._replace(call.args[0], text),) if self._always_wrapped else (),
+                f"FSDP.rekey_optim_state_dict first{'' if late else '. Do so after the model is wrapped'}",
+                (self._replace(call.args[0], text),) if self._always_wrapped and late else (),
             )
-        elif self._is_model(owner):
+        elif self._is_model(owner) and late:
             yield Finding(
                 call.lineno,
                 "every rank calls it, with the whole state dict; one that DistributedDataParallel itself made, not its "
@@ -456,11 +474,11 @@ class Script:
                 yield Finding(node.lineno, "counts this rank's part once the model is wrapped: fsdp.num_params(model)")
                 return
 
-    def _is_late(self, iterated: ast.expr) -> bool:
+    def _is_late(self, node: ast.expr) -> bool:
         """Whether the model may be wrapped by then: in a function of its own, or below the wrapping."""
         lines = set(self._wrapped.values())
         wrapping = set(map(self._function_of, self._wraps()))
-        return bool(lines) and (iterated.lineno > min(lines) or self._function_of(iterated) not in wrapping)
+        return bool(lines) and (node.lineno > min(lines) or self._function_of(node) not in wrapping)
 
     def _function_of(self, node: ast.AST) -> ast.AST | None:
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)

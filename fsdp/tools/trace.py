@@ -132,11 +132,17 @@ class Trace:
 
         Raises:
             ValueError: the name has another ending.
+            RuntimeError: nothing was recorded.
         """
         path = Path(path)
         writers = {".json": self._as_json, ".svg": self._as_svg}
         if path.suffix not in writers:
             raise ValueError(f"expected a name that ends in .json (for Perfetto) or .svg (a picture), but got {path}")
+        if not self.events:
+            raise RuntimeError(
+                "this trace has recorded nothing to save: run a forward of the wrapped model inside of `with "
+                "fsdp.trace(model) as t:`, and save after it"
+            )
         if self.rank:
             path = path.with_name(f"{path.stem}.rank{self.rank}{path.suffix}")
         path.write_text(writers[path.suffix]())

@@ -179,6 +179,9 @@ master_process = ddp_rank == 0
 model = GPT(GPTConfig())
 scaler = torch.cuda.amp.GradScaler(enabled=(dtype == 'float16'))
 optimizer = model.configure_optimizers(0.1, 6e-4)
+if init_from == 'resume':
+    model.load_state_dict(checkpoint['model'])
+    optimizer.load_state_dict(checkpoint['optimizer'])
 if ddp:
     model = DDP(model, device_ids=[ddp_local_rank])
 raw_model = model.module if ddp else model
@@ -215,6 +218,7 @@ def main_worker(gpu, args):
         optimizer.load_state_dict(checkpoint['optimizer'])
         scheduler.load_state_dict(checkpoint['scheduler'])
     print(sum(p.numel() for p in model.parameters()))
+    save_on_master({'optimizer': optimizer.state_dict()})
     if args.rank == 0:
         validate(val_loader, model)
 """
