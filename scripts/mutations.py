@@ -1301,7 +1301,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/common_views.py",
-        "        versions = list(map(_version_of, self.params))\n",
+        "        versions = list(map(version_of, self.params))\n",
         "        versions: list[int] = [0] * len(self.params)\n",
         "what users write inside no_sync is not gathered",
         _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
@@ -1411,6 +1411,27 @@ MUTATIONS = [
         "        if False:\n            slot.add_(grad)\n        else:\n",
         "the second gradient of a leaf replaces the first",
         _tests("backward", "structures"),
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "            self.views.follow_runs()  # what was dropped is not to be added to\n",
+        "            pass\n",
+        "gradients that an optimizer of vectors has dropped come back with those of a reduction under way",
+        _tests("flat_groups", "what_is_done_to_vectors_or_parameters_is_done_to_both"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "        return list(map(address_of, self.params)) == self._addresses and self.registration.rests\n",
+        "        return self.registration.rests\n",
+        "an optimizer steps other memory than what it was given for a parameter",
+        _tests("flat_groups", "what_is_done_to_vectors_or_parameters_is_done_to_both"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "        return handle.flat_param.data_ptr() == handle.shard.data_ptr() and self.registration.rests\n",
+        "        return True\n",
+        "an optimizer steps beside what was put in the place of a flat parameter",
+        _tests("write_table", "what_is_done_when"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
@@ -2046,8 +2067,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/visible.py",
-        "    return [tensor.data_ptr() or tensor.untyped_storage()._cdata for tensor in plain]\n",
-        "    return [tensor.data_ptr() for tensor in plain]\n",
+        "        found.append(plain.data_ptr() or plain.untyped_storage()._cdata)\n",
+        "        found.append(plain.data_ptr())\n",
         "a rank that has nothing of a parameter does not see that it was given other data",
         _tests("accumulation", "what_is_written_inside_no_sync_is_gathered_again"),
     ),

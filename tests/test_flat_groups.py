@@ -350,8 +350,36 @@ def _follows() -> None:
     vectors.reset_iter_state()
 
 
+class _Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, *, both: bool) -> Tensor:
+        return self.right(self.left(x)) if both else self.left(x)
+
+
+def _drops() -> None:
+    """Gradients are dropped while others of the same unit, which no backward reaches again, wait to be attached."""
+    results = []
+    for vectors in (False, True):
+        torch.manual_seed(3)
+        model: Any = FSDP(_Halves(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+        optimizer = SGD(fsdp.flat_param_groups(model) if vectors else model.parameters(), lr=0.1)
+        model(torch.ones(2, 6), both=True).sum().backward()
+        model.set_is_last_backward(False)
+        model(torch.full((2, 6), 2.0), both=True).sum().backward()
+        model.set_is_last_backward(True)
+        loss = model(torch.full((2, 6), 3.0), both=False).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        results.append(full_gradients(model))
+    assert_bit_equal(*results)
+
+
 def test_what_is_done_to_vectors_or_parameters_is_done_to_both() -> None:
     run_ranks(2, _follows)
+    run_ranks(2, _drops)
 
 
 def _low_precision() -> None:

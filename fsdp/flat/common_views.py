@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
 from fsdp.flat.registration import Layer, Registration
 from fsdp.flat.runs import Runs
 from fsdp.flat.tensor_parallel import local_of
-from fsdp.flat.visible import Visible, flags_of, looks_of, memories_of
-
-_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+from fsdp.flat.visible import Visible, address_of, flags_of, looks_of, memories_of, version_of
 
 # of each visible parameter which one it is, and how often it was changed in place
 Versions = tuple[Sequence[int], list[int]]
@@ -44,6 +41,7 @@ class CommonViews:
         # the memory of what rests on the modules, if that has values, and where it is
         self._values: list[torch.Tensor] | None = None
         self._pointers: list[int] = []
+        self._addresses: list[int] = []  # nearly the same, and sooner compared: 0 of what has no elements
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
     # -- versions ------------------------------------------------------------------------------------------------------
@@ -52,7 +50,7 @@ class CommonViews:
     def versions(self) -> Versions:
         """Others when a visible parameter is replaced or written in place; past it, through its ``.data`` for instance,
         nobody sees it."""
-        versions = list(map(_version_of, self.params))
+        versions = list(map(version_of, self.params))
         for run in self.runs:
             for index in run.members:
                 versions[index] += run.param._version
@@ -364,9 +362,16 @@ class CommonViews:
         self._values = self.handle.sharded_views(self.handle.shard)
         self.registration.rest(self._resting(self._values))
         self._pointers = memories_of(self._values or ())
+        self._addresses = list(map(address_of, self._values or ()))
         self.registration.use_resting()
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
+        raise AssertionError("each mode has its own")
+
+    @property
+    def is_as_left(self) -> bool:
+        """Whether users have done nothing to the parameters that the next ``refresh`` follows: as far as that can be
+        seen at once, and but for those of which this rank has no elements."""
         raise AssertionError("each mode has its own")
 
     def refresh(self) -> bool:

@@ -513,9 +513,9 @@ class FlatParamHandle:
         Raises:
             RuntimeError: it has another shape, dtype or device.
         """
-        new = self.flat_param.data
-        if new.data_ptr() == self._shard.data_ptr():
+        if self.flat_param.data_ptr() == self._shard.data_ptr():
             return
+        new = self.flat_param.data
         if (new.shape, new.dtype, new.device) != (self._shard.shape, self._shard.dtype, self._shard.device):
             kind = RuntimeError if new.device == self._shard.device else MisplacedShardError
             raise kind(

@@ -14,8 +14,7 @@ unit is built) assign ``.data``.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum, auto
 
 import torch
@@ -27,6 +26,7 @@ from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
 from fsdp.flat.released import CheckedLeaf
 from fsdp.flat.tensor_parallel import local_of
+from fsdp.flat.visible import address_of, flag_of, version_of
 
 
 def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -121,8 +121,13 @@ class FullCopy:
     def _look(self) -> tuple[list[int], list[int], list[bool]]:
         """Of the leaves what a write to one changes; our own writes go to ``tensor``, and change none of it."""
         start, leaves = self.tensor.data_ptr(), self.all_leaves
-        offsets = [(address or start) - start for address in map(_address_of, self.memories)]
-        return list(map(_version_of, leaves)), offsets, list(map(_flag_of, leaves))
+        offsets = [(address or start) - start for address in map(address_of, self.memories)]
+        return list(map(version_of, leaves)), offsets, list(map(flag_of, leaves))
+
+    @property
+    def flags(self) -> list[bool]:
+        """Of each leaf whether it requires grad."""
+        return self._marks[2]
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze one leaf."""
@@ -160,7 +165,7 @@ class FullCopy:
         if state is BufferState.SHARDED:
             # Autograd refuses to read what it saved of a leaf at another version: so ends a backward that comes to a
             # leaf which is not there, past all that would have gathered it.
-            self._versions = tuple(map(_version_of, self._unchecked))
+            self._versions = tuple(map(version_of, self._unchecked))
             set_versions(self._unchecked, self._released)
         elif self.state is BufferState.SHARDED and self._versions:
             set_versions(self._unchecked, self._versions)
@@ -168,9 +173,6 @@ class FullCopy:
 
 
 _RELEASED = 1 << 30  # the version of a leaf while there is nothing behind it
-_version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-_flag_of: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
-_address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class SlotBuffer:

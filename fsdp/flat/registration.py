@@ -145,7 +145,7 @@ class _Writes:
         return list(map(dict.get, self._owners, self._keys))
 
     def are_there(self) -> bool:
-        return all(map(operator.is_, self.there(), self.tensors))
+        return all(map(operator.is_, map(dict.get, self._owners, self._keys), self.tensors))
 
 
 @dataclass(eq=False)
@@ -202,6 +202,9 @@ class Registration:
         self.summoned: Layer | None = None
         self.placeholders: Layer | None = None
         self._shown: Any = None  # of writes or layers that which was registered last
+        # where users would register what takes the place of a plain attribute, and nothing is
+        hidden = [(slot.module._parameters, slot.attribute) for slot in self._slots if home is not None]
+        self._free: _Writes = _Writes(hidden, [None] * len(hidden))
         self._in_unit: list[_InUnit] = []
 
     def _writes(self, tensors: Sequence[Any], flat: Any) -> _Writes:
@@ -318,6 +321,13 @@ class Registration:
 
     # -- what users have put there -------------------------------------------------------------------------------------
 
+    @property
+    def rests(self) -> bool:
+        """Whether nothing is registered but what rests there."""
+        if self.placeholders is not None or self.summoned is not None or not self._resting_writes.are_there():
+            return False
+        return self._home is None or self._free.are_there()
+
     def registered(self) -> list[torch.Tensor | None]:
         """What is registered in the (first) place of each parameter of the layout now."""
         first = [self._slots_of[index][0] for index in range(len(self._slots_of))]
@@ -331,8 +341,8 @@ class Registration:
             RuntimeError: it was replaced by a parameter of another unit.
         """
         ours = self.resting if self.summoned is None else self.summoned.tensors
-        if self._home is None and self.summoned is None and self._resting_writes.are_there():
-            return  # nearly always all is as we have left it
+        if self.rests:  # nearly always
+            return
         strange = {
             slot.index: (slot.name, current)
             for slot in self._slots

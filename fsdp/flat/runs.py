@@ -25,6 +25,7 @@ from torch import nn
 from fsdp.flat.flat_param import FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import point_at
 from fsdp.flat.layout import FlatLayout
+from fsdp.flat.visible import address_of, grad_of
 
 
 def span(layout: FlatLayout, members: Sequence[int], rank: int) -> tuple[int, int]:
@@ -123,10 +124,10 @@ class Run:
 
     def in_step(self, params: Sequence[nn.Parameter]) -> bool:
         """Whether nobody has set its data, or a ``.grad`` of it or its members, since they were brought in step."""
-        param = self.param
+        param: Any = self._param()
         if param.grad is not self._grad or param.data_ptr() != self._pointer or self.missing is not None:
             return False
-        grads = [member.grad for member in params[self.members.start : self.members.stop]]
+        grads = map(grad_of, params[self.members.start : self.members.stop])
         return all(map(operator.is_, grads, self._grads))
 
     def follow(self, params: Sequence[nn.Parameter]) -> None:
@@ -201,15 +202,18 @@ class Runs(list[Run]):
 
     def point(self, params: Sequence[nn.Parameter]) -> None:
         """The shard is new, or has moved, and ``params`` have moved with it: so do the runs."""
-        self._pointers = [param.data_ptr() for param in params]
+        self._addresses = list(map(address_of, params))
         for run in self:
             run.point()
 
     def in_step(self, params: Sequence[nn.Parameter]) -> bool:
         """Whether nobody has set data, or a ``.grad``, of ``params`` or a run since they were brought in step."""
-        if [param.data_ptr() for param in params] != self._pointers:
+        if list(map(address_of, params)) != self._addresses:
             return False
-        return all(run.in_step(params) for run in self)
+        for run in self:
+            if not run.in_step(params):
+                return False
+        return True
 
     def announce_copies(self, memo: dict[int, Any]) -> None:
         """Says what to put for their parameters in a copy of whoever holds them."""

@@ -26,7 +26,7 @@ from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
 from fsdp.flat.runs import Runs
 from fsdp.flat.tensor_parallel import local_of
-from fsdp.flat.visible import Visible, flags_of, looks_of
+from fsdp.flat.visible import Visible, address_of, flag_of, flags_of, looks_of
 
 _hooks_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
 Guard = Callable[[nn.Module, Callable[[], str]], Write]  # refuses forwards of the module, in these words
@@ -63,6 +63,16 @@ class OriginalViews(CommonViews):
         point_at(self._originals, values)
         self.runs.point(self._originals)
         return self._originals
+
+    @property
+    def is_as_left(self) -> bool:
+        if self.runs:
+            return self.runs.in_step(self.params)
+        if any(self.handle.tp) or list(map(flag_of, self.params)) != self.handle.copy.flags:
+            return False
+        if not self.check_writeback:
+            return True
+        return list(map(address_of, self.params)) == self._addresses and self.registration.rests
 
     def refresh(self) -> bool:
         if not self.runs:
@@ -272,6 +282,16 @@ class FlatViews(CommonViews):
             )
         for flag in wanted:
             self.handle.flat_param.requires_grad_(flag)
+
+    @property
+    def is_as_left(self) -> bool:
+        handle, flag = self.handle, self.handle.flat_param.requires_grad
+        flags = [*handle.copy.flags, *map(flag_of, self.registration.resting)]
+        if self._values is not None or flags.count(flag) < len(flags):
+            return False
+        if not self.check_writeback:
+            return True
+        return handle.flat_param.data_ptr() == handle.shard.data_ptr() and self.registration.rests
 
     def take_over(self) -> None:
         if self.registration.summoned is None:

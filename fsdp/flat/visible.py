@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp.flat.tensor_parallel import local_of
+
+# For many tensors at once: of each its address, how often it was changed in place, whether it requires grad, ``.grad``.
+address_of: Callable[[torch.Tensor], int] = operator.methodcaller("data_ptr")
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+flag_of: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
+grad_of: Callable[[torch.Tensor], Any] = operator.attrgetter("grad")
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,11 @@ class Visible:
 def memories_of(tensors: Iterable[torch.Tensor]) -> list[int]:
     """Of each another one after ``tensor.data = other``. A tensor without elements points nowhere, but has a storage,
     too."""
-    plain = [tensor if type(tensor) is nn.Parameter else local_of(tensor) for tensor in tensors]
-    return [tensor.data_ptr() or tensor.untyped_storage()._cdata for tensor in plain]
+    found = []
+    for tensor in tensors:
+        plain = tensor if type(tensor) is nn.Parameter else local_of(tensor)
+        found.append(plain.data_ptr() or plain.untyped_storage()._cdata)
+    return found
 
 
 def looks_of(tensors: Iterable[torch.Tensor | None]) -> list[tuple[int, int, int] | None]:

@@ -147,7 +147,7 @@ class Unit(UnitBuffers):
     def phase(self) -> Phase:
         if self._depth > 0:
             return Phase.FORWARD
-        if self._in_backward:
+        if self._open_calls or (self.expected.of_task and self.expected):
             return Phase.BACKWARD
         return Phase.IDLE if self.summoned is Summoned.NOWHERE else Phase.SUMMONED
 
@@ -548,14 +548,17 @@ class Unit(UnitBuffers):
         """An optimizer is about to change the shards."""
         self.kept_versions = None  # it may write past what counts versions
         phase = self.phase
-        if phase is Phase.FORWARD:  # of a module whose forward is a whole step
+        if phase is Phase.IDLE:
+            for views in self.views:
+                if not views.is_as_left:
+                    self.follow_parameters()
+                    break
+            else:
+                return
+        elif phase is Phase.FORWARD:  # of a module whose forward is a whole step
             for view in self.views:
                 view.skip_comparison()
                 view.follow_runs()
-        elif phase is Phase.IDLE:
-            if all(views.runs and views.runs.in_step(views.params) for views in self.views):
-                return
-            self.follow_parameters()
         for run in (run for views in self.views for run in views.runs):
             if phase is Phase.SUMMONED:
                 raise RuntimeError(
