@@ -1424,14 +1424,14 @@ MUTATIONS = [
         "        return list(map(address_of, self.params)) == self._addresses and self.registration.rests\n",
         "        return self.registration.rests\n",
         "an optimizer steps other memory than what it was given for a parameter",
-        _tests("flat_groups", "what_is_done_to_vectors_or_parameters_is_done_to_both"),
+        _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
     ),
     Mutation(
         "fsdp/flat/views.py",
         "        return handle.flat_param.data_ptr() == handle.shard.data_ptr() and self.registration.rests\n",
         "        return True\n",
         "an optimizer steps beside what was put in the place of a flat parameter",
-        _tests("write_table", "what_is_done_when"),
+        _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",

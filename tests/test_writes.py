@@ -366,6 +366,14 @@ def _after_wrapping() -> None:
             else:
                 del linear.weight
             assert_alike(model, build(), f"{name}, {describe(mode)}")
+    for use_orig_params in (False, True):  # data that do not fit
+        _, model = pair((FULL, use_orig_params))
+        param = next(param for param in model.parameters() if param.numel())
+        param.data = (before := param.data).double()
+        with pytest.raises(RuntimeError, match=r"Cannot writeback .* became .*torch.float64"):
+            ENTRIES["optimizer"](model)
+        param.data = before
+        ENTRIES["optimizer"](model)
 
 
 def test_what_is_replaced_is_taken_over_at_every_entry() -> None:
