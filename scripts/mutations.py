@@ -781,23 +781,23 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
-        "    except OSError:  # no room for it, or for what other ranks are to read: nothing was issued\n",
-        "    except EOFError:\n",
+        "        if isinstance(error, OSError) or not issues:  # no room: nothing was issued\n",
+        "        if not issues:\n",
         "a unit whose gather found no room cannot be gathered again",
         _tests("shared_memory", "no_room_is_an_error_and_not_a_crash"),
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "        if isinstance(error, OSError) or not issues:  # no room: nothing was issued\n",
+        "        if isinstance(error, OSError):\n",
+        "a unit with memory for some of its buckets only waits for a gather that was never issued",
+        _tests("communication", "buckets_are_gathered_together"),
     ),
     Mutation(
         "fsdp/comm/shared_memory.py",
         "for word, (target, nbytes) in enumerate(targets, _WHERE):",
         "for word, (target, nbytes) in ((_WHERE, each) for each in targets):",
         "every bucket of a unit is read where the first one is",
-        _tests("communication", "buckets_are_gathered_together"),
-    ),
-    Mutation(
-        "fsdp/comm/collectives.py",
-        "            for number, (sends, receives) in enumerate(several, tag.number):\n",
-        "            for number, (sends, receives) in ((tag.number, each) for each in several):\n",
-        "the messages of several buckets meet under one tag",
         _tests("communication", "buckets_are_gathered_together"),
     ),
     Mutation(

@@ -38,6 +38,7 @@ from fsdp.comm import ledger, shared_memory
 from fsdp.comm.collectives import PARTS, Communicator, Gather, Tag
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
+from fsdp.flat.memory import MemoryPool
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_group
@@ -307,8 +308,25 @@ def gather_several_buckets() -> None:
         assert ledger.issued_in(group) == count + 1, "one collective"
 
 
+def run_out_of_memory_half_way() -> None:
+    model, allocate, left = wrap(Piece(*BUCKETS), wrap_policy=None), MemoryPool.allocate, 3
+
+    def allocate_some(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise torch.OutOfMemoryError("there is no more")
+        allocate(*args)
+
+    with mock.patch.object(MemoryPool, "allocate", allocate_some), pytest.raises(torch.OutOfMemoryError):
+        model(torch.ones(2, 5))
+    assert model(torch.ones(2, 5)).isfinite().all()
+
+
 def test_buckets_are_gathered_together() -> None:
+    """And if one of them finds no memory, later all the same."""
     run_ranks(2, gather_several_buckets)
+    run_ranks(2, run_out_of_memory_half_way)
 
 
 def count_by_size(numel: int, way: str | None) -> list[str]:

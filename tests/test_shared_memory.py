@@ -397,6 +397,8 @@ def run_out_of_memory() -> None:
 
     with mock.patch.dict(os.environ, FSDP_DEBUG="1"):  # its full buffers lie outside of the segment
         debugged = make_model(group)
+        step(debugged)
+    debugged.zero_grad()
     for tried in (model, debugged):
         no_room = pytest.raises(OSError, match="bytes that the ranks of this host share")
         with mock.patch.object(os, "posix_fallocate", full_system), no_room as error:

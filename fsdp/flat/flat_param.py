@@ -544,19 +544,21 @@ def gather(
     With ``keep_cast`` the shards in the compute dtype are kept for the next gather, which is to see the same values;
     :meth:`FlatParamHandle.forget_kept` says that it is not.
     """
-    parts = []
+    parts, issues = [], False
     try:
         for handle in handles:
             if handle.copy.state is not BufferState.RESIDENT:
                 parts.append(handle.begin_gather(pool, communicator, keep_cast=keep_cast, nearby=nearby))
         if not parts:
             return
+        issues = True
         pending = communicator.gather(parts, tag, to_write=to_write)
-    except OSError:  # no room for it, or for what other ranks are to read: nothing was issued
-        for handle in handles:
-            if handle.state is BufferState.GATHERING:
-                handle.copy.enter(BufferState.UNSHARDED)
-                handle.release(pool, None)
+    except BaseException as error:
+        if isinstance(error, OSError) or not issues:  # no room: nothing was issued
+            for handle in handles:
+                if handle.state is BufferState.GATHERING:
+                    handle.copy.enter(BufferState.UNSHARDED)
+                    handle.release(pool, None)
         raise
     for handle in handles:
         if handle.copy.state is BufferState.GATHERING:
