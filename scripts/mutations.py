@@ -466,6 +466,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/runs.py",
+        "if wholes[i].numel}",
+        "if handle.layout.params[i].numel}",
+        "ranks of tensor parallelism hold other neighbours as one where one has no part of them",
+        _tests("two_dimensions", "a_rank_without_a_part_of_a_parameter_saves_and_loads"),
+    ),
+    Mutation(
+        "fsdp/flat/runs.py",
         "        self.missing = self._handle.name_of(self.members[absent[0]]) if absent and present else None\n",
         "        self.missing = None\n",
         "a vector is stepped with gradients that some of its members do not have",

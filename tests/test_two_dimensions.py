@@ -28,7 +28,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from fsdp import FullyShardedDataParallel as FSDP
-from fsdp import RaggedOptimStateDictConfig, RaggedStateDictConfig, ShardingStrategy, StateDictType, checkpoint
+from fsdp import (
+    RaggedOptimStateDictConfig,
+    RaggedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    checkpoint,
+    flat_param_groups,
+)
 from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
@@ -285,6 +292,7 @@ def check_state(root: str) -> None:
         momenta = {name: whole(value) for name, value in local.around(moments).items()}
         for uop in modes:
             check_forms(Path(root, f"{shape}{uop}"), world, uop, values, momenta)
+        check_vectors(world, values, momenta)
 
 
 def check_forms(path: Path, world: World, uop: bool, values: dict[str, Tensor], momenta: dict[str, Tensor]) -> None:
@@ -308,6 +316,25 @@ def check_forms(path: Path, world: World, uop: bool, values: dict[str, Tensor], 
     checkpoint.load(path, model, optimizer, progress=False)
     check_whole(model, optimizer, values, momenta, f"{what}, files")
     assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{what}, load_plain")
+
+
+def check_vectors(world: World, values: dict[str, Tensor], momenta: dict[str, Tensor]) -> None:
+    """Neighbours of which one has no part here are one parameter on all ranks."""
+
+    def made(seed: int) -> tuple[FSDP, Any]:
+        model = FSDP(narrow(world, seed), use_orig_params=True, **world.options)
+        return model, sgd_of_halves(flat_param_groups(model))
+
+    model, optimizer = made(0)
+    train(model, world, 2, optimizer)
+    for kind, *configs in (FORMS[0], FORMS[2]):
+        with FSDP.state_dict_type(model, kind, *configs):
+            state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        model, optimizer = made(1)
+        with FSDP.state_dict_type(model, kind, *configs):
+            model.load_state_dict(state)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim))
+        check_whole(model, optimizer, values, momenta, f"{world.options}, vectors, {configs}")
 
 
 def check_whole(model: FSDP, optimizer: Any, values: Any, momenta: Any, what: str) -> None:

@@ -243,13 +243,14 @@ class HasRuns(Protocol):
 
 def hold_runs(views: HasRuns, labels: Mapping[int, Any]) -> dict[int, nn.Parameter]:
     """Let neighbours with equal labels, by position, be held as one: what tensor parallelism has cut apart from what it
-    has not, and parameters without elements, which nobody steps, each by itself. Returns each position's.
+    has not, and parameters without elements, on any rank, which nobody steps, each by itself. Returns each position's.
 
     Raises:
         ValueError: somebody holds other neighbours as one.
     """
     handle = views.handle
-    keys = {i: (label, handle.is_cut(i)) for i, label in labels.items() if handle.layout.params[i].numel}
+    wholes = [tp or record for tp, record in zip(handle.tp, handle.layout.params)]
+    keys = {i: (label, handle.is_cut(i)) for i, label in labels.items() if wholes[i].numel}
     ranges: list[range] = []
     for position in sorted(labels):
         before = ranges[-1] if ranges else range(-1)
