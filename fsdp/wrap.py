@@ -299,8 +299,8 @@ def auto_wrap(
         del choice  # its references would keep the memory of the original parameters while they are being replaced
     else:
         raise ValueError(
-            "expected auto_wrap_policy to be a function or a policy object such as ModuleWrapPolicy({Block}), "
-            f"but got {policy!r}"
+            "expected auto_wrap_policy to be callable, a function or a policy object such as "
+            f"ModuleWrapPolicy({{Block}}), but got {policy!r}"
         )
     if policy is not None and not targets and any(True for _ in root_module.children()):
         warnings.warn(

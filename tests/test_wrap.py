@@ -307,7 +307,7 @@ def test_a_tree_with_wrappers_is_refused_and_left_alone(policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", [{nn.Linear}, nn.ReLU, 3], ids=str)
 def test_what_is_no_policy_is_refused(policy: Any) -> None:
-    with pytest.raises(ValueError, match="to be a function or a policy object"):
+    with pytest.raises(ValueError, match="to be callable, a function or a policy object"):
         auto_wrap(mlp(), policy, set(), set(), Wrapper, {})
 
 
