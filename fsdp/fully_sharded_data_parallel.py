@@ -368,7 +368,8 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered. The outermost unit moves tensor arguments to its
         device."""
-        return self._run(self._fsdp_wrapped_module, args, kwargs)
+        module: Any = self._modules[WRAPPED_MODULE]  # sooner than through __getattr__
+        return self._run(module, args, kwargs)
 
     @breaks_graph
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -858,8 +858,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/waiting.py",
-        "        while self._works:\n            work, *rest",
-        "        while self._works[:0]:\n            work, *rest",
+        "        while self._works:\n            work = self._works[0]\n",
+        "        while self._works[:0]:\n            work = self._works[0]\n",
         "a collective is not waited for",
         _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
     ),
@@ -893,8 +893,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/memory.py",
-        "            self._free_nbytes -= nbytes\n            self._streams.wait(last_use)\n",
-        "            self._free_nbytes -= nbytes\n",
+        "            self._free_nbytes -= fitting\n            self._streams.wait(last_use)\n",
+        "            self._free_nbytes -= fitting\n",
         "a block is used again while another stream still uses it",
         _tests("streams", "no_race_whatever_lends_the_memory"),
     ),
@@ -1147,8 +1147,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
-        "values = torch.zeros(layout.padded_numel,",
-        "values = torch.empty(layout.padded_numel,",
+        "                values[start:end].zero_()\n",
+        "                pass\n",
         "the padding of the shard is born with what the memory held",
         _tests("reliability_numerics", "r05_nothing_of_poisoned_memory_gets_into_the_training[2-FULL_SHARD]"),
     ),
@@ -3175,8 +3175,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        " or (self.passes.in_backward and not candidate.policy.unshard_in_backward):",
-        ":",
+        "            if self.passes.in_backward and not candidate.policy.unshard_in_backward:\n",
+        "            if False:\n",
         "a unit that its backward does not need is prefetched for it",
         _tests("switches", "a_unit_that_its_backward_does_not_need"),
     ),

@@ -71,10 +71,10 @@ def calls_of_a_step(model: nn.Module) -> int:
 
 # a unit of one layer, and each further layer of two parameters
 BOUNDS = {
-    (FULL_SHARD, True): (390, 6),
-    (FULL_SHARD, False): (390, 8),
-    (SHARD_GRAD_OP, True): (343, 6),
-    (NO_SHARD, True): (252, 10),
+    (FULL_SHARD, True): (355, 6),
+    (FULL_SHARD, False): (355, 6),
+    (SHARD_GRAD_OP, True): (315, 6),
+    (NO_SHARD, True): (237, 10),
 }
 
 

@@ -84,7 +84,8 @@ class Pending:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
-        self._streams.wait(self._event)
+        if self._event is not None:
+            self._streams.wait(self._event)
 
 
 class Communicator:
@@ -266,7 +267,7 @@ def _averaging(group: Any, size: int, values: torch.Tensor, divisor: float | Non
         return dist.ReduceOp.SUM, before, by / before
     is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
     averages = size > 1 and by == size and dtype.is_floating_point and is_exact
-    if averages and backend_of(group, values.device) == "nccl":
+    if averages and values.device.type != "cpu" and backend_of(group, values.device) == "nccl":
         return dist.ReduceOp.AVG, 1.0, 1.0
     return dist.ReduceOp.SUM, 1.0, by
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.groups import group_timeout
-from fsdp.comm.recording import recorder
+from fsdp.comm.recording import Told
 
 logger = logging.getLogger("fsdp")
 
@@ -198,7 +198,7 @@ class Work:
         Raises:
             RuntimeError: the collective failed or timed out, with what it was for and what the ranks did last.
         """
-        if self._works and (told := recorder()) is not None:
+        if self._works and (told := Told.recorder) is not None:
             with told.span("wait", self.label):
                 self._wait_for_all()
         else:
@@ -206,7 +206,7 @@ class Work:
 
     def _wait_for_all(self) -> None:
         while self._works:
-            work, *rest = self._works
+            work = self._works[0]
             try:
                 self._wait_for(work)
             except OutOfStep:
@@ -217,12 +217,15 @@ class Work:
                     raise
                 words = "" if self.watch is None or not self._on_host else f" {self.watch.explain()}"
                 raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}.{words}") from error
-            self._works = rest
+            self._works = self._works[1:]
 
     def _wait_for(self, work: Any) -> None:
-        watch = self.watch
-        if watch is None or not self._on_host or not isinstance(work, (dist.Work, HostWork)):
+        watch = self._watch() if self._watch is not None and self._on_host else None
+        if watch is None or not isinstance(work, (dist.Work, HostWork)):
             work.wait()
+            return
+        if work.is_completed():  # or has failed
+            work.wait(PATIENCE)
             return
         started, told = time.monotonic(), False
         while True:

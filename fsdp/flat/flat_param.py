@@ -183,8 +183,10 @@ class FlatParamHandle:
         with_whole: bool,
     ) -> FlatParamHandle:
         """A handle with the values of ``params``, which stay as they are."""
-        values = torch.zeros(layout.padded_numel, dtype=layout.dtype, device=device)  # zeros: padding is born zero
+        values = torch.empty(layout.padded_numel, dtype=layout.dtype, device=device)
         with torch.no_grad():
+            for start, end in layout.gaps:  # padding is born zero
+                values[start:end].zero_()
             for view, param in zip(parameter_views(layout, values), params):
                 view.copy_(param)
         sampled = Sampled.of(layout, values)

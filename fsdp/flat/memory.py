@@ -21,30 +21,27 @@ from fsdp.flat.released import guard_released
 class PooledTensor:
     """A 1-D tensor whose identity and views are permanent while its memory comes from a :class:`MemoryPool`."""
 
-    __slots__ = ("_block", "nbytes", "tensor")
+    __slots__ = ("_block", "_storage", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         """Takes ``tensor`` over and releases its memory; its contents are lost."""
         self.tensor = tensor
         self.nbytes = tensor.numel() * tensor.element_size()
         self._block: torch.UntypedStorage | None = None
-        tensor.untyped_storage().resize_(0)
+        self._storage: Any = tensor.untyped_storage()
+        self._storage.resize_(0)
         if STORAGES_SWAP and self.nbytes:
             guard_released(tensor, self.nbytes)
 
     def attach(self, block: torch.UntypedStorage) -> None:
-        self._swap(block)
+        self._storage._swap_data_ptr_(block)
         self._block = block
 
     def detach(self) -> torch.UntypedStorage:
         block, self._block = self._block, None
         assert block is not None
-        self._swap(block)
+        self._storage._swap_data_ptr_(block)
         return block
-
-    def _swap(self, block: torch.UntypedStorage) -> None:
-        storage: Any = self.tensor.untyped_storage()
-        storage._swap_data_ptr_(block)
 
 
 class MemoryPool:
@@ -81,15 +78,14 @@ class MemoryPool:
             buffer.tensor.untyped_storage().resize_(buffer.nbytes)
             return
         # A small buffer in a large block would make the next large one ask for more.
-        fitting = [
-            (block.nbytes(), position)
-            for position, (block, _) in enumerate(self._free)
-            if buffer.nbytes <= block.nbytes() <= 2 * buffer.nbytes
-        ]
-        if fitting:
-            nbytes, position = min(fitting)
-            block, last_use = self._free.pop(position)
-            self._free_nbytes -= nbytes
+        fitting = largest = 2 * buffer.nbytes + 1
+        place = 0
+        for position, (block, _) in enumerate(self._free):
+            if buffer.nbytes <= block.nbytes() < fitting:
+                fitting, place = block.nbytes(), position
+        if fitting < largest:
+            block, last_use = self._free.pop(place)
+            self._free_nbytes -= fitting
             self._streams.wait(last_use)
         else:
             self._shrink_to(self.kept_nbytes - buffer.nbytes)

@@ -142,7 +142,7 @@ class Residency(Residences[UnitBuffers]):
         With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since. Where
         a backward of ``no_sync`` kept it, their versions tell.
         """
-        if unit.gathers and not unit.is_summoned:
+        if unit.gathers and (unit.summoned is Summoned.NOWHERE or not unit.is_summoned):
             earlier, gathered = refill and unit.generation != self.generation, unit.is_gathered
             stale = earlier and unit.kept_versions != unit.versions
             if not gathered or earlier or self._of.get(unit) is Residence.PREFETCHED:
@@ -204,7 +204,7 @@ class Residency(Residences[UnitBuffers]):
         an earlier forward has gathered it. It is cut on the stream that has filled the buffer, and will gather it.
         """
         unit.use_resting()
-        if unit.is_summoned or unit.in_output:
+        if unit.in_output or (unit.summoned is not Summoned.NOWHERE and unit.is_summoned):
             return
         if self.becomes(unit, Residence.SHARDED):
             if not self._streams.asynchronous_work or unit.is_gathering:  # the host has waited for the others
@@ -391,7 +391,9 @@ class Residency(Residences[UnitBuffers]):
         if listed is not None and not begins:
             return
         for candidate in self.order.active.upcoming(self._distance(unit)) if listed is None else listed:
-            if candidate.is_gathered or (self.passes.in_backward and not candidate.policy.unshard_in_backward):
+            if candidate in self._of or candidate.is_gathered:
+                continue
+            if self.passes.in_backward and not candidate.policy.unshard_in_backward:
                 continue
             if listed is None and not self._has_room(candidate, unit):
                 return

@@ -508,8 +508,7 @@ class Unit(UnitBuffers):
 
     def end_backward(self) -> None:
         """The whole backward is over; nothing of it may stay."""
-        context = self.context
-        assert context is not None
+        context: RootContext = self._tree()
         if self.synchronize and not self._has_written:
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:
