@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
+from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
 from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import node_groups
 from fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -343,6 +343,37 @@ def test_hooks_of_users(shape: str) -> None:
     """M12: a communication hook reduces inside the shard group, and the engine averages over the replicas what it
     leaves; torch refuses. A parameter's own hook sees the complete gradient, inside the backward."""
     run_ranks(4, _hooks, shape)
+
+
+def _trained(strategy: ShardingStrategy, **options: Any) -> dict[str, Any]:
+    """Parameters after four steps of two micro-batches, clipped, where blocks are recomputed."""
+    case, schedule = ZOO["segment-reentrant"], Schedule(steps=4, micro=2)
+    model = wrap(case, strategy, dtype=torch.float64, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(schedule.steps):
+        for micro in range(schedule.micro):
+            batch = rank_batch(case, schedule, step, micro, dist.get_rank(), dist.get_world_size())
+            with contextlib.nullcontext() if micro else model.no_sync():
+                case.loss(model, batch.to(torch.float64)).backward()
+        model.clip_grad_norm_(0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def _all_at_once() -> None:
+    low = MixedPrecision(torch.float32, torch.float64)
+    for precision, ways in ((None, [("2x2", HYBRID, True)]), (low, [("2x2", ZERO2, False), ("4x1", HYBRID, True)])):
+        expected = _trained(FULL_SHARD, mixed_precision=precision)
+        for shape, strategy, uop in ways:
+            options = {"device_mesh": mesh_of(shape), "use_orig_params": uop, "mixed_precision": precision}
+            found = _trained(strategy, cpu_offload=CPUOffload(offload_params=uop), **options)
+            assert_equivalent(found, expected, f"{shape}, {strategy}, {precision}")
+
+
+def test_it_trains_as_full_shard_with_everything_at_once() -> None:
+    """Accumulation, clipping, recomputation, lower precision and parameters in the host's memory."""
+    run_ranks(4, _all_at_once)
 
 
 def _beside_training() -> None:
