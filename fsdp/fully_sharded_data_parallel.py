@@ -236,7 +236,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         check_not_torch(module)
         strategy = as_sharding_strategy(sharding_strategy)
         self.backward_prefetch = as_backward_prefetch(backward_prefetch)
-        self.mixed_precision = dataclasses.replace(as_mixed_precision(mixed_precision))  # the user's may change later
+        self.mixed_precision = as_mixed_precision(mixed_precision)
         self.cpu_offload = as_cpu_offload(cpu_offload)
         if ignored_modules is not None and ignored_states is not None:
             raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time; pass only one")

@@ -375,13 +375,6 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/fully_sharded_data_parallel.py",
-        "self.mixed_precision = dataclasses.replace(as_mixed_precision(mixed_precision))",
-        "self.mixed_precision = as_mixed_precision(mixed_precision)",
-        "a unit casts as its user's object says later, and reduces as it said before",
-        _tests("wrapper", "a_precision_that_changes_later_is_not_that_of_what_was_wrapped_with_it"),
-    ),
-    Mutation(
-        "fsdp/fully_sharded_data_parallel.py",
         "    HandleTrainingState,\n    LocalOptim",
         "    LocalOptim",
         "a name that torch's module has is not where users look for it",

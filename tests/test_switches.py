@@ -471,6 +471,9 @@ def _reduced_late() -> None:
                 model(per_rank(first + 2, rank)).square().mean().backward()
             over_replicas = reductions(recorded.labels("all_reduce"))
             assert len(over_replicas) == 5  # one per unit: the first two backwards cost none between replicas
+            sent = [r.nbytes for r in recorded.records if r.op == "all_reduce" and "reduce " in str(r.label)]
+            shards = [4 * sum(b.layout.padded_numel for b in u.buckets) // shard for u in fsdp.shard_info(model)]
+            assert sorted(sent) == sorted(shards), (sent, shards)  # of what three backwards have summed up, once
             close(full_gradients(model), summed(range(first, first + 3), 4), 12)
             model.zero_grad()
 

@@ -277,17 +277,6 @@ def test_bad_arguments(case: str) -> None:
     assert [p.shape for p in module.parameters()] == shapes
 
 
-def test_a_precision_that_changes_later_is_not_that_of_what_was_wrapped_with_it() -> None:
-    """Row 51: what units compute in, cast and reduce in is settled when they are made."""
-    options: dict[str, Any] = {"process_group": StandIn(), "auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
-    precision = MixedPrecision(torch.bfloat16)
-    model = FullyShardedDataParallel(net(), mixed_precision=precision, **options)
-    precision.param_dtype, precision.cast_forward_inputs = torch.float16, True
-    for wrapper in FullyShardedDataParallel.fsdp_modules(model):
-        assert wrapper.mixed_precision == MixedPrecision(torch.bfloat16)
-        assert wrapper._fsdp_unit.precision.asked == wrapper.mixed_precision
-
-
 def test_what_is_wrapped_is_a_module() -> None:
     with pytest.raises(TypeError, match=r"module must be an nn\.Module, got type"):
         FullyShardedDataParallel(nn.Linear, StandIn())  # type: ignore[arg-type]
