@@ -819,7 +819,7 @@ MUTATIONS = [
         "            _Thread.idle.append(self)\n",
         "            return\n",
         "each wait starts a thread, some of whose memory is never given back",
-        _tests("lifecycle", "two_hundred_steps_leave_memory_flat[ShardingStrategy.FULL_SHARD-False]"),
+        _tests("lifecycle", "two_hundred_steps_leave_memory_flat[ShardingStrategy.FULL_SHARD-False-direct]"),
     ),
     Mutation(
         "fsdp/comm/waiting.py",
@@ -1150,7 +1150,11 @@ MUTATIONS = [
         "        self._written = [False] * len(self._written)\n        accumulator",
         "        accumulator",
         "a slot counts as written by an earlier backward",
-        _tests("parity", "parity[2r-conv-batchnorm-sgd-FULL_SHARD-originals-auto]"),
+        _tests(
+            "parity",
+            "parity[2r-encoder-decoder-adamw-FULL_SHARD-flat-auto]",
+            "parity[2r-unused-adamw-NO_SHARD-flat-auto]",
+        ),
     ),
     Mutation(
         "fsdp/runtime/residency.py",

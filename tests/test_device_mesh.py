@@ -104,7 +104,7 @@ def load_model(library: Any, model: nn.Module, kind: str, state: dict[str, Any])
 
 
 def check_like_torch() -> None:
-    modes = itertools.cycle((dist.get_world_size() == 2, dist.get_world_size() != 2))  # the other way round elsewhere
+    modes = itertools.cycle((dist.get_world_size() != 3, dist.get_world_size() == 3))  # the other way round elsewhere
     for (way, options), uop in zip(meshes().items(), modes):
         what = f"{way}, use_orig_params={uop}"
         mine, theirs = ours(uop, module=row_major(), **options), torchs(uop, module=row_major(), **options)

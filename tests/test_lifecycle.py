@@ -272,9 +272,10 @@ def build_two(strategy: ShardingStrategy, use_orig_params: bool) -> FullySharded
     return wrap(net, strategy, use_orig_params, wrap_policy=lambda module, recurse, **_: recurse or module is net[0])
 
 
-def run_long(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[int], int, bool]:
+def run_long(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> tuple[list[int], int, bool]:
     """Bytes at the end of every tenth step, objects that only the collector could free, and whether anything else
     grew."""
+    os.environ["FSDP_COLLECTIVES"] = way
     meter = Meter()
     model = build_two(strategy, use_orig_params)
     optimizer = sgd(model.parameters())
@@ -307,14 +308,14 @@ def run_long(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[list[in
     return growth, found, resources() == before
 
 
-LONG_RUNS = [(FULL_SHARD, False), (SHARD_GRAD_OP, True)]
+LONG_RUNS = [(FULL_SHARD, False, "direct"), (SHARD_GRAD_OP, True, "auto")]
 
 
 @needs_meter
-@pytest.mark.parametrize(("strategy", "use_orig_params"), LONG_RUNS)
-def test_two_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+@pytest.mark.parametrize(("strategy", "use_orig_params", "way"), LONG_RUNS)
+def test_two_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> None:
     """R49: a few hundred bytes kept per step would show, or one reference cycle."""
-    for growth, cycles, same_resources in run_ranks(2, run_long, strategy, use_orig_params):
+    for growth, cycles, same_resources in run_ranks(2, run_long, strategy, use_orig_params, way):
         assert max(growth) < NOISE, growth
         assert cycles == 0, f"{cycles} objects in reference cycles"
         assert same_resources, "file descriptors or threads"
