@@ -4,9 +4,9 @@
 
 starts ``--ranks`` fresh processes for every contender: ``plain`` (one model per rank, nothing communicated: what the
 machine can do), ``bound`` (the plain model with what sharding cannot do without, see :class:`Bound`), ``ddp``,
-``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared`` or ``auto`` (the values of
-``FSDP_COLLECTIVES``), or as ``coalesced`` (``auto`` with ``coalesce_nbytes`` of 128 KiB). They take turns, ``--rounds``
-times, in ``--steps`` steps of each workload, while the others
+``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared``, ``common`` or ``auto`` (the
+values of ``FSDP_COLLECTIVES``), or as ``coalesced`` (``auto`` with ``coalesce_nbytes`` of 128 KiB). They take turns,
+``--rounds`` times, in ``--steps`` steps of each workload, while the others
 sleep:
 
 * ``compute``: a GPT of 29 million parameters, 256 tokens per rank;
@@ -53,7 +53,7 @@ from torch.utils._pytree import tree_leaves
 import fsdp
 import fsdp.wrap
 
-OURS = ("native", "direct", "shared", "auto", "coalesced")
+OURS = ("native", "direct", "shared", "common", "auto", "coalesced")
 CONTENDERS = ("plain", "bound", "ddp", "fsdp1", "fsdp2", *OURS)
 
 

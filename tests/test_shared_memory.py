@@ -52,12 +52,15 @@ HEADERS = 64 * 4096  # bytes that a segment may hold at rest: a few pages for ea
 _held_before = 0  # what a group that an earlier test has broken holds in this process
 
 
-def share() -> None:
+def share(way: str = "shared") -> None:
     global _held_before
-    os.environ["FSDP_COLLECTIVES"] = "shared"
+    os.environ["FSDP_COLLECTIVES"] = way
     gc.collect()  # models of earlier tests, with memory
     if shared_memory.segment() is not None:
         _held_before = held_at_rest()
+
+
+both_ways = pytest.mark.parametrize("way", ["shared", "common"])
 
 
 def channel_of(group: Any) -> Channel:
@@ -175,10 +178,10 @@ def test_memory_is_not_used_again_before_all_have_read_it() -> None:
 
 
 @impatient
-def write_before_all_have_read() -> None:
+def write_before_all_have_read(way: str) -> None:
     """Rank 1 reads late what rank 0 has gathered: rank 0 gathers a unit again after its shard has changed, and writes
     into summoned parameters."""
-    share()
+    share(way)
     model, rank = make_model(new_group()), dist.get_rank()
     step(model)
     before = full_parameters(model)
@@ -228,8 +231,9 @@ def write_before_all_have_read() -> None:
         assert torch.equal(after, before[name] * factor), name
 
 
-def test_what_is_written_reaches_no_rank_that_reads_late() -> None:
-    run_ranks(2, write_before_all_have_read)
+@both_ways
+def test_what_is_written_reaches_no_rank_that_reads_late(way: str) -> None:
+    run_ranks(2, write_before_all_have_read, way)
 
 
 def ask_questions() -> None:
@@ -304,16 +308,18 @@ def test_ranks_out_of_step_are_named_at_once_and_go_on_after_they_have_met() -> 
 
 
 @impatient
-def fail_and_go_on() -> None:
-    """Each rank fails in another unit of a forward; after that the ranks train as if nothing had been."""
+def fail_and_go_on(way: str) -> None:
+    """Each rank fails in a forward, in private memory in another unit; after that the ranks train as if nothing had
+    been."""
     found = []
-    share()
+    share(way)
     for fails in (False, True):
         model = make_model(new_group())
         optimizer = adamw(model.parameters())
         for number in range(4):
             if fails and number in (1, 2):
-                unit: Any = model.module[abs(dist.get_rank() - number + 1)]
+                # in common memory who prefetches may wait for the other, and is told that it has failed
+                unit: Any = model.module[abs(dist.get_rank() - number + 1) if way == "shared" else 1]
                 hook = unit.module.first.register_forward_hook(raise_value_error)
                 with pytest.raises((ValueError, RuntimeError)):
                     step(model)
@@ -331,8 +337,9 @@ def raise_value_error(*_: object) -> None:
     raise ValueError("not a number")
 
 
-def test_a_rank_that_fails_harms_nobody_afterwards() -> None:
-    run_ranks(2, fail_and_go_on)
+@both_ways
+def test_a_rank_that_fails_harms_nobody_afterwards(way: str) -> None:
+    run_ranks(2, fail_and_go_on, way)
 
 
 def die_in_a_forward() -> tuple[str, float]:
@@ -384,8 +391,8 @@ def test_a_dead_rank_is_seen_within_a_second_where_nobody_looks_around() -> None
 
 
 @impatient
-def run_out_of_memory() -> None:
-    share()
+def run_out_of_memory(way: str) -> None:
+    share(way)
     group = new_group()
     model = make_model(group)
     step(model)
@@ -410,8 +417,9 @@ def run_out_of_memory() -> None:
     assert held_at_rest() <= HEADERS
 
 
-def test_no_room_is_an_error_and_not_a_crash() -> None:
-    run_ranks(2, run_out_of_memory)
+@both_ways
+def test_no_room_is_an_error_and_not_a_crash(way: str) -> None:
+    run_ranks(2, run_out_of_memory, way)
 
 
 def leave_nothing() -> None:

@@ -49,7 +49,7 @@ class Mapping:
         self._map = mmap.mmap(file, nbytes)
         self._map.madvise(mmap.MADV_DONTDUMP)
         self.memory = memoryview(self._map)
-        self.words = self.memory[:_HEADERS].cast("q")
+        self.words = self.memory.cast("q")
         self._pieces: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def piece(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -86,10 +86,11 @@ class Peer:
 class Block:
     """A piece of the segment. What its last post told others to read is not used again before they have."""
 
-    __slots__ = ("_patience", "_reader", "lent", "nbytes", "offset", "reserved")
+    __slots__ = ("_patience", "_reader", "lent", "nbytes", "offset", "owner", "reserved")
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
+        self.owner: int | None = None  # the rank of a group in whose segment it lies; None: in this process's
         self.reserved = False  # whether there is memory behind it
         self.lent: Any = None  # refers to what holds it
         self._reader: tuple[Readers, int] | None = None
@@ -132,7 +133,6 @@ class Segment:
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, self.capacity)
         self.mapping = Mapping(self.file, self.capacity)
-        self._address = self.mapping.piece(0, 1, torch.uint8).data_ptr()
         self._headers, self._left_headers = 1, list[Header]()
         os.posix_fallocate(self.file, 0, mmap.PAGESIZE)
         self.mapping.words[0] = self.nonce = random.SystemRandom().getrandbits(62)
@@ -165,18 +165,26 @@ class Segment:
             OSError: the system has not so much.
         """
         block = self.take(nbytes)
-        memory = self.mapping.memory[block.offset : block.offset + block.nbytes]
-        address = self._address + block.offset
 
-        def come_back(_: object) -> None:
-            del self._lent[address]
+        def come_back() -> None:
             if not keep and block.is_read:
                 self._give_back(block)
             self._free.append(block)
 
+        return self.lend(block, self.mapping.memory[block.offset : block.offset + block.nbytes], come_back)
+
+    def lend(self, block: Block, memory: memoryview, come_back: Callable[[], None]) -> torch.UntypedStorage:
+        """``memory``, where ``block`` is, which is to ``come_back`` when nothing holds the storage any more."""
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        address = storage.data_ptr()
+
+        def back(_: object) -> None:
+            del self._lent[address]
+            come_back()
+
         self._lent[address] = block
-        block.lent = weakref.ref(memory, come_back)
-        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        block.lent = weakref.ref(memory, back)
+        return storage
 
     def lent_at(self, address: int) -> Block | None:
         """The block of memory that was allocated there."""

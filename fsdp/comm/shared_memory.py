@@ -45,7 +45,7 @@ _LABEL, _TEXT = 8 * (3 + PARTS), _SLOT - 8 * (3 + PARTS)
 _HALF = HEADER // 2  # of collectives, and of questions
 _SLOTS = _HALF // _SLOT - 1  # the first has what is not a post
 _DONE, _ELSEWHERE = 0, 1  # words of the first
-_EVENT, _NBYTES, _WHERE = 1, 2, 3  # words of a post, behind its number
+_EVENT, _NBYTES, PLACE = 1, 2, 3  # words of a post, behind its number
 _NEVER = 1 << 62
 _EPOCH = 1 << 32  # posts of a channel between two failures
 
@@ -55,7 +55,7 @@ _PART = 0.02  # of what a wait has taken so far: a look comes so much late, and 
 _LOOK_AROUND = 0.1  # seconds between two looks for processes that have ended
 
 
-class _Condition(HostWork):
+class Condition(HostWork):
     """Something that the ranks of a channel bring about.
 
     ``finish`` is called when all have posted, maybe again after an interrupt, and not at all once nobody waits for it.
@@ -80,7 +80,7 @@ class _UnderWay(NamedTuple):
     event: int
     nbytes: int
     label: str
-    work: weakref.ref[_Condition]
+    work: weakref.ref[Condition]
 
 
 class Posts:
@@ -136,10 +136,10 @@ class Posts:
         self._own.memory[slot + _LABEL : slot + _SLOT] = label.encode()[:_TEXT].ljust(_TEXT, b"\0")
         at = slot // 8
         words[at + _EVENT], words[at + _NBYTES] = event, nbytes
-        for place, where in enumerate(wheres, at + _WHERE):
+        for place, where in enumerate(wheres, at + PLACE):
             words[place] = where
         holds = functools.partial(self.is_read, number) if until_read else lambda: words[done] >= number
-        work = _Condition(self._channel, holds, finish)
+        work = Condition(self._channel, holds, finish)
         self.number = number
         self._under_way.append(_UnderWay(number, event, nbytes, label, weakref.ref(work)))
         words[at] = number
@@ -211,7 +211,7 @@ class Posts:
         """This rank has to communicate in another way next. It can if all have to, which ``goes_elsewhere`` tells after
         the wait for this."""
         self._own.words[self._place + _ELSEWHERE] = proposal = self._elsewhere + 1
-        return _Condition(self._channel, lambda: self._first_to_post() or self._all_propose(proposal))
+        return Condition(self._channel, lambda: self._first_to_post() or self._all_propose(proposal))
 
     def goes_elsewhere(self) -> bool:
         """Whether the next one goes another way, on all ranks; see ``propose_elsewhere``."""
@@ -246,12 +246,13 @@ class Channel:
         self.names = group_ranks(group)
         self.broken: RuntimeError | None = None
         self.usable = True
-        self._rank, self._segment, self._peers = group.rank(), own, peers
+        self.rank, self._segment, self._peers = group.rank(), own, peers
         self._mappings = [peer.mapping for peer in peers]
-        self._others = [rank for rank in range(len(peers)) if rank != self._rank]
+        self.others = [rank for rank in range(len(peers)) if rank != self.rank]
+        self.of_processes = len({id(peer) for peer in peers}) == len(peers)  # ranks may be threads of one
         self._headers = headers
-        self.collectives = Posts(self, self._rank, self._mappings, headers, epoch)
-        self.questions = Posts(self, self._rank, self._mappings, [header + _HALF for header in headers], epoch)
+        self.collectives = Posts(self, self.rank, self._mappings, headers, epoch)
+        self.questions = Posts(self, self.rank, self._mappings, [header + _HALF for header in headers], epoch)
 
     # -- what the ranks do together ------------------------------------------------------------------------------------
 
@@ -266,28 +267,33 @@ class Channel:
         """Fill the first of each of up to ``PARTS`` parts with every rank's second. Where the first lies in the
         segment, the others copy this rank's part out of it; with ``until_read`` the wait is for them as well.
         ``event``: what it is for, the same on all ranks."""
-        posts, wheres, copied = self.collectives, list[int](), list[Block]()
+        posts, wheres, copied, size = self.collectives, list[int](), list[Block](), len(self.names)
         number = posts.next(label)
-        targets = [(full.view(torch.uint8), shard.nbytes) for full, shard in parts]
+        blocks = [self._segment.lent_at(full.data_ptr()) for full, _ in parts]
+        targets = [(full.view(torch.uint8), shard.nbytes, lent) for (full, shard), lent in zip(parts, blocks)]
         try:
-            for (full, shard), (target, nbytes) in zip(parts, targets):
-                start = self._rank * nbytes
-                target[start : start + nbytes].copy_(shard.view(torch.uint8))
-                lent = self._segment.lent_at(full.data_ptr())
+            for (_, shard), (target, nbytes, lent) in zip(parts, targets):
+                start = self.rank * nbytes
                 if lent is None:
                     copied.append(self._copy_out(shard))
-                    wheres.append(copied[-1].offset)
+                    wheres.append(copied[-1].offset * size + self.rank)
                 else:
                     lent.posted(self, number)
-                    wheres.append(lent.offset + start)
+                    wheres.append((lent.offset + start) * size + (self.rank if lent.owner is None else lent.owner))
+                target[start : start + nbytes].copy_(shard.view(torch.uint8))
         finally:
             self._leave(copied, number)  # not before all is copied: nobody reads what is not posted
 
         def finish() -> None:
-            for rank in self._others:
-                for word, (target, nbytes) in enumerate(targets, _WHERE):
-                    part = self._mappings[rank].piece(posts.said(rank, number, word), nbytes, torch.uint8)
-                    target[rank * nbytes : (rank + 1) * nbytes].copy_(part)
+            for rank in self.others:
+                for word, (target, nbytes, lent) in enumerate(targets, PLACE):
+                    offset, owner = divmod(posts.said(rank, number, word), size)
+                    if lent is None or lent.owner is None:
+                        part = self._mappings[owner].piece(offset, nbytes, torch.uint8)
+                        target[rank * nbytes : (rank + 1) * nbytes].copy_(part)
+                    elif (offset, owner) != (lent.offset + rank * nbytes, lent.owner):  # else it is there
+                        there = f"rank {self.names[rank]} gathers into other memory than rank {self.names[self.rank]}"
+                        raise OutOfStep(f"{label}: the ranks are out of step: {there}")
 
         nbytes = sum(shard.nbytes for _, shard in parts)
         return posts.post(number, event, nbytes, label, wheres, finish, until_read=until_read)
@@ -304,7 +310,7 @@ class Channel:
     ) -> HostWork:
         """Have ``add_up`` write the sum of all ranks' pieces of ``full``, in rank order, into ``out``. Nothing is
         copied where ``full`` lies in the segment. ``event``, ``until_read``: as for ``gather``."""
-        posts, start = self.collectives, self._rank * out.nbytes
+        posts, start = self.collectives, self.rank * out.nbytes
         number, lent = posts.next(label), self._segment.lent_at(full.data_ptr())
         if lent is None:
             lent = self._copy_out(full)
@@ -314,7 +320,7 @@ class Channel:
 
         def finish() -> None:
             several = enumerate(self._mappings)
-            wheres = [(mapping, posts.said(rank, number, _WHERE) + start) for rank, mapping in several]
+            wheres = [(mapping, posts.said(rank, number, PLACE) + start) for rank, mapping in several]
             add_up(out, [mapping.piece(where, out.numel(), out.dtype) for mapping, where in wheres])
 
         return posts.post(number, event, full.nbytes, label, [lent.offset], finish, until_read=until_read)
@@ -325,7 +331,7 @@ class Channel:
         post = posts.next(label)
 
         def finish() -> None:
-            said[:] = [(posts.said(rank, post, _WHERE), posts.said(rank, post, _WHERE + 1)) for rank in several]
+            said[:] = [(posts.said(rank, post, PLACE), posts.said(rank, post, PLACE + 1)) for rank in several]
 
         return posts.post(post, 0, 0, label, [number, largest], finish)
 
@@ -340,6 +346,9 @@ class Channel:
         for block in copied:
             block.posted(self, number)
             self._segment.leave(block)
+
+    def mapping_of(self, rank: int) -> Mapping:
+        return self._mappings[rank]
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -376,7 +385,7 @@ class Channel:
             time.sleep(min(max(_SHORTEST, _PART * (now - started)), _LONGEST))
             now, ended = time.monotonic(), list[int]()
             if now - looked > _LOOK_AROUND:  # before the last look at what they have posted
-                looked, ended = now, [rank for rank in self._others if self._peers[rank].has_ended]
+                looked, ended = now, [rank for rank in self.others if self._peers[rank].has_ended]
             self.advance()
             if holds():
                 return True
@@ -407,7 +416,7 @@ class Channel:
             if os.getpid() == process:  # a fork would speak for another
                 for posts in several:
                     posts.read_no_more()
-                _left.append(_Left(self._rank, self._peers, self._headers, max(posts.epoch for posts in several)))
+                _left.append(_Left(self.rank, self._peers, self._headers, max(posts.epoch for posts in several)))
 
         return tell
 

@@ -349,7 +349,7 @@ class FlatParamHandle:
     # -- gather and release --------------------------------------------------------------------------------------------
 
     def begin_gather(
-        self, pool: MemoryPool, communicator: Communicator, *, keep_cast: bool = False, nearby: bool = False
+        self, pool: MemoryPool, communicator: Communicator, tag: Tag, *, keep_cast: bool, nearby: bool, private: bool
     ) -> Gather:
         """Give the full buffer memory, to be filled: with what is returned; see :func:`gather`."""
         copy = self.copy
@@ -360,7 +360,8 @@ class FlatParamHandle:
         if copy.state is BufferState.UNSHARDED and not pool.may_refill(copy.pooled):
             self.release(pool, None)
         if copy.state is BufferState.SHARDED:
-            pool.allocate(copy.pooled)
+            in_common = communicator.in_common and not private
+            pool.allocate(copy.pooled, communicator.sharers(self.device, tag) if in_common else None)
         copy.enter(BufferState.GATHERING)
         shard = self._shard
         if nearby:
@@ -539,9 +540,11 @@ def gather(
     keep_cast: bool = False,
     nearby: bool = False,
     to_write: bool = False,
+    private: bool = False,
 ) -> None:
     """Start filling the full buffers of a unit as one collective, on the current stream; refill those that are filled
-    already. ``nearby``: from the parts that ``communicator``'s ranks have kept.
+    already. ``nearby``: from the parts that ``communicator``'s ranks have kept. ``private``: no other rank may have
+    them in common, as some may do without, or write there unseen.
 
     With ``keep_cast`` the shards in the compute dtype are kept for the next gather, which is to see the same values;
     :meth:`FlatParamHandle.forget_kept` says that it is not.
@@ -550,7 +553,8 @@ def gather(
     try:
         for handle in handles:
             if handle.copy.state is not BufferState.RESIDENT:
-                parts.append(handle.begin_gather(pool, communicator, keep_cast=keep_cast, nearby=nearby))
+                how = {"keep_cast": keep_cast, "nearby": nearby, "private": private or to_write}
+                parts.append(handle.begin_gather(pool, communicator, tag, **how))
         if not parts:
             return
         issues = True

@@ -13,9 +13,12 @@ import torch
 
 from fsdp.comm import host_memory, shared_memory
 from fsdp.comm.collectives import may_share
+from fsdp.comm.common_memory import CommonMemory, Sharers
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
+
+_NO_MATTER = 1 << 20  # bytes: new memory in common costs more than to keep these
 
 
 class PooledTensor:
@@ -70,8 +73,8 @@ class MemoryPool:
         """Whether buffers get blocks that others have given back; else storages are resized, and nothing is kept."""
         return STORAGES_SWAP
 
-    def allocate(self, buffer: PooledTensor) -> None:
-        """Give ``buffer`` memory, with undefined contents."""
+    def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
+        """Give ``buffer`` memory, with undefined contents; ``sharers`` may have it in common."""
         if buffer.nbytes == 0:
             return
         if not self.exchanges_blocks:
@@ -141,10 +144,27 @@ class SharedPool(MemoryPool):
 
     def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
         super().__init__(device, streams, group)
+        self._in_common: dict[shared_memory.Channel, CommonMemory] = {}
+
+    def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
+        block = None
+        if sharers is not None and buffer.nbytes and shared_memory.segment_of(self._group) is not None:
+            block = self._in_common.setdefault(sharers.channel, CommonMemory()).allocate(buffer.nbytes, sharers)
+        if block is None:
+            super().allocate(buffer)
+        else:
+            buffer.attach(block)
+
+    def trim(self) -> None:
+        for memory in self._in_common.values():
+            memory.keep(0, 0)
+        super().trim()
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
         if buffer.nbytes and (segment := shared_memory.segment_of(self._group)) is not None:
             buffer.detach()
+            for memory in self._in_common.values():
+                memory.keep(max(self.kept_nbytes, _NO_MATTER), max(self.kept_block_nbytes, _NO_MATTER))
             segment.keep(self.kept_nbytes, self.kept_block_nbytes)
         else:
             super().free(buffer, last_use)
@@ -165,7 +185,7 @@ class PoisoningPool(MemoryPool):
     """For debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN, so that a use after
     release shows as NaN at the place that did it instead of a crash or another unit's weights."""
 
-    def allocate(self, buffer: PooledTensor) -> None:
+    def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
         if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:
             super().allocate(buffer)
 

@@ -131,8 +131,9 @@ class Residency(Residences[UnitBuffers]):
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
         with communicates(what, unit.name, self.generation), self._streams.on_gather_stream():
-            tag = unit.tag(0, "gather")
-            gather(unit.handles, self.pool, communicator, tag, keep_cast=again, nearby=nearby, to_write=to_write)
+            tag, private = unit.tag(0, "gather"), unit.policy.reduce_unused
+            how = {"keep_cast": again, "nearby": nearby, "to_write": to_write, "private": private}
+            gather(unit.handles, self.pool, communicator, tag, **how)
         unit.generation, unit.kept_versions = self.generation, None
         self.gathers(unit, why)
 
