@@ -752,6 +752,13 @@ MUTATIONS = [
         _tests("shared_memory", "ranks_out_of_step_are_named_at_once_and_go_on_after_they_have_met"),
     ),
     Mutation(
+        "fsdp/comm/shared_memory.py",
+        "    if not _on_one_host[group]:\n",
+        "    if False:\n",
+        "ranks of different hosts tell each other where their memory is",
+        _tests("shared_memory", "memory_is_used_where_all_ranks_can"),
+    ),
+    Mutation(
         "fsdp/runtime/agreement.py",
         "        shared_memory.renew(self._group)\n",
         "",

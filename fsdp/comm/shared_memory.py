@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -38,6 +38,8 @@ from fsdp.comm.board import Board, machine
 from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.segment import HEADER, SUPPORTED, Block, Header, Mapping, Peer, Segment
 from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
+
+_T = TypeVar("_T")
 
 PARTS = 4  # that one post may tell of: a unit has hardly more buckets
 _SLOT = 128  # bytes of a post: three words, of each part where it is, and a label
@@ -444,6 +446,7 @@ _connecting: weakref.WeakKeyDictionary[Any, futures.Future[Channel | None]] = we
 _channels: weakref.WeakKeyDictionary[Any, Channel | None] = weakref.WeakKeyDictionary()
 _left: list[_Left] = []  # whose headers others may look at
 _problems: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_on_one_host: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
 
 
@@ -479,25 +482,30 @@ def connect(group: Any) -> Channel | None:
 
 
 def _connect(group: Any) -> Channel | None:
+    if group not in _on_one_host:  # a question that costs each of thousands of ranks no more than each of few
+        _on_one_host[group] = _ask(group, lambda board, look: board.meet_alike("host", machine(), look))
+    if not _on_one_host[group]:
+        _problems[group] = "its ranks are on different hosts, or in different containers"
+        return None
     row = _own_row()
     rows = _tell(group, "segment", row)
-    problem, peers, epoch = _apart(rows, group), list[Peer](), max((said[6] for said in rows if said[1:]), default=0)
+    problem, peers, epoch = _apart(rows, group), list[Peer](), max((said[5] for said in rows if said[1:]), default=0)
     if not problem:
         try:
-            peers = [_peer(*said[1:5]) for said in rows]
-            for place in (row[5] // 8, (row[5] + _HALF) // 8):  # before the others look there
+            peers = [_peer(*said[:4]) for said in rows]
+            for place in (row[4] // 8, (row[4] + _HALF) // 8):  # before the others look there
                 words = _own_segment().mapping.words
                 words[place + _DONE] = words[place + _ELSEWHERE] = epoch * _EPOCH
         except (OSError, ValueError) as error:
             problem = f"rank {group_ranks(group)[group.rank()]} cannot open the memory of another one: {error}"
-    attempt = "/".join(str(said) for said in rows[0][1:]) if rows else ""  # a store may remember an earlier one
+    attempt = "/".join(str(said) for said in rows[0]) if rows else ""  # a store may remember an earlier one
     problems = _tell(group, f"opened/{attempt}", problem)
     if any(problems) or not peers:
         _problems[group] = next(filter(None, problems), problem)
         if row[1:]:
-            _own_segment().leave_header(Header(row[5], row[6] + 1))
+            _own_segment().leave_header(Header(row[4], row[5] + 1))
         return None
-    channel = Channel(group, _own_segment(), peers, [said[5] for said in rows], epoch)
+    channel = Channel(group, _own_segment(), peers, [said[4] for said in rows], epoch)
     weakref.finalize(group, channel.reads_no_more())
     return channel
 
@@ -509,7 +517,7 @@ def _own_row() -> list[Any]:
         for left in [left for left in _left if left.by_all()]:
             _left.remove(left)
             own.leave_header(Header(left.headers[left.rank], left.epoch + 3))
-        return [machine(), os.getpid(), own.file, own.nonce, own.capacity, *own.new_header()]
+        return [os.getpid(), own.file, own.nonce, own.capacity, *own.new_header()]
     except (OSError, ValueError) as error:
         return [str(error)]
 
@@ -522,8 +530,6 @@ def _apart(rows: Sequence[Sequence[Any]], group: Any) -> str:
     for rank, row in enumerate(rows):
         if len(row) == 1:
             return f"rank {names[rank]} has none: {row[0]}"
-        if row[0] != rows[0][0]:
-            return f"rank {names[0]} and rank {names[rank]} are on different hosts, or in different containers"
     return ""
 
 
@@ -534,6 +540,11 @@ def why_not(group: Any) -> str:
 
 def _tell(group: Any, key: str, value: Any) -> list[Any]:
     """Every rank's ``value``, in rank order."""
+    return list(_ask(group, lambda board, look: board.exchange(key, value, look)).values())
+
+
+def _ask(group: Any, how: Callable[[Board, Callable[[], None]], _T]) -> _T:
+    """What the ranks find by ``how``, through the store, unless they do not come."""
     board, started, watch = _boards.setdefault(group, Board(group, "memory")), time.monotonic(), watch_of(group)
 
     def look() -> None:
@@ -542,7 +553,7 @@ def _tell(group: Any, key: str, value: Any) -> list[Any]:
         if time.monotonic() - started > group_timeout(group).total_seconds():
             raise RuntimeError("agree on shared memory: other ranks do not come")
 
-    return list(board.exchange(key, value, look).values())
+    return how(board, look)
 
 
 def _own_segment() -> Segment:
