@@ -397,8 +397,18 @@ class SelectiveSegment(nn.Module):
             self._run,
             self.embed(ids),
             use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.lift_fresh.default]),
+            context_fn=lambda: create_selective_checkpoint_contexts(_note_and_choose),
         )
+
+
+_noted: set[str] = set()
+
+
+def _note_and_choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Of the operations that selective checkpointing sees one is saved."""
+    _noted.add(str(operation))
+    saved = operation is torch.ops.aten.lift_fresh.default
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _two_losses(model: nn.Module, data: Data) -> Iterator[Any]:
@@ -412,7 +422,10 @@ def _two_losses(model: nn.Module, data: Data) -> Iterator[Any]:
 
 def _unseen() -> None:
     build = seeded(SelectiveSegment)
+    _noted.clear()
     reference = Reference(build, _two_losses)
+    of_the_model = set(_noted)
+    assert of_the_model
     for debug in ("0", "1"):
         with mock.patch.dict(os.environ, FSDP_DEBUG=debug):
             model = wrap(build(), FULL, debug == "0", wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}))
@@ -421,6 +434,7 @@ def _unseen() -> None:
             apart.embed = wrap(apart.embed, FULL, True, wrap_policy=None)
             apart.blocks = nn.ModuleList([wrap(block, FULL, True, wrap_policy=None) for block in apart.blocks])
             reference.check(apart, f"debug={debug}, no common root")
+    assert _noted == of_the_model, _noted ^ of_the_model
 
 
 def test_selective_checkpointing_sees_nothing_of_the_engine() -> None:

@@ -12,6 +12,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -163,6 +164,14 @@ def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, mon
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"removed while it was read|damaged"):
             patch.setattr(where, name, lost)
             load(root, Keeps())
+
+    def read(directory: Path, manifest: Any) -> Path:
+        if directory == tmp_path / "old":  # its manifest was there, and now nothing is
+            raise FileNotFoundError(directory)
+        return directory
+
+    found = iter([tmp_path / "old", tmp_path / "new"])
+    assert files.read_latest(tmp_path, read, lambda path: (next(found), mock.ANY)) == tmp_path / "new"
 
 
 # -- other people's checkpoints ----------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -142,10 +143,10 @@ class CommonViews:
         """
         self.registration.use_leaves(self.take_over if self.check_writeback else None)
 
-    def check_leaves(self, *, compares: bool) -> None:
+    def check_leaves(self, *, compares: bool, apart: Callable[[], AbstractContextManager[Any]]) -> None:
         """To be called when a forward is over, while the leaves have their memory. With ``compares``, which waits for
-        the device, values are compared the first time: who writes to them through ``.data`` mostly does so from the
-        beginning.
+        the device, values are compared the first time, ``apart`` from what looks at the program's operations: who
+        writes to them through ``.data`` mostly does so from the beginning.
 
         Raises:
             RuntimeError: inside, something was written that goes with that memory.
@@ -156,7 +157,8 @@ class CommonViews:
         if compares and not found:
             moment = "forward with gradients" if torch.is_grad_enabled() else "forward"
             if moment not in self.handle.copy.compared:
-                found = self.compare(moment)
+                with apart():
+                    found = self.compare(moment)
         if replaced := self.registration.put_back_leaves():
             found += [(index, "replaced") for index in replaced]
         if found:

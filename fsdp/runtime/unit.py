@@ -300,7 +300,7 @@ class Unit(UnitBuffers):
         running.end()
         call = running.call
         for view in self.views:
-            view.check_leaves(compares=context.streams.asynchronous_work)
+            view.check_leaves(compares=context.streams.asynchronous_work, apart=hooks.own_operations)
         if self.precision.asked.output_dtype is not None and not self.is_summoned and not self.precision.wants_full:
             output = self.precision.cast_outputs(output)
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
