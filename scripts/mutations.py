@@ -658,7 +658,7 @@ MUTATIONS = [
         " and name != REDUCE_SCATTER)",
         ")",
         "a rank that waits for gloo's reduce-scatter does not look around",
-        _tests("differing_ranks", "one_rank_differs[3-seeds1-0]"),
+        _tests("communication", "who_waits_for_a_late_rank_looks_around[native]"),
     ),
     Mutation(
         "fsdp/comm/ledger.py",
@@ -1758,7 +1758,7 @@ MUTATIONS = [
         "if signed != signed_before and store.add(",
         "if store.add(",
         "a rank that comes twice is taken for two",
-        _tests("out_of_step", "fd21_calls_after_failures_that_are_not_alike[1]"),
+        _tests("board", "who_gives_up_a_meeting_and_comes_again_is_still_one"),
     ),
     Mutation(
         "fsdp/comm/board.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -80,6 +81,22 @@ def test_a_look_costs_as_much_among_many_ranks_as_among_few(ranks_on_machines: A
         assert len(groups) == size
     assert costs[0] == costs[1] == costs[2], costs
     assert 64 > costs[0][0] > costs[0][1] == costs[0][2], costs  # who lives on this machine is read once
+
+
+def test_who_gives_up_a_meeting_and_comes_again_is_still_one(ranks_on_machines: Any) -> None:
+    groups, (first, second) = ranks_on_machines[0](2)
+    assert len(groups) == 2
+
+    def give_up() -> None:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(waiting, "PATIENCE", timedelta(0)):
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                first.meet("here", give_up)
+            assert not first.has_met("here")
+        second.meet("here", give_up)
+        first.meet("here", give_up)
 
 
 @pytest.mark.parametrize("size", [16, 256])

@@ -23,6 +23,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -34,10 +35,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.comm import ledger, shared_memory
+from fsdp.comm import ledger, shared_memory, waiting
 from fsdp.comm.collectives import PARTS, Communicator, Gather, Tag
-from fsdp.comm.groups import Groups
+from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.streams import streams_for
+from fsdp.comm.waiting import OutOfStep
 from fsdp.flat.memory import MemoryPool
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
@@ -321,6 +323,49 @@ def run_out_of_memory_half_way() -> None:
     with mock.patch.object(MemoryPool, "allocate", allocate_some), pytest.raises(torch.OutOfMemoryError):
         model(torch.ones(2, 5))
     assert model(torch.ones(2, 5)).isfinite().all()
+
+
+class Impatient:
+    """Whoever waits long is told that the ranks are out of step, until they are not any more."""
+
+    out_of_step = True
+
+    def slow(self) -> None:
+        if self.out_of_step:
+            raise OutOfStep("the others do not come")
+
+    def explain(self) -> str:
+        return ""
+
+
+def wait_for_a_late_rank(way: str) -> None:
+    os.environ["FSDP_COLLECTIVES"] = way
+    group, store, watch = new_group(), group_store(dist.group.WORLD), Impatient()
+    communicator = Communicator(Groups.of(group, replicate=False), streams_for(torch.device("cpu")))
+    communicator.choose(torch.device("cpu"))
+    full, shard = torch.ones(4), torch.ones(2)
+    waiting.watch(group, watch)
+    for number, what in enumerate(("gather", "reduce")):
+        tag, told = Tag(what, number), f"{what} {way}"
+        if dist.get_rank() == 1:
+            store.wait([told])
+        if what == "gather":
+            pending = communicator.gather([Gather(full, shard)], tag)
+        else:
+            pending = communicator.reduce(shard, full, tag)
+        if dist.get_rank() == 0:
+            watch.out_of_step = True
+            with mock.patch.object(waiting, "PATIENCE", timedelta(seconds=0.05)), pytest.raises(OutOfStep):
+                pending.wait()
+            store.set(told, "")
+        watch.out_of_step = False
+        pending.wait()
+
+
+@pytest.mark.parametrize("way", ["native", "direct", "shared"])
+def test_who_waits_for_a_late_rank_looks_around(way: str) -> None:
+    """Also where the backend can only wait to the end; and what is given up is waited for again."""
+    run_ranks(2, wait_for_a_late_rank, way)
 
 
 def test_buckets_are_gathered_together() -> None:
