@@ -675,6 +675,27 @@ MUTATIONS = [
         _tests("common_memory", "nobody_writes_where_another_rank_still_reads"),
     ),
     Mutation(
+        "fsdp/comm/common_memory.py",
+        "memory is not None and memory._epoch == block.epoch:",
+        "memory is not None:",
+        "a block of before a meeting is allocated again after it",
+        _tests("common_memory", "a_block_of_before_a_meeting_is_used_no_more"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        " or list(map(flag_of, self.params)) != self.handle.copy.flags:",
+        ":",
+        "a step does not follow what was frozen since the forward",
+        _tests("writes", "a_look_before_a_step_sees_what_was_done"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "        if self._values is not None or flags.count(flag) < len(flags):",
+        "        if self._values is not None:",
+        "a step does not follow that a flat parameter was frozen since the forward",
+        _tests("writes", "a_look_before_a_step_sees_what_was_done"),
+    ),
+    Mutation(
         "fsdp/comm/shared_memory.py",
         "                    elif (offset, owner) != (lent.offset + rank * nbytes, lent.owner):  # else it is there\n",
         "                    elif False:\n",

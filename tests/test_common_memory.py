@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp.comm import common_memory
+from fsdp.comm import common_memory, shared_memory
 from fsdp.comm.collectives import Tag
-from fsdp.comm.common_memory import CommonBlock
+from fsdp.comm.common_memory import CommonBlock, CommonMemory, Sharers
 from fsdp.comm.groups import group_store
 from fsdp.flat import flat_param
 from fsdp.flat.full_copy import BufferState
@@ -246,3 +246,29 @@ def read_for_long() -> None:
 
 def test_nobody_writes_where_another_rank_still_reads() -> None:
     run_ranks(2, read_for_long)
+
+
+def keep_a_block_over_a_meeting() -> None:
+    group = new_group()
+    model = make("common", group)
+    with torch.no_grad():
+        model(torch.ones(2, 40))
+    channel = shared_memory.channel_of(group)
+    assert channel is not None
+    memory, sharers = CommonMemory(), Sharers(channel, group, "a test")
+    before = memory.allocate(4096, sharers)
+    dist.barrier()
+    channel.renew()
+    dist.barrier()
+    after = memory.allocate(4096, sharers)
+    assert before is not None and after is not None
+    del before
+    assert not memory._free
+    del after
+    assert len(memory._free) == 1
+    memory.keep(0, 0)
+
+
+def test_a_block_of_before_a_meeting_is_used_no_more() -> None:
+    """Another rank may have given it up already, or still reads it."""
+    run_ranks(2, keep_a_block_over_a_meeting)

@@ -28,6 +28,7 @@ from fsdp import (
     StateDictType,
 )
 from fsdp.api import TrainingState
+from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
@@ -590,3 +591,32 @@ def test_what_forward_writes_through_data_is_found_at_the_first_one() -> None:
 def _each_strategy_and_dtype() -> None:
     for strategy, dtype in [(FULL, torch.float32), (GRAD_OP, torch.bfloat16), (NONE, torch.bfloat16)]:
         _data_written_in_forward(strategy, dtype)
+
+
+def look_before_a_step() -> None:
+    for use_orig_params in (False, True):
+        model = wrap(nn.Linear(4, 3), FULL, use_orig_params, wrap_policy=None)
+        model(torch.ones(2, 4)).sum().backward()
+        ((_, unit, _),) = units_in(model)
+        (view,) = unit.views
+        param = next(model.parameters())
+        assert view.is_as_left
+        param.requires_grad_(False)
+        assert not view.is_as_left, "frozen"
+        param.requires_grad_(True)
+        assert view.is_as_left
+        own, param.data = param.data, param.data.clone()
+        assert not view.is_as_left, "given other data"
+        param.data = own
+        assert view.is_as_left
+        module = model.module
+        name, resting = next((name, each) for name, each in module._parameters.items() if each is not None)
+        module._parameters[name] = nn.Parameter(torch.ones(1))
+        assert not view.is_as_left, "replaced"
+        module._parameters[name] = resting
+        assert view.is_as_left
+
+
+def test_a_look_before_a_step_sees_what_was_done() -> None:
+    """If it does, the step follows it, as a forward would."""
+    run_ranks(2, look_before_a_step)
