@@ -637,7 +637,8 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "a FullyShardedDataParallel module cannot be pickled: its process group and buffers belong to this process"
+            "a FullyShardedDataParallel module cannot be pickled: its groups and buffers belong to this process. "
+            "Save its state_dict(), or use fsdp.checkpoint.save()"
         )
 
 

@@ -3137,6 +3137,20 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/mistakes.py",
+        "if kinds & _OF_WHOLE_PARAMETERS:",
+        "if False:",
+        "an optimizer of whole parameters steps parts of them without a word",
+        _tests("from_ddp", "the_traps"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "if peek_interpreter_stack() is not None and self.gathers:",
+        "if False:",
+        "a wrapped model is transformed, and the error names nothing",
+        _tests("backward", "transforms_of_functions_are_refused_by_name"),
+    ),
+    Mutation(
+        "fsdp/runtime/mistakes.py",
         "_ROUNDING = {torch.bfloat16, torch.float16}",
         "_ROUNDING = {torch.bfloat16}",
         "parameters in float16 are trained in it in silence",

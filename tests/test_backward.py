@@ -413,6 +413,20 @@ def test_gradients_of_gradients_are_refused_by_name_before_damage() -> None:
     run_ranks(2, _second_order)
 
 
+def _transformed() -> None:
+    reference = Reference(seeded(Mlp), one_pass)
+    for mode in by_turns(0)[:2]:  # without sharding nothing is gathered
+        model = wrapped(seeded(Mlp), mode, MlpBlock)
+        with pytest.raises(RuntimeError, match=r"^the root unit is called inside of torch.vmap or a transform of"):
+            torch.vmap(model)(torch.randn(3, WIDTH))
+        reference.check(model, f"the step after, {describe(mode)}")
+
+
+def test_transforms_of_functions_are_refused_by_name() -> None:
+    """And what comes after them works. Inside of a forward they are the plain module's own."""
+    run_ranks(2, _transformed)
+
+
 def _penalty(model: nn.Module, data: Data) -> Iterator[Any]:
     x = data.tensor(0, 3, WIDTH)
     (grad,) = torch.autograd.grad(loss_of(model, x), x, create_graph=True)

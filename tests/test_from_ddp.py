@@ -240,6 +240,23 @@ def _m13_trained_in_low_precision() -> None:
     assert not warned(lambda: optimizer.step())
 
 
+def _m16_optimizers_of_whole_parameters() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    for flat in (False, True):
+        model = build(use_orig_params=not flat)
+        (said,) = optimizer_warnings(functools.partial(torch.optim.Adafactor, model.parameters()), model)
+        assert "Adafactor computes with the norms, shapes or products of whole parameters" in said
+        own = build(use_orig_params=not flat, sharding_strategy=ShardingStrategy.NO_SHARD)
+        assert not optimizer_warnings(functools.partial(torch.optim.Adafactor, own.parameters()), own)
+    values = {name: param.clone() for name, param in model.named_parameters()}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    backward(model)
+    with pytest.raises(RuntimeError, match=r"those of a wrapped model are sharded, .* was given as optimizer_class"):
+        optimizer.step()
+    assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
+
+
 def _m14_hooks_for_buckets() -> None:
     for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
         with pytest.raises(TypeError, match=r"take buckets: .*torch.distributed.algorithms._comm_hooks.default_hooks"):

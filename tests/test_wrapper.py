@@ -582,6 +582,22 @@ def test_a_lazy_module_needs_a_forward_first() -> None:
         FullyShardedDataParallel(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), StandIn())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_scripts_keep_their_parameters() -> None:
+    """They are refused by name, and may be ignored, with other modules around them."""
+
+    def scripted() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 3), torch.jit.script(nn.Linear(3, 3)))
+
+    with pytest.raises(
+        ValueError, match=r"'1\.weight' of the Sequential unit is in a compiled script .* ignored_modules"
+    ):
+        FullyShardedDataParallel(scripted(), StandIn())
+    module = scripted()
+    model = FullyShardedDataParallel(module, StandIn(), ignored_modules=[module[1]])
+    assert model[1](torch.ones(1, 3)).shape == (1, 3)
+
+
 # -- members and names ---------------------------------------------------------------------------------------------
 
 

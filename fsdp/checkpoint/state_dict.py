@@ -340,7 +340,8 @@ class StateHooks:
 
     def __init__(self, membership: Membership) -> None:
         self.belong_to(membership)
-        self.register(list(dict.fromkeys(owner for _, owner in own_modules(membership.unit.module))))
+        owners = dict.fromkeys(owner for _, owner in own_modules(membership.unit.module))
+        self.register([owner for owner in owners if not isinstance(owner, torch.jit.ScriptModule)])  # they take none
 
     def belong_to(self, membership: Membership) -> None:
         """The hooks are for its unit, as long as a wrapper holds it."""

@@ -63,12 +63,12 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Gr
     those that it is to be sharded over.
 
     Raises:
-        ValueError: a parameter already belongs to another unit, or its kind cannot be flattened.
+        ValueError: a parameter already belongs to another unit, or its kind or its module's cannot be flattened.
         NotImplementedError: so it is with a ``DTensor``; see ``TensorParallel``.
     """
     owned = []
     for param, places in _places(module, ignored).items():
-        _check(param, places[0].name, unit_name)
+        _check(param, places, unit_name)
         if isinstance(param, DTensor):
             tp = TensorParallel.of(param, f"{places[0].name!r} of {unit_name}", groups)
             local = nn.Parameter(local_of(param).detach(), param.requires_grad)
@@ -126,13 +126,19 @@ def _places(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, list[Plac
     return found
 
 
-def _check(param: nn.Parameter, name: str, unit_name: str) -> None:
+def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
+    name = places[0].name
     if getattr(param, "_fsdp_flattened", False):
         other = getattr(param, "_fsdp_owner", "another unit")
         raise ValueError(
             f"parameter {name!r} of {unit_name} is shared with {other}, which already owns it. A parameter can be "
             "sharded by one unit only: make the two modules that have it one unit by FullyShardedDataParallel.group(), "
             "or wrap the lowest module that contains both of its places as one unit, and none of the two apart"
+        )
+    if any(isinstance(place.module, torch.jit.ScriptModule) for place in places):
+        raise ValueError(
+            f"parameter {name!r} of {unit_name} is in a compiled script (torch.jit), whose parameters cannot be "
+            "sharded. Wrap the module that the script was made of, or pass the script in ignored_modules"
         )
     if isinstance(param, nn.UninitializedParameter):
         raise ValueError(

@@ -113,7 +113,7 @@ class Home:
 
     @staticmethod
     def of(unit_module: nn.Module, module: nn.Module) -> Home:
-        return Home(module, {owner: list(owner._parameters) for _, owner in own_modules(unit_module)})
+        return Home(module, {owner: [*owner._parameters.keys()] for _, owner in own_modules(unit_module)})
 
     def free_name(self) -> str:
         """The first of ``_flat_param``, ``_flat_param_1``, ... that is free."""

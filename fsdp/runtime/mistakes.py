@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 
 _ROUNDING = {torch.bfloat16, torch.float16}
+_OF_WHOLE_PARAMETERS = {"adafactor", "fusedlamb", "lamb", "lars", "lbfgs"}  # their shapes, norms or products
 _STEPPING = {GradScaler.step.__code__, GradScaler._maybe_opt_step.__code__}
 
 
@@ -30,8 +31,24 @@ def warn_of_stale(optimizer: Optimizer, params: Iterable[Any]) -> None:
 
 
 def warn_of_habits(optimizer: Optimizer) -> None:
-    """At its first step, ``optimizer``, which holds shards, is used as one for whole parameters."""
-    groups = optimizer.param_groups
+    """At its first step, ``optimizer``, which holds shards, is used as one for whole parameters.
+
+    Raises:
+        RuntimeError: it would send them as if all ranks had the same.
+    """
+    groups, kinds = optimizer.param_groups, {base.__name__.lower() for base in type(optimizer).__mro__}
+    if "zeroredundancyoptimizer" in kinds:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} divides optimizer state among ranks that hold the same parameters, but those "
+            "of a wrapped model are sharded, and so is the state of any optimizer of theirs. Use the class that it was "
+            "given as optimizer_class"
+        )
+    if kinds & _OF_WHOLE_PARAMETERS:
+        _warn(
+            f"{type(optimizer).__name__} computes with the norms, shapes or products of whole parameters, and is given "
+            "this rank's parts of them, as vectors: it does not train as with the plain model, nor alike on another "
+            "number of ranks. Use one that steps each element by itself, or ShardingStrategy.NO_SHARD"
+        )
     for number, group in enumerate(groups):
         if not group["params"] and any(group.get("weight_decay") != other.get("weight_decay") for other in groups):
             _warn(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
@@ -258,6 +259,11 @@ class Unit(UnitBuffers):
             raise RuntimeError(
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
                 "parameters are not on every rank's device. Run it outside, or summon without these options"
+            )
+        if peek_interpreter_stack() is not None and self.gathers:
+            raise RuntimeError(
+                f"{self.name} is called inside of torch.vmap or a transform of torch.func, which sharded parameters do "
+                "not support. Transform functions inside of its forward, or call the plain module"
             )
         context.enter_forward(self)
         self._depth += 1
