@@ -32,6 +32,8 @@ def declare_group(modules: Iterable[nn.Module], arguments: dict[str, Any]) -> No
     Raises:
         TypeError, ValueError: they cannot be one. Nothing was changed.
     """
+    if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
+        raise TypeError(f"group() expects a list of modules, [model.embed, model.head], got {_kinds([modules])}")
     members = tuple(modules)
     for module in members:
         if not isinstance(module, nn.Module):

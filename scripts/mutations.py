@@ -1551,6 +1551,27 @@ MUTATIONS = [
         _tests("backward_faults", "a_retry_after_an_exception_is_as_if_it_had_not_happened[0]"),
     ),
     Mutation(
+        "fsdp/runtime/unit.py",
+        "                stays = only is not None or handle.offload.offload_params\n",
+        "                stays = handle.offload.offload_params\n",
+        "what has its shards in host memory for a while computes there",
+        _tests("clients", "a_shard_that_is_moved_is_computed_with_where_it_was"),
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "self._shard = self.flat_param.data = self.flat_param._local_shard = self._put_at_rest(new)\n",
+        "self._shard = self.flat_param.data = self._put_at_rest(new)\n",
+        "tools find a shard that is gone",
+        _tests("clients", "parameters_that_trainers_cast_after_wrapping"),
+    ),
+    Mutation(
+        "fsdp/flat/metadata.py",
+        "self._places = [(weakref.ref(module), ",
+        "self._places = [((lambda kept=module: kept), ",
+        "what tools read of a flat parameter keeps its modules alive",
+        _tests("lifecycle", "deletion_frees_everything[never used-False]"),
+    ),
+    Mutation(
         "fsdp/flat/flat_param.py",
         'it again."""\n        self._cast = self._part = None\n',
         'it again."""\n        self._part = None\n',

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from fsdp import (
 )
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.compat import disable_dcp, enable_dcp
+from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, assert_bit_equal, rank_batch
@@ -378,9 +380,23 @@ def bytecheckpoint_metadata(library: Any, model: nn.Module) -> list[Any]:
         assert len(flat._numels_with_padding) == len(flat._is_padding_mask)
         kept = [numel for numel, pad in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True) if not pad]
         assert kept == list(flat._numels)
-        for info in flat._shard_param_infos:
-            found.append((info.in_shard, info.offset_in_shard, info.numel_in_shard))
+        for info, (name, module, path), fqn in zip(flat._shard_param_infos, flat._param_infos, flat._fqns, strict=True):
+            assert module is wrapper.module.get_submodule(path) and fqn == f"{path}.{name}".removeprefix(".")
+            found.append((name, path, info.in_shard, info.offset_in_shard, info.numel_in_shard))
+        assert flat._param_infos[-1].param_name == name and len(flat._param_infos[:2]) == 2
         assert flat._sharded_size == flat.shape
+    return found
+
+
+def verl_metadata(model: nn.Module) -> list[Any]:
+    """What it looks at before it moves the shards."""
+    found = []
+    for handle in model._all_handles:
+        flat = handle.flat_param
+        assert flat.data_ptr() == flat._local_shard.data_ptr() and flat.shape == flat._local_shard.shape
+        assert flat._local_shard is not flat.data and not flat._local_shard.requires_grad
+        found.append((handle._offload_params, handle.uses_sharded_strategy, handle.needs_unshard()))
+    assert model._is_root
     return found
 
 
@@ -391,6 +407,8 @@ def compare_metadata() -> None:
         if uop:
             assert shampoo_metadata(FSDP, model) == shampoo_metadata(TorchFSDP, theirs)
         else:  # without padding between parameters
+            params = [wrapper._flat_param._params for wrapper in FSDP.fsdp_modules(model)]
+            assert params == [wrapper._flat_param._params for wrapper in TorchFSDP.fsdp_modules(theirs)] == [None] * 3
             facts = (
                 "_unpadded_unsharded_size",
                 "_shard_numel_padded",
@@ -400,6 +418,74 @@ def compare_metadata() -> None:
             for wrapper, other in zip(FSDP.fsdp_modules(model), TorchFSDP.fsdp_modules(theirs), strict=True):
                 for fact in facts:
                     assert getattr(wrapper._flat_param, fact) == getattr(other._flat_param, fact), fact
+
+
+def compare_handles() -> None:
+    for uop, strategy in ((False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (True, "NO_SHARD")):
+        seen = []
+        for make in (ours, torchs):
+            model = make(uop, strategy, module=row_major())
+            model.check_is_root()
+            seen.append([verl_metadata(model)])
+            for module in model.modules():
+                if isinstance(module, (FSDP, TorchFSDP)):
+                    module._unshard()
+            seen[-1].append([handle.needs_unshard() for handle in model._all_handles])
+        assert seen[0] == seen[1], (uop, strategy)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_they_read_of_a_handle_is_torchs(world_size: int) -> None:
+    """F21, F33, F44: verl's and Composer's reads."""
+    run_ranks(world_size, compare_handles)
+
+
+def between_phases(device: str) -> None:
+    """Steps, and between them what verl does to the shards of a model that another one takes turns with."""
+    for uop, strategy in ((False, "FULL_SHARD"), (True, "SHARD_GRAD_OP"), (True, "NO_SHARD")):
+        case, states = ZOO["mlp"], []
+        for moves in (False, True):
+            model = wrap(case, ShardingStrategy[strategy], uop)
+            optimizer = adamw(model.parameters())
+            for number in range(3):
+                case.loss(model, rank_batch(case, Schedule(), number, 0, rank(), dist.get_world_size())).backward()
+                for handle in model._all_handles if moves else ():
+                    before = handle.flat_param._local_shard
+                    handle.flat_param_to(device, non_blocking=True, copy=True)
+                    handle.flat_param._local_shard = handle.flat_param.data
+                    assert before.data_ptr() != handle.flat_param.data_ptr() == handle.shard.data_ptr()
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(full_parameters(model))
+        assert_bit_equal(*states)
+    model = wrap(case, ShardingStrategy.FULL_SHARD, True)
+    with (
+        pytest.raises(RuntimeError, match="can be moved or cast only while it does not run"),
+        model.summon_full_params(model),
+    ):
+        model._all_handles[0].flat_param_to(device)
+
+
+def test_shards_that_are_moved_between_phases() -> None:
+    """verl has them in host memory while another model computes."""
+    run_ranks(2, between_phases, "cpu")
+
+
+def away() -> None:
+    """No device is at hand that a shard could be on beside the one that computes: what would be put there is seen."""
+    model = wrap(ZOO["mlp"], ShardingStrategy.FULL_SHARD, True)
+    handle, unit = model._all_handles[0], units_of(model)[0]
+    others = [other.flat_param._local_shard for other in model._all_handles[1:]]
+    with mock.patch.object(handle, "replace_shard") as replaced:
+        handle.flat_param_to("meta", non_blocking=True)
+    (new, computed_on, _), _ = replaced.call_args
+    assert new.is_meta and new.shape == handle.flat_param.shape and others
+    assert computed_on == unit.device == torch.device("cpu")
+    assert all(now.flat_param._local_shard is before for now, before in zip(model._all_handles[1:], others))
+
+
+def test_a_shard_that_is_moved_is_computed_with_where_it_was() -> None:
+    run_ranks(2, away)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -474,6 +560,7 @@ def upcast() -> None:
             if param.dtype != torch.float32 and param.requires_grad:
                 param.data = param.data.to(torch.float32)
                 module._handle._orig_param_dtype = torch.float32
+                assert param._local_shard.dtype == torch.float32 and param._local_shard.data_ptr() == param.data_ptr()
         expected = wrap(case.build(0, low).float(), strategy, mode, wrap_policy=policy, mixed_precision=precision)
         optimizers = []
         for each in (model, expected):

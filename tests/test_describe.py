@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,29 @@ def _remarks() -> list[str]:
 def _refused() -> None:
     with pytest.raises(ValueError, match=r"describe\(\) is for wrapped models, and nothing in this Net is: wrap it"):
         fsdp.describe(Net())
+
+
+def test_what_is_no_model_or_no_parameter_is_refused() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    asked: list[Callable[[Any], Any]] = [
+        fsdp.describe,
+        fsdp.num_params,
+        fsdp.shard_info,
+        fsdp.flat_param_groups,
+        lambda model: fsdp.param_groups(model, weight_decay=0.1),
+        lambda model: fsdp.trace(model).__enter__(),
+        lambda model: next(iter(fsdp.join(model, []))),
+        lambda model: fsdp.FullyShardedDataParallel.optim_state_dict(model, optimizer),
+    ]
+    wrong = {"a str": "x", "a NoneType": None, "a SGD": optimizer, "the class Linear: make one": nn.Linear}
+    for ask, (kind, value) in itertools.product(asked, wrong.items()):
+        with pytest.raises(TypeError, match=f"expected a model, an nn.Module, but got {kind}"):
+            ask(value)
+    for of_tensors in (fsdp.full_tensor, fsdp.full_grad, fsdp.global_shape):
+        with pytest.raises(TypeError, match=r"expected a parameter, one of model.parameters\(\), but got a Linear"):
+            of_tensors(nn.Linear(1, 1))  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"group\(\) expects a list of modules, .* got a Linear"):
+        fsdp.FullyShardedDataParallel.group(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 def test_it_says_what_the_ranks_hold() -> None:

@@ -149,6 +149,7 @@ def check_inside() -> None:
             assert runtime._lazy_init(model, root_module=model) is model and model.check_is_root()
             linear = model.module.inner
             assert common._get_module_fsdp_state(linear) is linear and common._get_module_fsdp_state(nn.ReLU()) is None
+            assert isinstance(linear, common._FSDPState) and not isinstance(model.module, common._FSDPState)
             assert common._has_fsdp_params(linear, linear) and not common._has_fsdp_params(model, model)
             assert common._module_handle(linear, linear).flat_param is linear._flat_param
             names = common._get_param_to_fqns(model)

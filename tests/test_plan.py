@@ -247,6 +247,7 @@ def test_activations_are_what_autograd_saves() -> None:
     inputs = [torch.ones(rows, 64)]
     policy = ModuleWrapPolicy({Layer})
     found = fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs)[FULL]
+    assert fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs[0])[FULL] == found
     assert found.activation_nbytes == 4 * rows * (64 + 5 * width)
     assert fsdp.plan(Mlp, world_size=2, policy=policy)[FULL].activation_nbytes == 0
     half = fsdp.plan(Mlp, world_size=2, policy=policy, inputs=inputs, precision=MIXED)[FULL]
@@ -357,6 +358,19 @@ def test_what_cannot_be_planned_is_refused() -> None:
         fsdp.plan(Mlp, world_size=2, batch_tokens=3, inputs=[torch.ones(1)])
     with pytest.raises(ValueError, match=r"parameter 'head.weight' is shared with 'embed.weight'"):
         fsdp.plan(Language, world_size=2, policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
+    with pytest.raises(ValueError, match="shard_size must be a number of ranks, 1 or more, or None, but got 'x'"):
+        fsdp.plan(Mlp(), world_size=2, shard_size="x")  # type: ignore[arg-type]
+    sgd: Any = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"optimizer must be a class such as torch.optim.AdamW, .* but got a SGD"):
+        fsdp.plan(Mlp(), world_size=2, optimizer=sgd)
+    with pytest.raises(TypeError, match=r"must be a ShardingStrategy .* but got 'FULL' of type"):
+        fsdp.plan(Mlp(), world_size=2, strategy="FULL")  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"batch_tokens must be a number of tokens, or a shape such as .*, but got '8x4'"
+    ):
+        fsdp.plan(Mlp(), world_size=2, batch_tokens="8x4")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Mlp does not run with this batch, on the meta device: .* inputs=\(...\)"):
+        fsdp.plan(Mlp(), world_size=2, batch_tokens=8)
     with pytest.raises(ValueError, match="memory must be a number of bytes, such as 80GB, 80GiB or 512MB, but got 'x'"):
         fsdp.plan(Mlp, world_size=2, memory="x")
     with pytest.raises(KeyError):
@@ -410,6 +424,7 @@ def test_the_command_prints_the_plan() -> None:
     assert "ValueError: the model has no Bloc; its modules are Embedding, Language, Layer, Linear, ModuleList" in run(
         place, "--world-size", "2", "--wrap", "Bloc"
     )
+    assert "RuntimeError: Expected one of cpu" in run(place, "--world-size", "2", "--device", "gpu")
     assert "ModuleNotFoundError: No module named 'nowhere'" in run("nowhere:Net", "--world-size", "2")
 
 

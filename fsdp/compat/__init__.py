@@ -367,6 +367,7 @@ def _misfit(detour: _Detour) -> str | None:
 def _same_names() -> Iterator[tuple[Any, Any]]:
     """What torch's FSDP1 defines, and what is ours under that name."""
     yield torchs_flat_param.FlatParameter, FlatParameter
+    yield torchs_common._FSDPState, FullyShardedDataParallel
     for theirs, ours in _PUBLIC.items():
         for name, value in vars(theirs).items():
             if getattr(value, "__module__", None) == theirs.__name__ and hasattr(ours, name):

@@ -158,14 +158,15 @@ class FlatParamHandle:
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self._part: torch.Tensor | None = None  # of the full buffer, among the ranks nearby, likewise
         self.unit_name = "its unit"
-        self.cast_to: Callable[[torch.dtype], None] | None = None  # by whoever knows what depends on the dtype
+        # has the shard, and its gradients, become what a function makes of them; by whoever knows what depends on it
+        self.change_shard: Callable[[Callable[[torch.Tensor], torch.Tensor]], None] | None = None
 
         self._shard = self._put_at_rest(shard)
         requires_grad = any(param.requires_grad for param in params)
         # Its version counter is its own: it tells what users change in place, and not what we write to the shard.
         self.flat_param: Any = FlatParameter(torch.empty_like(self._shard[:0]), requires_grad=requires_grad)
         self.flat_param.data = self._shard
-        for name, value in for_tools(layout, groups.shard_rank).items():
+        for name, value in {**for_tools(layout, groups.shard_rank), "_local_shard": self._shard}.items():
             setattr(self.flat_param, name, value)
         self._copies: dict[torch.dtype, FullCopy] = {}
         like = [*params, self.flat_param] if with_whole else params
@@ -304,8 +305,26 @@ class FlatParamHandle:
 
     @_orig_param_dtype.setter
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        assert self.cast_to is not None
-        self.cast_to(dtype)
+        self.flat_param_to(dtype)
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """``flat_param.to(*args, **kwargs)`` by FSDP1's name, and so its gradients, on this rank alone. Trainers have
+        shards in host memory between their phases: what computes with them does it where it did, as with
+        ``CPUOffload``, and an optimizer has to have its state where they are."""
+        assert self.change_shard is not None
+        self.change_shard(lambda tensor: tensor.to(*args, **kwargs))
+
+    @property
+    def _offload_params(self) -> bool:
+        return self.offload.offload_params
+
+    @property
+    def uses_sharded_strategy(self) -> bool:
+        return self.groups.sharded
+
+    def needs_unshard(self) -> bool:
+        """Whether a gather would have to fill the full buffer, by FSDP1's name."""
+        return self.groups.sharded and self.state is BufferState.SHARDED
 
     @property
     def shard(self) -> torch.Tensor:
@@ -479,7 +498,7 @@ class FlatParamHandle:
             reduce_dtype=precision.reduce_dtype_of(new.dtype),
         )
         self.device = compute_device
-        self._shard = self.flat_param.data = self._put_at_rest(new)
+        self._shard = self.flat_param.data = self.flat_param._local_shard = self._put_at_rest(new)
         self._copies.clear()
         leaves = before
         if any(self.tp):

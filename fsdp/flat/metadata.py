@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -66,6 +68,35 @@ class ShardParamInfo(NamedTuple):
     numel_in_shard: int | None = None
     intra_param_start_idx: int | None = None
     intra_param_end_idx: int | None = None
+
+
+class ParamInfo(NamedTuple):
+    """Where a parameter is registered, as FSDP1 tells it: ``module.<param_name>``, a module that is ``module_name`` in
+    its unit."""
+
+    param_name: str
+    module: nn.Module | None
+    module_name: str
+
+
+class ParamInfos(Sequence[ParamInfo]):
+    """One per parameter of a flat one, which must not keep its modules alive."""
+
+    def __init__(self, places: Iterable[tuple[nn.Module, str, str]]) -> None:
+        """``places``: of each its module, its attribute there, and its name in the unit."""
+        self._places = [(weakref.ref(module), attribute, name) for module, attribute, name in places]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        module, attribute, name = self._places[index]
+        return ParamInfo(attribute, module(), name[: -len(attribute)].removesuffix("."))
+
+    def __reduce__(self) -> Any:
+        return list, ([info._replace(module=None) for info in self],)
 
 
 def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:

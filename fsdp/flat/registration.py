@@ -21,6 +21,7 @@ from torch import nn
 
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import FullCopy
+from fsdp.flat.metadata import ParamInfos
 from fsdp.flat.names import own_modules
 from fsdp.flat.ownership import OwnedParam, Place
 
@@ -185,6 +186,8 @@ class Registration:
         self._slots = [
             Slot(place, index, hidden=home is not None) for index, item in enumerate(owned) for place in item.places
         ]
+        first = (item.places[0] for item in owned)
+        handle.flat_param._param_infos = ParamInfos((place.module, place.attribute, place.name) for place in first)
         self._slots_of: dict[int, list[Slot]] = {}  # by parameter of the layout
         for slot in self._slots:
             self._slots_of.setdefault(slot.index, []).append(slot)

@@ -212,6 +212,7 @@ class FlatViews(CommonViews):
         self._see([Visible(registration.name, handle.flat_param, range(len(handle.copy.all_leaves)), False)])
         self._runs = handle.layout.shard_runs(handle.groups.shard_rank)
         super().__init__(handle, registration)
+        handle.flat_param._params = None
         registration.forbid_copies()
         self.follow_shard()
 

@@ -18,7 +18,7 @@ from fsdp.flat.runs import hold_runs
 from fsdp.flat.tensor_parallel import TensorParallel
 from fsdp.runtime.build import join
 from fsdp.runtime.full_params import gather_grads
-from fsdp.runtime.unit import Phase, Unit, every_unit, units_of
+from fsdp.runtime.unit import Phase, Unit, every_unit, units_in, units_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ _places: dict[int, _Place] = {}  # by the parameter's id; looked at anew where t
 
 
 def _place_of(param: torch.Tensor) -> _Place | None:
-    """None for what is no parameter of a unit."""
+    """None for what is no parameter of a unit. Raises TypeError for what is no tensor."""
+    if not isinstance(param, torch.Tensor):
+        raise TypeError(f"expected a parameter, one of model.parameters(), but got a {type(param).__name__}")
     place = _places.get(id(param))
     if place is not None and place.holds(param):
         return place
@@ -169,6 +171,7 @@ def param_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, An
     Raises:
         ValueError: flat parameters, which hold both kinds: pass ``use_orig_params=True`` to the wrapper.
     """
+    units_in(module)  # which refuses what is no model
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, param in module.named_parameters():
         place = _place_of(param)
@@ -212,6 +215,7 @@ def flat_param_groups(
             still there holds other neighbours of the same parameters.
         RuntimeError: a forward or backward of a unit is under way, or it is inside ``summon_full_params``.
     """
+    units_in(module)  # which refuses what is no model
     groups: list[dict[str, Any]] = []
     options: list[Mapping[str, Any]] = []
     labels: dict[tuple[Unit, int], dict[int, int]] = {}  # of each bucket's parameters the number of the group

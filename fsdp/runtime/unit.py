@@ -18,7 +18,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
-from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
+from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.runtime import hooks
@@ -80,7 +80,7 @@ class Unit(UnitBuffers):
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.watch_optimizers(self)
         for handle in self.handles:
-            handle.cast_to = functools.partial(_cast, self.ref, weakref.ref(handle))
+            handle.change_shard = functools.partial(_change_shard, self.ref, weakref.ref(handle))
 
     # -- the tree ------------------------------------------------------------------------------------------------------
 
@@ -195,15 +195,20 @@ class Unit(UnitBuffers):
                 "accumulation, or set them to None, before moving or casting the module"
             )
 
-    def apply_to_shards(self, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.device:
+    def apply_to_shards(
+        self, change: Callable[[torch.Tensor], torch.Tensor], only: FlatParamHandle | None = None
+    ) -> torch.device:
         """Replace each shard, and each gradient of a shard, by ``change`` of it, as ``nn.Module._apply`` does with
-        parameters. Visible parameters stay the same objects. Returns the device of the shards."""
+        parameters. Visible parameters stay the same objects. Returns the device that the unit computes on from here
+        on: that of the shards, or with ``only`` one bucket's the one before."""
         context = self.context
         if context is not None:
             context.residency.cast_parameters(self, False)
             context.residency.forget_output(self)
             context.residency.reshard(self)
         for handle, views, gradients in zip(self.handles, self.views, self.gradients):
+            if only not in (None, handle):
+                continue
             views.follow_runs()
             grads = [visible.param.grad for visible in views.visible]
             for visible in views.visible:
@@ -211,9 +216,9 @@ class Unit(UnitBuffers):
             views.follow_runs()
             new = change(handle.flat_param).detach()
             if new.data_ptr() != handle.shard.data_ptr() or new.dtype != handle.shard.dtype:
-                device = handle.device if handle.offload.offload_params else new.device
-                handle.replace_shard(new, device, self.precision.asked)
-                self.device = device
+                stays = only is not None or handle.offload.offload_params
+                self.device = handle.device if stays else new.device
+                handle.replace_shard(new, self.device, self.precision.asked)
                 gradients.forget_buffers()
             views.follow_shard()
             for visible, grad in zip(views.visible, grads):
@@ -578,20 +583,17 @@ class Unit(UnitBuffers):
                 )
 
 
-def _cast(unit_ref: weakref.ref[Unit], handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype) -> None:
-    """Have one bucket, and its gradients, in ``dtype``."""
+def _change_shard(
+    unit_ref: weakref.ref[Unit],
+    handle_ref: weakref.ref[FlatParamHandle],
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     unit, handle = unit_ref(), handle_ref()
     if unit is None or handle is None:
         return
     unit.check_can_change()
-    flat_param, before = handle.flat_param, handle.layout.dtype
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        is_gradient = not isinstance(tensor, FlatParameter) and tensor.dtype == before
-        return tensor.to(dtype) if tensor is flat_param or is_gradient else tensor
-
     with torch.no_grad():
-        unit.apply_to_shards(change)
+        unit.apply_to_shards(change, handle)
 
 
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
@@ -607,8 +609,17 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
 
     As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` in the plain model;
     where a unit has several modules, the paths of all of them.
+
+    Raises:
+        TypeError: it is no module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a model, an nn.Module, but got {_kind(module)}")
     return _walk(module, "", frozenset(), {}, set())
+
+
+def _kind(value: Any) -> str:
+    return f"the class {value.__name__}: make one" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def units_of(module: nn.Module) -> list[Unit]:

@@ -12,7 +12,7 @@ from torch import nn
 from fsdp.flat.names import joined, members_of, path_of, plain_modules, unit_of, wrappers_in
 from fsdp.runtime.tensors import num_params
 from fsdp.runtime.unit import Unit, units_in
-from fsdp.tools.text import in_bytes, in_dtype, table
+from fsdp.tools.text import counted, in_bytes, in_dtype, table
 
 TINY_NBYTES = 100_000  # of full parameters: moving less takes no longer
 _MOST = 0.5  # of all parameters, in one unit
@@ -80,7 +80,7 @@ class Description:
         head = ["unit", "parameters", "share", "padding", "frozen", "strategy", "ranks"]
         head += ["dtypes", "shard", "gradients", "gathered"]
         rows = [self._row(label, unit) for label, unit in _merged(self.units)]
-        total = [f"{len(self.units)} unit{'s' * (len(self.units) != 1)}", f"{self.numel:,}", "", "", "", "", "", ""]
+        total = [counted(len(self.units), "unit"), f"{self.numel:,}", "", "", "", "", "", ""]
         total += [in_bytes(sum(unit.param_nbytes for unit in self.units))]
         total += [in_bytes(sum(unit.grad_nbytes for unit in self.units)), ""]
         return "\n".join([table(head, [*rows, total]), *(f"* {remark}" for remark in self.remarks)])
@@ -119,6 +119,7 @@ def describe(model: nn.Module) -> Description:
     trained in low precision. Communicates nothing; any rank may call it, at any time.
 
     Raises:
+        TypeError: it is no model.
         ValueError: nothing in ``model`` is wrapped.
     """
     found = list(units_in(model))

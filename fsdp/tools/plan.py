@@ -27,7 +27,7 @@ from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, joined, members_of, uni
 from fsdp.flat.ownership import Ignored, bucket_layouts, owned_params
 from fsdp.runtime.hooks import on_saved
 from fsdp.tools.step_memory import Bucket, PlannedUnit, Step
-from fsdp.tools.text import in_bytes, table
+from fsdp.tools.text import counted, in_bytes, table
 from fsdp.wrap import ModuleWrapPolicy, auto_wrap
 
 _LARGEST_WORLD = 1 << 16
@@ -96,7 +96,8 @@ class Plan:
         raise KeyError(strategy)
 
     def __str__(self) -> str:
-        title = f"{self.name}: {self.numel:,} parameters in {len(self.units)} units, {self.world_size} ranks"
+        units, ranks = (counted(n, noun) for n, noun in ((len(self.units), "unit"), (self.world_size, "rank")))
+        title = f"{self.name}: {self.numel:,} parameters in {units}, {ranks}"
         head = ["per rank", "parameters", "gradients", "optimizer", "working set", "activations", "peak"]
         head += ["received", "gathers", "reductions"]
         rows = []
@@ -108,9 +109,9 @@ class Plan:
         if self.memory is None:
             return "\n".join([title, table(head, rows)])
         for row, each in zip(rows, self.strategies):
-            ranks = self.smallest[each.strategy]
+            smallest = self.smallest[each.strategy]
             fits = "yes" if each.peak_nbytes <= self.memory else "no"
-            row += [fits, "never" if ranks is None else str(ranks)]
+            row += [fits, "never" if smallest is None else str(smallest)]
         return "\n".join([title, table([*head, f"fits {in_bytes(self.memory)}", "from ranks"], rows)])
 
 
@@ -123,7 +124,7 @@ def plan(
     precision: MixedPrecision | None = None,
     optimizer: Optimizer | None = torch.optim.AdamW,
     batch_tokens: int | Sequence[int] | None = None,
-    inputs: Sequence[Any] | None = None,
+    inputs: Sequence[Any] | torch.Tensor | None = None,
     use_orig_params: bool = False,
     shard_size: int | None = None,
     device: str | torch.device = "cuda",
@@ -146,7 +147,8 @@ def plan(
         optimizer: its class, or a function of a list of parameters; tried on a small one. None: no optimizer.
         batch_tokens: to count activations, a rank's batch of token ids: a number of tokens, or the shape, such as
             ``(8, 1024)``. The model's forward is run with it, on the meta device.
-        inputs: as ``batch_tokens``, for other models: the arguments of the forward, tensors of any device.
+        inputs: as ``batch_tokens``, for other models: the arguments of the forward, or the tensor that is the only one,
+            of any device.
         use_orig_params: as in the wrapper; it changes the padding.
         shard_size: with hybrid strategies, the ranks that a replica is sharded over: those of a machine, usually.
         device: where it would train. On accelerators shards are aligned to 16 bytes; on ``"cpu"`` (gloo) reductions
@@ -159,6 +161,13 @@ def plan(
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a number of ranks, 1 or more, but got {world_size!r}")
+    if shard_size is not None and (not isinstance(shard_size, int) or shard_size < 1):
+        raise ValueError(f"shard_size must be a number of ranks, 1 or more, or None, but got {shard_size!r}")
+    if optimizer is not None and not callable(optimizer):
+        raise TypeError(
+            "optimizer must be a class such as torch.optim.AdamW, a function that makes one of a list of parameters, "
+            f"or None, but got a {type(optimizer).__name__}"
+        )
     tree = _Tree(
         _on_meta(model), policy, as_mixed_precision(precision), use_orig_params, torch.device(device).type == "cpu"
     )
@@ -195,7 +204,7 @@ def as_nbytes(memory: int | str) -> int:
 def _strategies(strategy: Any, shard_size: int | None) -> list[ShardingStrategy]:
     if strategy is None:
         return [s for s in ShardingStrategy if s not in HYBRID_SHARDING_STRATEGIES or shard_size is not None]
-    several = list(strategy) if isinstance(strategy, Iterable) else [strategy]
+    several = list(strategy) if isinstance(strategy, Iterable) and not isinstance(strategy, str) else [strategy]
     chosen = [as_sharding_strategy(each) for each in several]
     if shard_size is None and any(each in HYBRID_SHARDING_STRATEGIES for each in chosen):
         raise ValueError("hybrid strategies need shard_size=, the number of ranks that a replica is sharded over")
@@ -206,11 +215,14 @@ def _batch(batch_tokens: Any, inputs: Any) -> tuple[Any, ...] | None:
     if batch_tokens is not None and inputs is not None:
         raise ValueError("batch_tokens and inputs are two ways to say the same: pass one of them")
     if inputs is not None:
-        moved: tuple[Any, ...] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), tuple(inputs))
+        arguments = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        moved: tuple[Any, ...] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), arguments)
         return moved
     if batch_tokens is None:
         return None
-    shape = (1, batch_tokens) if isinstance(batch_tokens, int) else tuple(batch_tokens)
+    shape = (1, batch_tokens) if isinstance(batch_tokens, int) else batch_tokens
+    if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+        raise TypeError(f"batch_tokens must be a number of tokens, or a shape such as (8, 1024), but got {shape!r}")
     return (torch.empty(shape, dtype=torch.int64, device="meta"),)
 
 
@@ -357,8 +369,14 @@ class _Tree:
         dtype = self._root.options["mixed_precision"].param_dtype
         if dtype is not None:
             batch = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
-        with on_saved(save), torch.enable_grad():
-            self._root(*batch)
+        try:
+            with on_saved(save), torch.enable_grad():
+                self._root(*batch)
+        except Exception as error:
+            raise ValueError(
+                f"{self.name} does not run with this batch, on the meta device: {type(error).__name__}: {error}. Pass "
+                "the arguments of its forward as inputs=(...), or no batch: activations are not counted then"
+            ) from error
         self._settle(order)
 
     def units(
@@ -506,7 +524,7 @@ def main(arguments: list[str] | None = None) -> int:
             device=options.device,
             memory=options.memory,
         )
-    except (ImportError, AttributeError, TypeError, ValueError, KeyError) as error:
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, KeyError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     print(found)
     return 0

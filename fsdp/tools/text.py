@@ -19,6 +19,10 @@ def in_dtype(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Columns under ``head``; the first on the left, the others, of numbers, on the right."""
     lines = [head, *rows]

@@ -247,7 +247,9 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     units = [unit for _, unit, _ in units_in(model)]
     if not units:
-        raise ValueError(f"trace() is for wrapped models, and nothing in this {type(model).__name__} is")
+        raise ValueError(
+            f"trace() is for wrapped models, and nothing in this {type(model).__name__} is: wrap it with FSDP"
+        )
     if any(unit.device.type != "cpu" for unit in units):
         raise NotImplementedError(
             f"trace() records what the host does, which on {units[0].device} is not when it happens: use "
