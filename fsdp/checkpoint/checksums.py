@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Advance = Callable[[int], object]  # of so many more bytes that are written or read
+_PIECE = 1 << 18  # bytes that are hashed as soon as they are read, while the processor's cache has them
 
 
 def no_progress(nbytes: int) -> None:
@@ -68,7 +69,7 @@ class Hash:
 
 
 class Verified(io.RawIOBase):
-    """A file that is being read, of which each block is compared with its checksum before any byte of it is given.
+    """A file that is being read, of which each block is compared with its checksum before a read of it returns.
 
     What is read from its beginning to its end, in parts that may begin with their ends, is read once.
     """
@@ -109,24 +110,32 @@ class Verified(io.RawIOBase):
         nbytes = len(into)
         while into:
             number, begin = divmod(self._position, self._entry.block)
-            part = self._read(number)[begin : begin + len(into)]
-            into[: len(part)] = part
+            size = min(self._entry.block, self._entry.size - number * self._entry.block)
+            if begin == 0 and len(into) > size and number not in self._kept:  # not by way of other memory
+                part = self._fill(into[:size], number)
+            else:
+                part = self._read(number, size)[begin : begin + len(into)]
+                into[: len(part)] = part
             into, self._position = into[len(part) :], self._position + len(part)
         return nbytes
 
-    def _read(self, number: int) -> memoryview:
+    def _read(self, number: int, size: int) -> memoryview:
         if number not in self._kept:
-            block = memoryview(bytearray(min(self._entry.block, self._entry.size - number * self._entry.block)))
-            self._stream.seek(number * self._entry.block)
-            read = 0
-            while read < len(block) and (nbytes := self._stream.readinto(block[read:])):
-                read += nbytes
-            if hashlib.sha256(block).hexdigest() != self._blocks[number]:
-                raise _damage([f"{self._path} has another checksum than when it was written"])
+            memory = memoryview(b"")
             if len(self._kept) > 1:
-                del self._kept[min(self._kept)]  # who reads the end first comes to it again
-            self._kept[number] = block
+                memory = self._kept.pop(min(self._kept))  # who reads the end first comes to it again
+            self._kept[number] = self._fill(memory if len(memory) == size else memoryview(bytearray(size)), number)
         return self._kept[number]
+
+    def _fill(self, block: memoryview, number: int) -> memoryview:
+        self._stream.seek(number * self._entry.block)
+        found, rest = hashlib.sha256(), block
+        while rest and (nbytes := self._stream.readinto(rest[:_PIECE])):
+            found.update(rest[:nbytes])
+            rest = rest[nbytes:]
+        if found.hexdigest() != self._blocks[number]:
+            raise _damage([f"{self._path} has another checksum than when it was written"])
+        return block
 
 
 def verify(directory: Path, files: dict[str, Entry], advance: Advance = no_progress) -> None:
