@@ -2280,7 +2280,7 @@ MUTATIONS = [
         _tests("state_dict", "r43_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded"),
     ),
     Mutation(
-        "fsdp/checkpoint/load_state_dict.py",
+        "fsdp/checkpoint/forms.py",
         "    if groups.replica is not None:\n        channel",
         "    if False:\n        channel",
         "what rank 0 has does not reach the ranks that a unit is replicated over",
@@ -3347,9 +3347,9 @@ MUTATIONS = [
         _tests("device_mesh", "what_rank_0_has_goes_to_one_replica_and_from_there_to_the_others"),
     ),
     Mutation(
-        "fsdp/checkpoint/optim_load.py",
-        "                channels.flush()\n            fill_replicas",
-        "                pass\n            fill_replicas",
+        "fsdp/checkpoint/forms.py",
+        "        channels.flush()\n        channel, others",
+        "        channel, others",
         "what comes from rank 0 is passed on to other replicas before it has arrived",
         _tests("device_mesh", "what_only_rank_0_has_comes_to_all_replicas"),
     ),

@@ -40,7 +40,7 @@ def placed(rng: random.Random, form: str, shape: tuple[int, ...], stride: tuple[
         return Placement.whole(shape, ranks, only=0 if form == "first" else ranks - 1)
     if form == "intervals":
         cuts = [0, *sorted(rng.randrange(numel + 1) for _ in range(ranks - 1)), numel]
-        return Placement.intervals(shape, stride, [(rank, *cuts[rank : rank + 2]) for rank in range(ranks)], ranks)
+        return Placement.intervals(shape, stride, tuple((rank, *cuts[rank : rank + 2]) for rank in range(ranks)), ranks)
     if form == "rows" and shape:
         return Placement.rows(shape, chunk_rows(shape[0], ranks))
     return columns(shape, ranks) if form == "columns" else Placement.whole(shape, ranks)
@@ -134,7 +134,7 @@ def count_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     shape, stride = (5, 7), (7, 1)
     whole = numbered(shape, stride, torch.float32)
-    flat = Placement.intervals(shape, stride, [(0, 0, 17), (1, 17, 35)], size)
+    flat = Placement.intervals(shape, stride, ((0, 0, 17), (1, 17, 35)), size)
     rows = Placement.rows(shape, chunk_rows(5, size))
     everywhere, first = Placement.whole(shape, size), Placement.whole(shape, size, only=0)
     for source, target, ops in (
@@ -226,7 +226,7 @@ def test_a_small_tensor_is_no_more_work_among_many_ranks(monkeypatch: pytest.Mon
     monkeypatch.setattr(redistribute_module, "exchange", mock.Mock())
     monkeypatch.setattr(Box, "overlap", lambda one, other: looks(one, other))
     overlaps.cache_clear()
-    source = Placement.intervals(shape, stride, [(rank, rank * 8, rank * 8 + 8) for rank in range(8)], ranks)
+    source = Placement.intervals(shape, stride, tuple((rank, rank * 8, rank * 8 + 8) for rank in range(8)), ranks)
     channel = Channel(None, CPU)
     channel.rank, channel.size = 3, ranks
     held = [(box, torch.zeros(box.sizes)) for box in source.boxes[3]]

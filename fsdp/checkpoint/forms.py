@@ -63,9 +63,9 @@ class Held(NamedTuple):
             return None
         part, within = self.part, self.part.within
         if self.tp is None:
-            return Placement.intervals(part.shape, part.stride(), self.spans(), ranks)
+            return Placement.intervals(part.shape, part.stride(), tuple(self.spans()), ranks)
         stride = dense_stride(within.sizes, memory_order(part.shape, part.stride()))
-        return Placement.intervals(within.sizes, stride, self.spans(), ranks).moved(within.offsets)
+        return Placement.intervals(within.sizes, stride, tuple(self.spans()), ranks).moved(within.offsets)
 
     @property
     def shares(self) -> Placement:
@@ -87,7 +87,7 @@ class Source(NamedTuple):
     spread: tuple[Any, Placement] | None = None
 
     @classmethod
-    def of_first(cls, value: torch.Tensor | None, shape: Sequence[int], ranks: int, tp: Any = None) -> Source:
+    def of_first(cls, value: torch.Tensor | None, shape: tuple[int, ...], ranks: int, tp: Any = None) -> Source:
         """Of a tensor that rank 0 has as ``value``, and the others, where it is None, not at all; with ``tp``, the
         ranks of tensor parallelism, it is rank 0 of them that has it, and the others have parts to get from it."""
         placement = Placement.whole(shape, ranks, only=0)
@@ -508,10 +508,17 @@ def fill_each(arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Cha
         fill(several, channels.over(group, unit.device), label)
 
 
-def fill_replicas(replicated: Iterable[Held], channel: Channel, label: str) -> None:
-    """Start giving what the first rank of ``channel`` holds to the others, which hold the same parts."""
-    several = [(held, Placement.on_first(held.part.boxes, channel.size)) for held in replicated]
-    fill([(Held(held.part, None), Source(boxes, held.part.parts)) for held, boxes in several], channel, label)
+def fill_from_first(arriving: Sequence[tuple[Held, Source]], unit: Unit, channels: Channels, label: str) -> None:
+    """Start moving what the first rank has to where the unit's ranks hold the tensors: to those of the first replica,
+    each its part, and from them to the others, which hold the same parts."""
+    groups = unit.groups
+    if groups.replica_rank == 0:
+        fill(gathered(arriving, unit, channels, label), channels.over(groups.shard, unit.device), label)
+    if groups.replica is not None:
+        channels.flush()
+        channel, others = channels.over(groups.replica, unit.device), ((),) * (groups.replica.size() - 1)
+        parts = [held.part for held, _ in arriving]
+        fill([(Held(its, None), Source(Placement((its.boxes, *others)), its.parts)) for its in parts], channel, label)
 
 
 def _memory_for(box: Box, like: torch.Tensor, device: torch.device) -> torch.Tensor:

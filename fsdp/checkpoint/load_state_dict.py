@@ -26,10 +26,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp.api import FullStateDictConfig, StateDictType
-from fsdp.checkpoint.forms import Source, fill, fill_replicas, gathered
+from fsdp.checkpoint.forms import Source, fill_from_first
 from fsdp.checkpoint.placeholders import Opaque, RestLoading, UnitLoading, persistent_buffers
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.redistribute import Channel, Channels
+from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, held_tensors
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import Failure, broadcast_object, failures_in
@@ -421,17 +421,12 @@ def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor], tp: Any | None) -> None:
     """Give every rank its part of the parameters ``present``, whose values the first rank has in ``sources``."""
-    groups, held, label = unit.groups, held_tensors(unit), f"scatter {unit.name}"
+    groups, held, channels = unit.groups, held_tensors(unit), Channels()
     several = [(held[key], sources.get(key)) for key in present]
     if groups.replica_rank == 0:
-        channel = Channel(groups.shard, unit.device)
-        arriving = [(held, Source.of_first(value, held.part.shape, channel.size, tp)) for held, value in several]
         unit.announce()
-        fill(gathered(arriving, unit, Channels(), label), channel, label)
-        channel.flush()
-    if groups.replica is not None:
-        channel = Channel(groups.replica, unit.device)
-        fill_replicas((held for held, _ in several), channel, label)
-        channel.flush()
+    arriving = [(held, Source.of_first(value, held.part.shape, groups.shard_size, tp)) for held, value in several]
+    fill_from_first(arriving, unit, channels, f"scatter {unit.name}")
+    channels.flush()
     for bucket, views in enumerate(unit.views):
         views.note_writes([index for its, index in present if its == bucket])

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Held, Source, fill, fill_each, fill_replicas, read
+from fsdp.checkpoint.forms import Held, Source, fill, fill_each, fill_from_first, read
 from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
@@ -288,10 +288,7 @@ class _Given(NamedTuple):
             fill_each(held, unit, channels, label)
             return
         if self._by_replicas(unit):
-            if groups.replica_rank == 0:
-                fill(held, channels.over(groups.shard, unit.device), label)
-                channels.flush()
-            fill_replicas((its for its, _ in held), channels.over(groups.replica, unit.device), label)
+            fill_from_first(held, unit, channels, label)
             return
         if groups.shard_size == 1 or group_ranks(groups.shard) != group_ranks(group):
             held = [(its._replace(spans=None), source) for its, source in held]  # several ranks need the same

@@ -69,14 +69,10 @@ class Placement:
     boxes: tuple[tuple[Box, ...], ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int], ranks: int, only: int | None = None) -> Placement:
+    @lru_cache(_KEPT)
+    def whole(cls, shape: tuple[int, ...], ranks: int, only: int | None = None) -> Placement:
         """All of it on every rank, or on rank ``only`` alone; -1 is none of them."""
-        return _whole(tuple(shape), ranks, only)
-
-    @classmethod
-    def on_first(cls, boxes: tuple[Box, ...], ranks: int) -> Placement:
-        """These on rank 0."""
-        return cls((boxes, *[()] * (ranks - 1)))
+        return cls(tuple((Box.whole(shape),) if only in (None, rank) else () for rank in range(ranks)))
 
     @classmethod
     def rows(cls, shape: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Placement:
@@ -86,16 +82,21 @@ class Placement:
         return cls(tuple((box,) if box.numel else () for box in boxes))
 
     @classmethod
-    def chunks(cls, shape: Sequence[int], ranks: int) -> Placement:
+    @lru_cache(_KEPT)
+    def chunks(cls, shape: tuple[int, ...], ranks: int) -> Placement:
         """On each rank its chunk of the rows, by the rule of ``torch.chunk``."""
-        return _chunks(tuple(shape), ranks)
+        return cls.rows(shape, chunk_rows(shape[0], ranks))
 
     @classmethod
+    @lru_cache(_KEPT)
     def intervals(
-        cls, shape: Sequence[int], stride: Sequence[int], spans: Iterable[tuple[int, int, int]], ranks: int
+        cls, shape: tuple[int, ...], stride: tuple[int, ...], spans: tuple[tuple[int, int, int], ...], ranks: int
     ) -> Placement:
         """Of each (rank, start, end) these elements, counted in memory order."""
-        return _intervals(tuple(shape), tuple(stride), tuple(spans), ranks)
+        boxes: list[tuple[Box, ...]] = [()] * ranks
+        for rank, start, end in spans:
+            boxes[rank] = rectangles(shape, start, end, stride)
+        return cls(tuple(boxes))
 
     def moved(self, offsets: Sequence[int]) -> Placement:
         """That of a part of a tensor, which begins there, as one of the whole."""
@@ -150,11 +151,6 @@ def _overlap(one: Box, other: Box) -> Box | None:
 
 
 @lru_cache(_KEPT)
-def _whole(shape: tuple[int, ...], ranks: int, only: int | None) -> Placement:
-    return Placement(tuple((Box.whole(shape),) if only in (None, rank) else () for rank in range(ranks)))
-
-
-@lru_cache(_KEPT)
 def overlaps(source: Placement, target: Placement, rank: int) -> tuple[tuple[int, int, Box], ...]:
     """(rank that has, rank that gets, what) of all that ``rank`` sends to others and receives from them."""
     sent = ((rank, taker, source.boxes[rank], its) for taker, its in target.held)
@@ -169,21 +165,6 @@ def overlaps(source: Placement, target: Placement, rank: int) -> tuple[tuple[int
     )
 
 
-@lru_cache(_KEPT)
-def _chunks(shape: tuple[int, ...], ranks: int) -> Placement:
-    return Placement.rows(shape, chunk_rows(shape[0], ranks))
-
-
-@lru_cache(_KEPT)
-def _intervals(
-    shape: tuple[int, ...], stride: tuple[int, ...], spans: tuple[tuple[int, int, int], ...], ranks: int
-) -> Placement:
-    boxes: list[tuple[Box, ...]] = [()] * ranks
-    for rank, start, end in spans:
-        boxes[rank] = rectangles(shape, start, end, stride)
-    return Placement(tuple(boxes))
-
-
 def chunk_rows(rows: int, count: int) -> list[tuple[int, int]]:
     """The (start, end) of each of ``count`` chunks of ``rows`` rows, by the rule of ``torch.chunk``; the last may be
     empty."""
@@ -191,7 +172,8 @@ def chunk_rows(rows: int, count: int) -> list[tuple[int, int]]:
     return [(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(count)]
 
 
-def rectangles(shape: Sequence[int], start: int, end: int, stride: Sequence[int] | None = None) -> tuple[Box, ...]:
+@lru_cache(_KEPT)
+def rectangles(shape: tuple[int, ...], start: int, end: int, stride: tuple[int, ...] | None = None) -> tuple[Box, ...]:
     """The boxes that together are the elements ``start`` to ``end`` (half-open) of a tensor, in that order.
 
     Elements are counted in memory order: row-major, or as ``stride``, that of a dense tensor of this shape, tells. Each
@@ -203,11 +185,6 @@ def rectangles(shape: Sequence[int], start: int, end: int, stride: Sequence[int]
     """
     if not 0 <= start <= end <= math.prod(shape):
         raise ValueError(f"elements {start} to {end} are no interval of a tensor of shape {tuple(shape)}")
-    return _rectangles(tuple(shape), start, end, None if stride is None else tuple(stride))
-
-
-@lru_cache(_KEPT)
-def _rectangles(shape: tuple[int, ...], start: int, end: int, stride: tuple[int, ...] | None) -> tuple[Box, ...]:
     order = memory_order(shape, stride)
     boxes = []
     for offsets, sizes in _row_major([shape[dim] for dim in order], start, end):

@@ -70,7 +70,8 @@ class RaggedTensor(torch.Tensor):
         shape = tuple(shape)
         strides = contiguous_stride(shape) if stride is None else tuple(stride)
         if within is None or within.sizes == shape:
-            within, boxes = Box.whole(shape), rectangles(shape, start, start + local.numel(), stride)
+            within = Box.whole(shape)
+            boxes = rectangles(shape, start, start + local.numel(), None if stride is None else strides)
         else:
             inner = dense_stride(within.sizes, memory_order(shape, strides))
             of_part = rectangles(within.sizes, start, start + local.numel(), inner)
