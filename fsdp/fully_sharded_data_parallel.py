@@ -54,8 +54,8 @@ from fsdp.comm.nodes import node_groups
 from fsdp.comm.versions import skip_code
 from fsdp.ddp_names import DDPNames, refuse_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
-from fsdp.flat.names import WRAPPED_MODULE, members_of
-from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, owned_params
+from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
+from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, has_meta, owned_params
 from fsdp.module_groups import has_groups
 from fsdp.private_names import UnshardHandle
 from fsdp.runtime.backward import Running
@@ -283,10 +283,11 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         processes()  # from now on the others can tell whether this one has ended
         unit_name = f"the {' and '.join(type(member).__name__ for member in members_of(module).values())} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
-        if param_init_fn is None:  # of the whole tree, before any of it is wrapped
+        wraps_inside = auto_wrap_policy is not None or has_groups(module) or coalesce_nbytes
+        if param_init_fn is None and (wraps_inside or has_meta(module, ignored)):  # before any of the tree is changed
             check_initialisers(module, ignored, unit_name)
             owned_params(module, ignored, unit_name, groups)
-        if auto_wrap_policy is not None or has_groups(module) or coalesce_nbytes:
+        if wraps_inside:
             auto_wrap(
                 module,
                 auto_wrap_policy,
@@ -332,7 +333,9 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             self._fsdp_unit = build_unit(module, unit_name, ignored, options)
         self._device_mesh = device_mesh
         self._membership = Membership(self._fsdp_unit)
-        self._fsdp_saving, self._fsdp_loading = SavingHooks(self._membership), LoadingHooks(self._membership)
+        modules = list(dict.fromkeys(owner for _, owner in own_modules(module)))
+        self._fsdp_saving = SavingHooks(self._membership, modules)
+        self._fsdp_loading = LoadingHooks(self._membership, modules)
         self._surround(module, "")
         watch_state_of(self._fsdp_unit)
         watch_torchs_clipping()

@@ -118,6 +118,8 @@ def coalesced(
     have the same arguments, contain no units, and together no more bytes than their ``coalesce_nbytes``, which is no
     argument any more. What lies between them is no unit and contains none."""
     limits = {m: as_count(own.pop("coalesce_nbytes", 0), "coalesce_nbytes", "bytes") for m, own in targets.items()}
+    if not any(limits.values()):
+        return []
     paths: dict[nn.Module, list[str]] = {}
     for path, module in own_modules(root_module):
         paths.setdefault(module, []).append(clean(path))

@@ -228,8 +228,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/build.py",
-        "        if submodule not in ignored.modules:\n            submodule._is",
-        "        if True:\n            submodule._is",
+        "        if submodule not in ignored.modules:\n            submodule.__dict__",
+        "        if True:\n            submodule.__dict__",
         "torch.compile takes ignored modules for sharded ones",
         _tests("compile", "fd23_ignored_modules_are_not_marked_for_the_compiler"),
     ),
@@ -396,8 +396,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/layout.py",
-        "shard_numel=_round_up(-(-numel // world_size), shard_multiple)",
-        "shard_numel=_round_up(numel // world_size, shard_multiple)",
+        "shard_numel = _round_up(-(-numel // world_size), shard_multiple)",
+        "shard_numel = _round_up(numel // world_size, shard_multiple)",
         "the shards are too short for a vector that does not divide",
         LAYOUT,
     ),
@@ -1006,8 +1006,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/expected.py",
-        "                with context.joined():\n                    unit.leaf_ready(",
-        "                if True:\n                    unit.leaf_ready(",
+        "            with context.joined():\n                unit.leaf_ready(",
+        "            if True:\n                unit.leaf_ready(",
         "a leaf's gradient is written on the stream on which the leaf was made",
         _tests("streams", "no_race_wherever_the_model_was_wrapped[True]"),
     ),
@@ -2000,8 +2000,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
-        "leaf.detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()",
-        "leaf.detach()",
+        "leaves[index].detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()",
+        "leaves[index].detach()",
         "torch's compiler finds DTensors that say of their memory what is not so",
         _tests("two_dimensions", "compiled_layers_of_tensor_parallelism_train_as_others"),
     ),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.FULL_SHARD,
@@ -49,24 +52,32 @@ def chain(units: int, layers: int, **options: Any) -> nn.Module:
     )
 
 
-def calls_of_a_step(model: nn.Module) -> int:
-    """How often a forward and its backward call a function of the package, once all is recorded."""
-    x, params, calls = torch.ones(2, 4), list(model.parameters()), 0
+@contextmanager
+def counting(measured: bool) -> Iterator[list[str]]:
+    """The package's functions that are called inside, if it is ``measured``."""
+    calls: list[str] = []
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            calls.append(frame.f_code.co_name)
 
+    sys.setprofile(count if measured else None)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def calls_of_a_step(model: nn.Module) -> int:
+    """How often a forward and its backward call a function of the package, once all is recorded."""
+    x, params = torch.ones(2, 4), list(model.parameters())
     gc.collect()  # what others left is not finalised meanwhile
     for measured in (False, False, False, True):
-        sys.setprofile(count if measured else None)
-        try:
+        with counting(measured) as calls:
             model(x).sum().backward()
-        finally:
-            sys.setprofile(None)
         for param in params:
             param.grad = None
-    return calls
+    return len(calls)
 
 
 # a unit of one layer, and each further layer of two parameters
@@ -86,4 +97,27 @@ def test_calls_per_unit(group_of_eight: None, strategy: ShardingStrategy, use_or
     of_a_unit = (some - few) / 4
     of_a_layer = (calls_of_a_step(chain(8, 6, **options)) - some) / 8 / 5
     bounds = BOUNDS[strategy, use_orig_params]
+    assert (of_a_unit <= bounds[0], of_a_layer <= bounds[1]) == (True, True), (of_a_unit, of_a_layer, bounds)
+
+
+def calls_of_wrapping(units: int, layers: int, *, use_orig_params: bool) -> int:
+    """How often wrapping calls a function of the package, where a model like it was wrapped before."""
+    for measured in (False, True):
+        plain = nn.Sequential(*(Block(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(units)))
+        wrap = partial(FullyShardedDataParallel, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id="cpu")
+        with counting(measured) as calls:
+            wrap(plain, use_orig_params=use_orig_params)
+    return len(calls)
+
+
+class Block(nn.Sequential):
+    pass
+
+
+@pytest.mark.parametrize(("use_orig_params", "bounds"), [(True, (348, 84)), (False, (363, 81))])
+def test_calls_of_wrapping(group_of_eight: None, use_orig_params: bool, bounds: tuple[int, int]) -> None:
+    few, some, many = (calls_of_wrapping(units, 1, use_orig_params=use_orig_params) for units in (4, 8, 12))
+    assert many - some == some - few, "what a unit costs grows with the number of units"
+    of_a_unit = (some - few) / 4
+    of_a_layer = (calls_of_wrapping(8, 6, use_orig_params=use_orig_params) - some) / 8 / 5
     assert (of_a_unit <= bounds[0], of_a_layer <= bounds[1]) == (True, True), (of_a_unit, of_a_layer, bounds)

@@ -338,10 +338,10 @@ class StateHooks:
 
     active: Any = None
 
-    def __init__(self, membership: Membership) -> None:
+    def __init__(self, membership: Membership, modules: list[nn.Module]) -> None:
+        """``modules`` are the unit's, each once."""
         self.belong_to(membership)
-        owners = dict.fromkeys(owner for _, owner in own_modules(membership.unit.module))
-        self.register([owner for owner in owners if not isinstance(owner, torch.jit.ScriptModule)])  # they take none
+        self.register([owner for owner in modules if not isinstance(owner, torch.jit.ScriptModule)])  # they take none
 
     def belong_to(self, membership: Membership) -> None:
         """The hooks are for its unit, as long as a wrapper holds it."""

@@ -184,10 +184,11 @@ def processes() -> Board | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
     group = default_group()
-    if group not in _processes:
-        _processes[group] = Board(group, "processes")
-        _processes[group].live()
-    return _processes[group]
+    board = _processes.get(group)
+    if board is None:
+        board = _processes[group] = Board(group, "processes")
+        board.live()
+    return board
 
 
 _processes: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()

@@ -50,7 +50,7 @@ from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
-from fsdp.flat.released import CheckedLeaf, new_leaf
+from fsdp.flat.released import CheckedLeaf, new_leaves
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
 
 LOST_WRITE = (
@@ -108,9 +108,13 @@ class Sampled(NamedTuple):
     @staticmethod
     def of(layout: FlatLayout, values: torch.Tensor) -> Sampled:
         """Copied from ``values``; nobody waits for them."""
+        parts = [range(record.offset, record.end, max(1, record.numel // 8)) for record in layout.params]
+        chosen = layout.once(
+            ("sampled", values.device),
+            lambda: torch.tensor([index for part in parts for index in part], dtype=torch.int64, device=values.device),
+        )
         rows = values.view(torch.uint8).view(layout.padded_numel, layout.dtype.itemsize)
-        parts = [rows[record.offset : record.end : max(1, record.numel // 8)] for record in layout.params]
-        return Sampled(torch.cat(parts), [len(part) for part in parts])
+        return Sampled(rows.index_select(0, chosen), [len(part) for part in parts])
 
 
 class FlatParamHandle:
@@ -142,17 +146,17 @@ class FlatParamHandle:
         tp: Sequence[TensorParallel | None],
         *,
         with_whole: bool,
-        donated: torch.Tensor | None = None,
+        donated: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
     ) -> None:
         """Takes ``shard`` over. ``params`` tell what requires grad, and what users have hung on it; ``with_whole``:
         there are leaves for the whole vector as well; ``donated`` is memory of the size of a full buffer that may
-        become one."""
+        become one, with its views."""
         self.layout = layout
         self.groups = groups
         self.device = device
         self.offload = offload
         self.tp = tuple(tp)
-        self._cuts, self._places = _cuts(layout, groups.shard_rank) if groups.sharded else ([], [])
+        self._cuts, self._places = layout.once(("cuts", groups.shard_rank), lambda: _cuts(layout, groups.shard_rank))
         self.full_precision = False
         self.sampled: Sampled | None = None  # of the values that it was made with
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
@@ -166,8 +170,7 @@ class FlatParamHandle:
         # Its version counter is its own: it tells what users change in place, and not what we write to the shard.
         self.flat_param: Any = FlatParameter(torch.empty_like(self._shard[:0]), requires_grad=requires_grad)
         self.flat_param.data = self._shard
-        for name, value in {**for_tools(layout, groups.shard_rank), "_local_shard": self._shard}.items():
-            setattr(self.flat_param, name, value)
+        self.flat_param.__dict__.update(for_tools(layout, groups.shard_rank), _local_shard=self._shard)
         self._copies: dict[torch.dtype, FullCopy] = {}
         like = [*params, self.flat_param] if with_whole else params
         self.copy = self._make_copy(layout.compute_dtype, self._new_leaves(layout.compute_dtype, like), donated)
@@ -175,28 +178,29 @@ class FlatParamHandle:
     @staticmethod
     def flatten(
         layout: FlatLayout,
-        params: Sequence[nn.Parameter],
+        params: list[nn.Parameter],
         groups: Groups,
         device: torch.device,
         offload: CPUOffload,
         tp: Sequence[TensorParallel | None],
         *,
         with_whole: bool,
+        samples: bool,
     ) -> FlatParamHandle:
-        """A handle with the values of ``params``, which stay as they are."""
+        """A handle with the values of ``params``, which stay as they are, and ``samples`` of them."""
         values = torch.empty(layout.padded_numel, dtype=layout.dtype, device=device)
         with torch.no_grad():
             for start, end in layout.gaps:  # padding is born zero
                 values[start:end].zero_()
-            for view, param in zip(parameter_views(layout, values), params):
-                view.copy_(param)
-        sampled = Sampled.of(layout, values)
-        shard, donated = values, None
+            views = parameter_views(layout, values)
+            torch._foreach_copy_(views, list[torch.Tensor](params))
+        sampled = Sampled.of(layout, values) if samples else None
+        shard = values
         if groups.sharded:
             start, end = layout.shard_range(groups.shard_rank)
-            shard, donated = values[start:end].clone(), values
+            shard = values[start:end].clone()
         handle = FlatParamHandle(
-            layout, shard, params, groups, device, offload, tp, with_whole=with_whole, donated=donated
+            layout, shard, params, groups, device, offload, tp, with_whole=with_whole, donated=(values, views)
         )
         handle.sampled = sampled
         return handle
@@ -217,24 +221,28 @@ class FlatParamHandle:
         return place(memory, shard).copy_(shard)
 
     def _new_leaves(self, dtype: torch.dtype, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        leaves = []
-        for index, (tp, param) in enumerate(itertools.zip_longest(self.tp, params)):
-            leaf = new_leaf(dtype, self.device, param.requires_grad and tp is None)
+        its = list(itertools.zip_longest(self.tp, params))
+        leaves = new_leaves(dtype, self.device, [param.requires_grad and tp is None for tp, param in its])
+        for index, (tp, param) in enumerate(its):
             if tp is not None:  # it keeps the offset that its local tensor has when it is made, and compilers compare
-                local = leaf.detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()
-                leaf = tp.around(local, requires_grad=param.requires_grad)
-            leaves.append(leaf)
-            leaves[-1].__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
+                local = leaves[index].detach().as_strided((0,), (1,), self.layout.params[index].offset).detach()
+                leaves[index] = tp.around(local, requires_grad=param.requires_grad)
+            leaves[index].__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
         return leaves
 
-    def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter], donated: torch.Tensor | None) -> FullCopy:
+    def _make_copy(
+        self,
+        dtype: torch.dtype,
+        leaves: list[nn.Parameter],
+        donated: tuple[torch.Tensor, list[torch.Tensor]] | None,
+    ) -> FullCopy:
         """``donated``, which may become the buffer: the flattened values have just its size."""
         resident = not self.groups.sharded and (dtype, self.device) == (self._shard.dtype, self._shard.device)
-        if resident:
-            donated = self._shard
-        elif donated is None or donated.dtype != dtype:
-            donated = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.device)
-        self._copies[dtype] = copy = FullCopy(self.layout, donated, leaves, resident=resident)
+        if donated is None or (donated[0] is not self._shard if resident else donated[0].dtype != dtype):
+            size = self.layout.padded_numel
+            buffer = self._shard if resident else torch.empty(size, dtype=dtype, device=self.device)
+            donated = buffer, parameter_views(self.layout, buffer)
+        self._copies[dtype] = copy = FullCopy(self.layout, *donated, leaves, resident=resident)
         for index, memory in enumerate(copy.memories):
             if isinstance(memory, CheckedLeaf):
                 memory.explain = _why_not(weakref.ref(self), dtype, index)

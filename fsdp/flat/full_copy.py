@@ -96,17 +96,18 @@ class FullCopy:
         self,
         layout: FlatLayout,
         tensor: torch.Tensor,
+        views: list[torch.Tensor],
         leaves: list[nn.Parameter],
         *,
         resident: bool,
     ) -> None:
-        """Points the leaves, the whole vector's behind those of its parameters, at ``tensor``, whose memory is released
-        unless it is ``resident``."""
+        """Points the leaves, the whole vector's behind those of its parameters, at the ``views`` of ``tensor``, whose
+        memory is released unless it is ``resident``."""
         count = len(layout.params)
         self.tensor, self.all_leaves = tensor, leaves
         self.leaves, self.whole = leaves[:count], leaves[count] if len(leaves) > count else None
         self.pending: Pending | None = None
-        self._views = [*parameter_views(layout, tensor), tensor[: layout.numel]]  # made while there is memory
+        self._views = [*views, tensor[: layout.numel]]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
         self._marks = self._look()

@@ -13,15 +13,17 @@ range like any other.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+Computed = TypeVar("Computed")
 
-@dataclass(frozen=True)
-class ParamSpec:
+
+class ParamSpec(NamedTuple):
     """A parameter before it has a place.
 
     Attributes:
@@ -101,7 +103,7 @@ class FlatLayout:
         param_alignment: int = 1,
         shard_alignment: int = 1,
     ) -> FlatLayout:
-        """Lays out ``specs`` in the order given.
+        """Lays out ``specs`` in the order given. Units that are alike, as blocks of a model are, have one layout.
 
         Args:
             dtype: of the shard.
@@ -124,27 +126,18 @@ class FlatLayout:
         param_itemsize = smallest if shard_alignment > 1 else compute_dtype.itemsize
         param_multiple = _elements(param_alignment, param_itemsize, "param_alignment")
         shard_multiple = _elements(shard_alignment, smallest, "shard_alignment")
+        return _laid_out(tuple(specs), (dtype, compute_dtype, reduce_dtype), world_size, param_multiple, shard_multiple)
 
-        params: list[ParamRecord] = []
-        names: set[str] = set()
-        numel = 0
-        for spec in specs:
-            for name in (spec.name, *spec.aliases):
-                if name in names:
-                    raise ValueError(f"expected every parameter to have names of its own, but {name!r} comes twice")
-                names.add(name)
-            record = _placed(spec, offset=_round_up(numel, param_multiple))
-            params.append(record)
-            numel = record.end
-        return cls(
-            params=tuple(params),
-            dtype=dtype,
-            compute_dtype=compute_dtype,
-            reduce_dtype=reduce_dtype,
-            world_size=world_size,
-            numel=numel,
-            shard_numel=_round_up(-(-numel // world_size), shard_multiple),
-        )
+    @cached_property
+    def _computed(self) -> dict[Hashable, Any]:
+        return {}
+
+    def once(self, what: Hashable, compute: Callable[[], Computed]) -> Computed:
+        """``compute()``, which is ``what`` of the layout: computed once for all units that have it."""
+        if what not in self._computed:
+            self._computed[what] = compute()
+        computed: Computed = self._computed[what]
+        return computed
 
     @property
     def padded_numel(self) -> int:
@@ -187,17 +180,11 @@ class FlatLayout:
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What ``rank`` owns of each parameter, in the order of ``params``."""
-        return tuple(self.piece(index, rank) for index in range(len(self.params)))
+        return self.once(("pieces", rank), lambda: tuple(self.piece(i, rank) for i in range(len(self.params))))
 
     def owners(self, index: int) -> tuple[tuple[int, int, int], ...]:
         """The (rank, start, end) of every rank's part of ``params[index]``, without empty ones."""
-        if index not in self._owners:
-            self._owners[index] = self._owners_of(self.params[index], index)
-        return self._owners[index]
-
-    @cached_property
-    def _owners(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
-        return {}
+        return self.once(("owners", index), lambda: self._owners_of(self.params[index], index))
 
     def _owners_of(self, param: ParamRecord, index: int) -> tuple[tuple[int, int, int], ...]:
         if param.numel == 0:
@@ -205,6 +192,29 @@ class FlatLayout:
         first, last = param.offset // self.shard_numel, (param.end - 1) // self.shard_numel
         pieces = ((rank, self.piece(index, rank)) for rank in range(first, last + 1))
         return tuple((rank, piece.start, piece.end) for rank, piece in pieces)
+
+
+@lru_cache(maxsize=64)
+def _laid_out(
+    specs: tuple[ParamSpec, ...],
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    world_size: int,
+    param_multiple: int,
+    shard_multiple: int,
+) -> FlatLayout:
+    params: list[ParamRecord] = []
+    names: set[str] = set()
+    numel = 0
+    for spec in specs:
+        for name in (spec.name, *spec.aliases):
+            if name in names:
+                raise ValueError(f"expected every parameter to have names of its own, but {name!r} comes twice")
+            names.add(name)
+        record = _placed(spec, offset=_round_up(numel, param_multiple))
+        params.append(record)
+        numel = record.end
+    shard_numel = _round_up(-(-numel // world_size), shard_multiple)
+    return FlatLayout(tuple(params), *dtypes, world_size=world_size, numel=numel, shard_numel=shard_numel)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -101,6 +101,11 @@ class ParamInfos(Sequence[ParamInfo]):
 
 def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
     """What tools read of a flat parameter, by FSDP1's names; all sizes in elements."""
+    known = layout.once(("for tools", rank), lambda: _for_tools(layout, rank))
+    return {**known, **{name: list(value) for name, value in known.items() if isinstance(value, list)}}
+
+
+def _for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
     with_padding: list[tuple[int, bool]] = []  # (numel, is padding)
     end = 0
     for record in layout.params:

@@ -86,15 +86,22 @@ def path_of(unit: Any, name: str) -> str:
 # -- walks through the modules -----------------------------------------------------------------------------------------
 
 
-def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def own_modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """(path, module) for ``module`` and its descendants, every path to each, without entering nested units."""
-    if WRAPPED_MODULE in module._modules:
+    found: list[tuple[str, nn.Module]] = []
+    _add_own(module, "", found)
+    return found
+
+
+def _add_own(module: nn.Module, path: str, found: list[tuple[str, nn.Module]]) -> None:
+    children = module._modules
+    if WRAPPED_MODULE in children:
         return
     if not isinstance(module, ModuleGroup):
-        yield path, module
-    for name, child in module._modules.items():
+        found.append((path, module))
+    for name, child in children.items():
         if child is not None:
-            yield from own_modules(child, joined(path, name))
+            _add_own(child, f"{path}.{name}" if path else name, found)
 
 
 def unit_of(module: nn.Module) -> Any:

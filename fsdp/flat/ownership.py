@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor
 
 from fsdp.api import CPUOffload, MixedPrecision
@@ -67,7 +67,7 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Gr
         NotImplementedError: so it is with a ``DTensor``; see ``TensorParallel``.
     """
     owned = []
-    for param, places in _places(module, ignored).items():
+    for param, places in _places(module, ignored):
         _check(param, places, unit_name)
         if isinstance(param, DTensor):
             tp = TensorParallel.of(param, f"{places[0].name!r} of {unit_name}", groups)
@@ -101,29 +101,44 @@ def check_not_torch(module: nn.Module) -> None:
 
 def torchs_own(module: nn.Module, *, fully_shard: bool = True) -> str | None:
     """In words, what torch's own FSDP has wrapped in or around ``module``; what ``fully_shard`` has as well, or not."""
-    classes = ("FullyShardedDataParallel", "FSDPModule") if fully_shard else ("FullyShardedDataParallel",)
-    for name, submodule in module.named_modules():
-        for base in type(submodule).__mro__:
-            if base.__module__.startswith(_TORCH) and base.__name__ in classes:
-                whole = repr(name) if name else "the module"
-                return f"{whole} is already wrapped by {base.__module__}.{base.__name__}"
-    for name, param in module.named_parameters():
-        foreign = not isinstance(param, FlatParameter) and not hasattr(param, "_fsdp_owner")
-        if foreign and getattr(param, "_fsdp_flattened", False):
-            return f"parameter {name!r} is already sharded by {_TORCH}.FullyShardedDataParallel"
+    modules = list(module.modules())
+    if any(_wrapped_by(kind, fully_shard) for kind in set(map(type, modules))):
+        for name, submodule in module.named_modules():
+            if found := _wrapped_by(type(submodule), fully_shard):
+                return f"{repr(name) if name else 'the module'} is already wrapped by {found}"
+    flattened = (p for m in modules for p in m._parameters.values() if getattr(p, "_fsdp_flattened", False))
+    if any(_is_torchs(param) for param in flattened):
+        name = next(name for name, param in module.named_parameters() if _is_torchs(param))
+        return f"parameter {name!r} is already sharded by {_TORCH}.FullyShardedDataParallel"
     return None
 
 
-def _places(module: nn.Module, ignored: Ignored) -> dict[nn.Parameter, list[Place]]:
+def _wrapped_by(kind: Any, fully_shard: bool) -> str | None:
+    """What of torch's own FSDP a class of modules is made by."""
+    classes = ("FullyShardedDataParallel", "FSDPModule") if fully_shard else ("FullyShardedDataParallel",)
+    bases = (base for base in kind.__mro__ if base.__module__.startswith(_TORCH) and base.__name__ in classes)
+    return next((f"{base.__module__}.{base.__name__}" for base in bases), None)
+
+
+def _is_torchs(param: Any) -> bool:
+    foreign = not isinstance(param, FlatParameter) and not hasattr(param, "_fsdp_owner")
+    return foreign and getattr(param, "_fsdp_flattened", False)
+
+
+def _places(module: nn.Module, ignored: Ignored) -> list[tuple[nn.Parameter, list[Place]]]:
     """Every parameter below ``module`` that is neither ignored nor in a nested unit, with all its registrations."""
-    found: dict[nn.Parameter, list[Place]] = {}
+    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}  # by id: to hash a tensor is a call of Python
+    skipped = set(map(id, ignored.params))
     for prefix, owner in own_modules(module):
         for attribute, param in owner._parameters.items():
-            if param is not None and param not in ignored.params:
-                places = found.setdefault(param, [])
-                if all((place.module, place.attribute) != (owner, attribute) for place in places):
-                    places.append(Place(owner, attribute, joined(prefix, attribute)))
-    return found
+            if param is None or id(param) in skipped:
+                continue
+            place = Place(owner, attribute, joined(prefix, attribute))
+            if id(param) not in found:
+                found[id(param)] = param, [place]
+            elif all((other.module, other.attribute) != (owner, attribute) for other in found[id(param)][1]):
+                found[id(param)][1].append(place)
+    return list(found.values())
 
 
 def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
@@ -135,12 +150,13 @@ def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
             "sharded by one unit only: make the two modules that have it one unit by FullyShardedDataParallel.group(), "
             "or wrap the lowest module that contains both of its places as one unit, and none of the two apart"
         )
-    if any(isinstance(place.module, torch.jit.ScriptModule) for place in places):
-        raise ValueError(
-            f"parameter {name!r} of {unit_name} is in a compiled script (torch.jit), whose parameters cannot be "
-            "sharded. Wrap the module that the script was made of, or pass the script in ignored_modules"
-        )
-    if isinstance(param, nn.UninitializedParameter):
+    for place in places:
+        if isinstance(place.module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"parameter {name!r} of {unit_name} is in a compiled script (torch.jit), whose parameters cannot be "
+                "sharded. Wrap the module that the script was made of, or pass the script in ignored_modules"
+            )
+    if type(param) is not nn.Parameter and isinstance(param, nn.UninitializedParameter):
         raise ValueError(
             f"parameter {name!r} of {unit_name} is not initialised yet (a lazy module): run one forward of the plain "
             "model before wrapping it"
@@ -204,12 +220,15 @@ def build_handles(
     offload: CPUOffload,
     *,
     use_orig_params: bool,
+    samples: bool,
 ) -> list[tuple[FlatParamHandle, list[OwnedParam]]]:
-    """One handle per bucket, laid out as ``bucket_layouts`` has it."""
+    """One handle per bucket, laid out as ``bucket_layouts`` has it, with ``samples`` of its values."""
     on_cpu, handles = device.type == "cpu", []
     for layout, members in bucket_layouts(owned, groups.shard_size, on_cpu, precision, use_orig_params=use_orig_params):
         params, tp = [item.param for item in members], [item.tp for item in members]
-        handle = FlatParamHandle.flatten(layout, params, groups, device, offload, tp, with_whole=not use_orig_params)
+        handle = FlatParamHandle.flatten(
+            layout, params, groups, device, offload, tp, with_whole=not use_orig_params, samples=samples
+        )
         handles.append((handle, members))
     return handles
 
@@ -269,7 +288,7 @@ class Ignored:
                 )
             modules.update(below for _, below in own_modules(ignored))
         for _, below in own_modules(module):
-            if "replicate" in (_get_registry(below) or ()):
+            if "replicate" in below.__dict__.get(REGISTRY_KEY, ()):
                 modules.update(inner for _, inner in own_modules(below))
         for ignored in modules:
             params.update(param for param in ignored._parameters.values() if param is not None)
@@ -295,11 +314,11 @@ def materialize(
     Raises:
         ValueError: ``param_init_fn`` left a parameter on the meta device.
     """
+    if not has_meta(module, ignored):
+        return
     modules = [(name, owner) for name, owner in _breadth_first(module) if owner not in ignored.modules]
     own = [(name, owner) for name, owner in modules if _is_meta(owner, ignored)]
-    if not own:
-        return
-    ties = [places for places in _places(module, ignored).values() if len(places) > 1]
+    ties = [places for _, places in _places(module, ignored) if len(places) > 1]
     if param_init_fn is not None:
         for _, owner in modules:
             param_init_fn(owner)
@@ -324,6 +343,8 @@ def materialize(
 def check_initialisers(module: nn.Module, ignored: Ignored, unit_name: str) -> None:
     """Raises AttributeError if ``materialize`` without ``param_init_fn`` could not initialise some module of the tree;
     all of them are listed."""
+    if not has_meta(module, ignored):
+        return
     modules = ((name, owner) for name, owner in _breadth_first(module) if owner not in ignored.modules)
     meta = ((name, owner) for name, owner in modules if _is_meta(owner, ignored))
     lacking = [f"{name or 'itself'} ({type(owner).__name__})" for name, owner in meta if not _resets(owner)]
@@ -340,9 +361,16 @@ def _breadth_first(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return sorted(((names[owner], owner) for owner in found), key=lambda item: item[0].count(".") + bool(item[0]))
 
 
+def has_meta(module: nn.Module, ignored: Ignored) -> bool:
+    """Whether anything of the unit of ``module`` has neither memory nor values yet."""
+    return any(_is_meta(owner, ignored) for _, owner in own_modules(module) if owner not in ignored.modules)
+
+
 def _is_meta(owner: nn.Module, ignored: Ignored) -> bool:
-    params = (param for param in owner._parameters.values() if param not in ignored.params)
-    return any(tensor is not None and tensor.is_meta for tensor in (*params, *owner._buffers.values()))
+    for param in owner._parameters.values():
+        if param is not None and param.is_meta and param not in ignored.params:
+            return True
+    return any(buffer is not None and buffer.is_meta for buffer in owner._buffers.values())
 
 
 def _resets(owner: nn.Module) -> bool:
@@ -397,7 +425,7 @@ def move_to(
             f"device_id is {target}, but parameters lie on {away[0]}: move them there first or drop device_id"
         )
     with torch.no_grad():
-        for item in owned:
+        for item in owned if devices != [target] else ():
             item.param.data = item.param.data.to(target)
         for _, owner in own_modules(module):
             for name, buffer in owner._buffers.items():

@@ -137,12 +137,10 @@ def _map(address: int | None, nbytes: int, flags: int, file: int) -> int:
 # -- leaves that know whether they may be read -------------------------------------------------------------------------
 
 
-def new_leaf(dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.nn.Parameter:
-    """An empty parameter; under ``FSDP_DEBUG=1`` a :class:`CheckedLeaf`."""
-    empty = torch.empty(0, dtype=dtype, device=device)
-    if os.environ.get("FSDP_DEBUG", "0") == "1":
-        return CheckedLeaf(empty, requires_grad)  # type: ignore[return-value]
-    return torch.nn.Parameter(empty, requires_grad=requires_grad)
+def new_leaves(dtype: torch.dtype, device: torch.device, flags: list[bool]) -> list[Any]:
+    """Empty parameters, which require grad or not; under ``FSDP_DEBUG=1`` :class:`CheckedLeaf` s."""
+    kind: Any = CheckedLeaf if os.environ.get("FSDP_DEBUG", "0") == "1" else torch.nn.Parameter
+    return [kind(torch.empty(0, dtype=dtype, device=device), flag) for flag in flags]
 
 
 class CheckedLeaf(torch.Tensor):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -198,7 +197,7 @@ class OriginalViews(CommonViews):
         old._fsdp_flattened, old._fsdp_replaced = False, True
         point_at([old, new], [old.data.clone(), memory])
         self._originals[index] = new
-        self._see([replace(each, param=new) if i == index else each for i, each in enumerate(self.visible)])
+        self._see([each._replace(param=new) if i == index else each for i, each in enumerate(self.visible)])
         self.registration.rest(self._originals)
 
 

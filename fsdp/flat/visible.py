@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,14 +12,13 @@ from torch import nn
 from fsdp.flat.tensor_parallel import local_of
 
 # For many tensors at once: of each its address, how often it was changed in place, whether it requires grad, ``.grad``.
-address_of: Callable[[torch.Tensor], int] = operator.methodcaller("data_ptr")
+address_of: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr  # half of what operator.methodcaller() costs
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 flag_of: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 grad_of: Callable[[torch.Tensor], Any] = operator.attrgetter("grad")
 
 
-@dataclass(frozen=True)
-class Visible:
+class Visible(NamedTuple):
     """A parameter that users and optimizers hold."""
 
     name: str

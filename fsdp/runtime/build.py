@@ -80,13 +80,15 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     use_orig_params = options.policy.use_orig_params
     inner = [unit for _, unit, _ in units_in(module)]
     for unit in inner:
-        unit.parent_is_built = unit.has_parent = True
+        unit.parent_is_built = True
     try:
         materialize(module, ignored, options.param_init_fn, options.device_id, name)
     finally:
         for unit in inner:
             unit.parent_is_built = False
     owned = owned_params(module, ignored, name, options.groups)
+    for unit in inner:
+        unit.has_parent = True
     count_writes(owned)
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
     if options.synchronized:
@@ -94,12 +96,19 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
         beginning.prepare(several, device, "a model with the values of rank 0")
         synchronize([item.param.detach() for item in owned] + own_buffers(module), options.groups)
         beginning.settled(several)
-    home = Home.of(module, outermost_of(module)[0])
+    home = None if use_orig_params else Home.of(module, outermost_of(module)[0])
     buckets: list[BucketViews] = []
+    compares = not options.synchronized and options.groups.data_parallel_size > 1
     for handle, members in build_handles(
-        owned, options.groups, device, options.mixed_precision, options.cpu_offload, use_orig_params=use_orig_params
+        owned,
+        options.groups,
+        device,
+        options.mixed_precision,
+        options.cpu_offload,
+        use_orig_params=use_orig_params,
+        samples=compares,
     ):
-        if use_orig_params:
+        if home is None:
             buckets.append(OriginalViews(handle, members, forward_refused))
         else:
             buckets.append(FlatViews(handle, members, home))
@@ -118,12 +127,12 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     precision = UnitPrecision(module, options.mixed_precision, ignored.modules)
     for submodule in module.modules():  # torch.compile and tools look for these two
         if submodule not in ignored.modules:
-            submodule._is_fsdp_managed_module = True  # type: ignore[assignment]
-            submodule._fsdp_use_orig_params = use_orig_params  # type: ignore[assignment]
-    groups = replace(options.groups, tp=next((item.tp.group for item in owned if item.tp is not None), None))
+            submodule.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=use_orig_params)
+    tp = next((item.tp.group for item in owned if item.tp is not None), None)
+    groups = options.groups if tp is None else replace(options.groups, tp=tp)
     unit = Unit(module, name, buckets, groups, device, options.policy, precision)
-    initial = [InitialValues(views) for views in buckets]
-    unit.initial = [] if options.synchronized or groups.data_parallel_size == 1 else initial
+    if compares:
+        unit.initial = [InitialValues(views) for views in buckets]
     return unit
 
 

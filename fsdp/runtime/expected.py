@@ -5,6 +5,7 @@ See [Note: When a unit's backward is over] in ``backward.py``.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -51,12 +52,13 @@ class ExpectedLeaves:
 
     def watch(self) -> None:
         """Hook the leaves that require grad now, as far as they are not yet."""
-        for key, leaf in self._leaves():
-            if leaf.requires_grad and id(leaf) not in self._accumulators:
-                self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
-                if id(leaf) not in self._hooked:
-                    self._hooked.add(id(leaf))
-                    hooks.on_accumulated(leaf, _arrival(self._unit_ref, key))
+        with torch.inference_mode(False), torch.enable_grad():
+            for key, leaf in self._leaves():
+                if leaf.requires_grad and id(leaf) not in self._accumulators:
+                    self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
+                    if id(leaf) not in self._hooked:
+                        self._hooked.add(id(leaf))
+                        hooks.on_accumulated(leaf, functools.partial(_arrived, self._unit_ref, key))
 
     def renew(self) -> None:
         """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
@@ -89,28 +91,23 @@ class ExpectedLeaves:
         self.of_task.clear()
 
 
-def _arrival(unit_ref: weakref.ref[Trained], key: LeafKey) -> Callable[[torch.Tensor], None]:
-    """What is called when the gradient of leaf ``key`` is complete. Each leaf of a step comes by, so it is ``untraced``
-    by itself."""
-
-    @hooks.breaks_graph
-    def arrived(leaf: torch.Tensor) -> None:
-        before = set_frame_callback(None)
-        unit = unit_ref()
-        try:
-            if unit is None:
-                return
-            context = unit._tree()
-            if context.compute is None:  # no stream to join
+@hooks.breaks_graph
+def _arrived(unit_ref: weakref.ref[Trained], key: LeafKey, leaf: torch.Tensor) -> None:
+    """The gradient of leaf ``key`` is complete. Each leaf of a step comes by, so it is ``untraced`` by itself."""
+    before = set_frame_callback(None)
+    unit = unit_ref()
+    try:
+        if unit is None:
+            return
+        context = unit._tree()
+        if context.compute is None:  # no stream to join
+            unit.leaf_ready(context, key, leaf)
+        else:
+            with context.joined():
                 unit.leaf_ready(context, key, leaf)
-            else:
-                with context.joined():
-                    unit.leaf_ready(context, key, leaf)
-        except BaseException as error:
-            if unit is not None:
-                unit.backward_failed(error, "gradient of a parameter")
-            raise
-        finally:
-            set_frame_callback(before)
-
-    return arrived
+    except BaseException as error:
+        if unit is not None:
+            unit.backward_failed(error, "gradient of a parameter")
+        raise
+    finally:
+        set_frame_callback(before)

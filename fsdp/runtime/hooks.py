@@ -69,10 +69,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def accumulator_of(leaf: torch.Tensor) -> Any:
-    """The graph node that accumulates ``leaf``'s gradient. It stays the same as long as someone holds it and the leaf
-    keeps its dtype and device; one that was kept across such a change matches nothing."""
-    with torch.inference_mode(False), torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    """The graph node that accumulates ``leaf``'s gradient, to be asked for where graphs are made. It stays the same as
+    long as someone holds it and the leaf keeps its dtype and device; one that was kept across such a change matches
+    nothing."""
+    return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 # The sequence number that the next graph node made on this thread will have.
