@@ -6,6 +6,7 @@ See :mod:`fsdp.checkpoint.dcp`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,12 +25,11 @@ from fsdp.checkpoint.dcp import (
     set_model_state_dict,
 )
 from fsdp.checkpoint.forms import Form
-from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
+from fsdp.checkpoint.load_state_dict import alike_on_all_ranks
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict
 from fsdp.checkpoint.state_dict import calling, held_param
-from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, inside
 from fsdp.runtime.unit import units_of
 
@@ -181,20 +181,11 @@ def optimizers_to_load(
     planned: list[tuple[Optimizer, dict[str, Any]]] = []
     several = _several(optimizers)
     params = ModelParams(model, [optimizer.param_groups for optimizer in several])
-    from_rank0 = options.broadcast_from_rank0
     for optimizer in several:
-        given: list[dict[str, Any]] = []
-
-        def part(optimizer: Optimizer = optimizer, given: list[dict[str, Any]] = given) -> None:
-            given.append(_part_of(optimizer, model, params, optim_state_dict, options, alone=len(several) == 1))
-
-        if from_rank0:
-            group = watched(default_group(), params.units)
-            on_first(part, [group], list(params.units), "tell whether rank 0's optimizer state fits")
-        else:
-            part()
+        alone = len(several) == 1
+        part = functools.partial(_part_of, optimizer, model, params, optim_state_dict, options, alone=alone)
         loadable = optim_state_dict_to_load(
-            model, given[0] if given else None, optim=optimizer, from_rank0=from_rank0, strict=options.strict
+            model, part, optim=optimizer, from_rank0=options.broadcast_from_rank0, strict=options.strict
         )
         planned.append((optimizer, loadable))
     return planned

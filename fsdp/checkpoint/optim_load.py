@@ -9,9 +9,9 @@ that all of them raise or none.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -317,7 +317,7 @@ class _Given(NamedTuple):
 @torch.no_grad()
 def optim_state_dict_to_load(
     model: nn.Module,
-    optim_state_dict: Mapping[str, Any] | None,
+    given: Callable[[], Mapping[str, Any] | None],
     *,
     optim: Optimizer | None = None,
     optim_input: OptimInput | None = None,
@@ -326,7 +326,7 @@ def optim_state_dict_to_load(
     group: Any = None,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """A state dict by names as one that this rank's optimizer can load. The dict given stays as it is.
+    """What ``given`` returns, a state dict by names, as one that this rank's optimizer can load. It stays as it is.
 
     The result has this rank's parts, in memory of their own on the parameters' devices, under the optimizer's keys.
     Parameters that are not in the dict get no entry, nor do those that the optimizer does not hold. What belongs to no
@@ -337,7 +337,8 @@ def optim_state_dict_to_load(
         optim: the optimizer that will load it; None for one built from ``optim_input``, or from ``model.parameters()``.
         is_named: its keys are names, as those of torch's ``_NamedOptimizer``; these want state for parameters, too, of
             which this rank holds nothing, and get what they have.
-        from_rank0: only rank 0 of ``group`` (None: the default one) has the dict; all ranks have to call.
+        from_rank0: only rank 0 of ``group`` (None: the default one) has the dict, and only there ``given`` is called;
+            what it raises is raised on all ranks, which all have to call.
         strict: without it, what the dict does not know stays as ``optim`` has it.
 
     Raises, on every rank:
@@ -351,11 +352,16 @@ def optim_state_dict_to_load(
     params = ModelParams(model, [own])
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
-    states = None if optim_state_dict is None else optim_state_dict.get("state")
-    of_params = [] if from_rank0 else [state for state in (states or {}).values() if isinstance(state, Mapping)]
+    saved = None if from_rank0 else given()
+    of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
     chunked = any(is_sharded(value) for state in of_params for value in state.values())
     with alike_on_all_ranks(params.units if chunked else ()) as chunks:  # else nothing is exchanged
-        look = partial(_contents_of, optim_state_dict, params, full=from_rank0)
+
+        def look() -> Contents:
+            nonlocal saved
+            saved = given() if from_rank0 else saved
+            return _contents_of(saved, params, full=from_rank0)
+
         label = "tell what optimizer state rank 0 has"
         contents = on_first(look, [group], list(params.units), label) if from_rank0 else look()
         keys = {param: key for key, param in params_by_id(model, own).items()}
@@ -364,18 +370,18 @@ def optim_state_dict_to_load(
         groups = _keyed_groups(contents.groups, params, keys, own, strict=strict)
         kept = {} if strict or optim is None else optim.state
         plan = _Plan(params, contents, kept)
-        given = _Given(states or {}, group if from_rank0 else None)
+        values = _Given((saved or {}).get("state", {}), group if from_rank0 else None)
         arriving = {
-            unit: [(arrival, given.source(arrival, unit)) for arrival in arrivals]
+            unit: [(arrival, values.source(arrival, unit)) for arrival in arrivals]
             for unit, arrivals in plan.arrivals.items()
         }
         chunks.update((unit, [*_chunks(of_unit)]) for unit, of_unit in arriving.items())
     channels = Channels()
     for unit, of_unit in arriving.items():
-        given.deliver(unit, of_unit, channels, f"optimizer state of {params.units[unit]}")
+        values.deliver(unit, of_unit, channels, f"optimizer state of {params.units[unit]}")
     channels.flush()
     for param, name, state, whole in plan.as_they_are:
-        value = given.as_it_is(name, state, whole, params.device)
+        value = values.as_it_is(name, state, whole, params.device)
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
     if is_named and optim is not None:
         for param, holder in params.holders.items():

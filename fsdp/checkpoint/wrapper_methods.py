@@ -381,7 +381,7 @@ class StateDictMethods(nn.Module):
         with _calling("optim_state_dict_to_load()", model):
             return optim_load.optim_state_dict_to_load(
                 model,
-                optim_state_dict,
+                lambda: optim_state_dict,
                 optim=optim,
                 optim_input=optim_input,
                 is_named=is_named_optimizer,
