@@ -118,7 +118,8 @@ CASES: list[tuple[str, ShardingStrategy, bool, MixedPrecision | None]] = [
 def train_both_ways() -> None:
     share()
     schedule = Schedule(steps=3, micro=2)
-    for name, strategy, use_orig_params, precision in CASES:
+    ranks = dist.get_world_size()
+    for name, strategy, use_orig_params, precision in CASES if ranks == 2 else CASES[ranks % 2 :: 2]:
         steps = []
         for way in ("direct", "shared"):
             os.environ["FSDP_COLLECTIVES"] = way
@@ -137,7 +138,7 @@ def train_both_ways() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_bits_of_the_direct_exchange(world_size: int) -> None:
-    """In every precision, with and without accumulation; and at rest nothing is held."""
+    """In every precision, with and without accumulation; and at rest nothing is held. By turns on 3 and 4 ranks."""
     run_ranks(world_size, train_both_ways)
 
 

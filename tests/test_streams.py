@@ -353,10 +353,12 @@ SETTINGS = (
 
 
 def parts_of(setting: Setting) -> list[Part]:
-    """All of them with one setting of full sharding and one with replicas. The others take them by turns."""
+    """All of them with one setting of full sharding and one with replicas. The others take them by turns: those of
+    full sharding each a sixth, of other strategies a third."""
     turn = [other for other in SETTINGS if other.strategy is setting.strategy].index(setting)
     whole = turn == 0 and setting.strategy in (FULL_SHARD, HYBRID_SHARD)
-    return [part for place, part in enumerate(PARTS) if whole or (place + turn) % 3 == 0]
+    turns = 6 if setting.strategy is FULL_SHARD else 3
+    return [part for place, part in enumerate(PARTS) if whole or (place + turn) % turns == 0]
 
 
 # -- no races ----------------------------------------------------------------------------------------------------------
