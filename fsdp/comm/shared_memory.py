@@ -396,7 +396,8 @@ class Channel:
                     self.collectives.miss(rank)
                     self.questions.miss(rank)
                 names = ", ".join(f"rank {self.names[rank]}" for rank in ended)
-                self.broken = RuntimeError(f"the process of {names} has ended")
+                why = "it failed, or left out this call, which takes all ranks"
+                self.broken = RuntimeError(f"the process of {names} has ended: {why}")
                 raise self.broken
             if now - started > seconds:
                 return False

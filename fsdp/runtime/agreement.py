@@ -467,7 +467,9 @@ class Agreement:
         if dead := self._board.dead():
             ended = f"the process of {', '.join(f'rank {self._names[rank]}' for rank in dead)} has ended"
             raise self._told(
-                f"{ended}, and rank {self._rank} waits for it at {self._report().where}. {self.explain()}", ended
+                f"{ended}, and rank {self._rank} waits for it at {self._report().where}. {self.explain()}. Where it "
+                f"has not failed: {CALLS_REMEDY}",
+                ended,
             )
 
     def _raise_if_left(self, met: Callable[[], bool] | None = None) -> None:
