@@ -639,10 +639,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "a FullyShardedDataParallel module cannot be pickled: its groups and buffers belong to this process. "
-            "Save its state_dict(), or use fsdp.checkpoint.save()"
-        )
+        raise TypeError("a FullyShardedDataParallel module cannot be pickled: save its state_dict() instead")
 
 
 skip_code(FullyShardedDataParallel.forward.__code__)  # which is no more than where the graph breaks

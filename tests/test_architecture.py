@@ -409,6 +409,12 @@ def test_every_file_is_read_and_on_a_floor() -> None:
         assert name.endswith("/__init__.py") or floor_of(name) >= 0
 
 
+def test_no_file_is_long() -> None:
+    """One that grows beyond this has a second job, which is to have a file of its own."""
+    long = [source.name for source in package() if len((REPOSITORY / source.name).read_text().splitlines()) > 650]
+    assert not long, long
+
+
 def test_examples_use_nothing_of_torchs_fsdp() -> None:
     """But for the script that shows what one is moved from."""
     found = {source.name: used for source in _read("examples") if (used := nothing_of_torchs_fsdp(source))}
