@@ -122,8 +122,9 @@ def _same_id() -> None:
     assert fsdp.global_shape(first) == (2, 6)
     tensors._places[id(second)] = tensors._places[id(first)]  # as where one is deleted, and another gets its id
     assert fsdp.global_shape(second) == (2,)
-    tensors._places[id(dist)] = tensors._places[id(first)]
-    assert tensors._place_of(dist) is None  # type: ignore[arg-type]
+    other = torch.zeros(1)
+    tensors._places[id(other)] = tensors._places[id(first)]
+    assert tensors._place_of(other) is None
 
 
 def test_a_parameter_that_has_the_id_of_another_is_not_taken_for_it() -> None:
