@@ -29,6 +29,7 @@ from fsdp import (
 )
 from fsdp.checkpoint import StateDictOptions, get_state_dict, set_state_dict
 from fsdp.compat import disable_dcp, enable_dcp
+from tests.harness.mesh_names import numbers
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.test_clients import RECIPES
@@ -48,7 +49,6 @@ from tests.test_optim_state import (
 )
 
 FSDP = FullyShardedDataParallel
-_made = itertools.count()
 GRIDS, HYBRID = ((2, 2), (4, 1), (1, 4)), {"strategy": "HYBRID_SHARD"}
 WAYS = {1: 3, 2: 3, 3: 3, 4: 4}  # by number of ranks
 
@@ -56,7 +56,7 @@ WAYS = {1: 3, 2: 3, 3: 3, 4: 4}  # by number of ranks
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     """Over all ranks, with names "a", "b" and a number: torch keeps meshes from earlier jobs, and takes one that looks
     like this one although its groups are gone."""
-    number = next(_made)
+    number = next(numbers)
     return init_device_mesh("cpu", shape, mesh_dim_names=tuple(f"{name}{number}" for name in "ab"[: len(shape)]))
 
 

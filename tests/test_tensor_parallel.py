@@ -37,11 +37,11 @@ from fsdp import (
     num_params,
 )
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.mesh_names import numbers
 from tests.harness.oracle import adamw, clean_name, sgd_of_halves
 from tests.harness.pool import run_ranks
 
 WIDTH, HIDDEN, LENGTH = 6, 10, 4
-_made = itertools.count()
 
 
 class Block(nn.Module):
@@ -92,7 +92,7 @@ class _Cut:
 
 
 def grid() -> DeviceMesh:
-    number = next(_made)  # torch keeps meshes from earlier jobs
+    number = next(numbers)
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"dp{number}", f"tp{number}"))
 
 

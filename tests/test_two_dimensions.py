@@ -4,7 +4,6 @@ transformer, with sequence parallelism of its norms, beside torch's DDP and the 
 
 from __future__ import annotations
 
-import itertools
 import os
 import warnings
 from collections.abc import Iterable
@@ -38,12 +37,12 @@ from fsdp import (
 )
 from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.mesh_names import numbers
 from tests.harness.oracle import assert_bit_equal, assert_equivalent, clean_name, sgd_of_halves
 from tests.harness.pool import run_ranks
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WORDS, WIDTH, HEADS, LENGTH = 12, 8, 4, 4
-_made = itertools.count()
 
 
 class Attention(nn.Module):
@@ -135,7 +134,7 @@ class World(NamedTuple):
 
     @classmethod
     def of(cls, *shape: int) -> World:
-        number = next(_made)  # torch keeps meshes from earlier jobs
+        number = next(numbers)
         names = tuple(f"{name}{number}" for name in ("replicate", "shard", "tp")[-len(shape) :])
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         if len(shape) == 2:
