@@ -4,7 +4,8 @@
 
 Most of the suite's time is waiting: ranks for each other, and everything for time limits that have to pass. So files
 are handed out to several pytest processes, one more than a machine of two cores has, so that none is idle while some
-wait, and the longest first; each keeps its rank processes from file to file. Tests
+wait, and the longest first; each keeps its rank processes from file to file. All are forked from one process, which has
+collected the tests (`tests/harness/handout.py`). Tests
 marked `serial` come last, when nothing else runs. A failure is shown in full as soon as it happens; the run goes on,
 unless -x ends it there. The last line counts as pytest's does. Exits with 0 only if at least one test passed, none
 failed, every collected test was run, and the type checker found nothing.
@@ -32,7 +33,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from tests.harness.handout import PIPE, SERIAL, Ask, Collected, Done, Report, Started  # noqa: E402
+from tests.harness.handout import SERIAL, Ask, Collected, Done, Report, Started  # noqa: E402
+from tests.harness.template import Forked, Request, Template  # noqa: E402
 
 # Seconds of the files that take longest, roughly: only their order matters. A file that is not here counts as SHORT.
 COSTS: dict[str, float] = {
@@ -138,9 +140,6 @@ class Queue:
                 self._serial = sorted(name for name in parts if name.endswith(f" {SERIAL}"))
                 rest = sorted(set(parts) - set(self._serial))
                 self._parallel = sorted(rest, key=lambda name: COSTS.get(name, SHORT), reverse=True)
-            elif parts != self._parts:
-                different = sorted(name for name, _ in set(parts.items()) ^ set(self._parts.items()))
-                raise RuntimeError(f"the processes collected different tests in {', '.join(different)}")
 
     def take(self) -> str | None:
         with self._changed:
@@ -252,14 +251,48 @@ def _rule(text: str, line: str) -> str:
     return f" {text} ".center(100, line)
 
 
+class Collector:
+    """The process that collects the tests, and from which those that run them are forked."""
+
+    def __init__(self, queue: Queue, results: Results, arguments: Sequence[str]) -> None:
+        self._queue, self._results = queue, results
+        self._failing = threading.Lock()
+        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"}  # a fork has none of its threads
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile the same files
+        command = ["-m", "pytest", "-q", "--tb=auto", "-p", "tests.harness.handout", *arguments]
+        self._template = Template(command, environment)
+
+    def fork(self, pipe: int, output: int) -> Forked | None:
+        """A pytest process, once the tests are collected. None if they are not."""
+        try:
+            return self._template.fork(Request((), {}, (), ""), [pipe], output)
+        except RuntimeError:
+            with self._failing:
+                if not self._queue.stopped:
+                    how = _how_it_ended(self._template.process.wait())
+                    self._results.fail(
+                        f"ERROR pytest {how} while it collected the tests", self._template.said()[-20_000:]
+                    )
+                    self._queue.stop()
+            return None
+
+    def interrupt(self) -> None:
+        """End the collection, if it is not over."""
+        self._template.process.send_signal(signal.SIGINT)
+
+    def close(self) -> None:
+        self._template.close()
+
+
 class Worker:
     """One place for a pytest process: a new one takes over where one died."""
 
-    def __init__(self, number: int, queue: Queue, results: Results, arguments: Sequence[str], folder: Path) -> None:
+    def __init__(self, number: int, queue: Queue, results: Results, collector: Collector, folder: Path) -> None:
         self._number, self._queue, self._results = number, queue, results
-        self._arguments, self._log = arguments, folder / f"worker{number}.log"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._collected = False
+        self._collector, self._log = collector, folder / f"worker{number}.log"
+        self._process: Forked | None = None
+        self._begun = False
         self._part: str | None = None
         self._test = ""
 
@@ -272,22 +305,14 @@ class Worker:
             self._queue.stop()
 
     def _run_process(self) -> bool:
-        """One pytest process from start to end. False if another one would have no better luck."""
+        """One pytest process from start to end. False if another one is not needed, or would have no better luck."""
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=auto", "-p", "tests.harness.handout", *self._arguments]
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-        with open(self._log, "wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=REPOSITORY,
-                env={**os.environ, "PYTHONPATH": path, PIPE: str(theirs.fileno())},
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-        theirs.close()
-        self._collected, self._part, self._test = False, None, ""
+        with theirs, open(self._log, "wb") as log:
+            self._process = self._collector.fork(theirs.fileno(), log.fileno())
+        if self._process is None:
+            ours.close()
+            return False
+        self._begun, self._part, self._test = False, None, ""
         with Connection(ours.detach()) as pipe:
             try:
                 self._serve(pipe)
@@ -298,14 +323,10 @@ class Worker:
             self._queue.done()
         if self._queue.stopped or (code in (0, 1) and self._part is None):  # 0: all passed, 1: some failed
             return False
-        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         doing = f"in {self._test}" if self._test else f"in {self._part}" if self._part else "between files"
-        if not self._collected:
-            doing = "while it collected the tests"
-        self._results.fail(f"ERROR pytest {ended} {doing}", self._log.read_text(errors="replace")[-20_000:])
-        if not self._collected:
-            self._queue.stop()
-        return self._collected
+        text = self._log.read_text(errors="replace")[-20_000:]
+        self._results.fail(f"ERROR pytest {_how_it_ended(code)} {doing}", text)
+        return self._begun
 
     def _serve(self, pipe: Connection) -> None:
         outcomes: Counter[str] = Counter()
@@ -315,7 +336,7 @@ class Worker:
             match message:
                 case Collected():
                     self._queue.offer(message.parts)
-                    self._collected = True
+                    self._begun = True
                 case Ask():
                     self._part, self._test = self._queue.take(), ""
                     outcomes, start = Counter(), time.monotonic()
@@ -339,6 +360,10 @@ class Worker:
                 self._process.wait(PATIENCE)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+
+
+def _how_it_ended(code: int) -> str:
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
 
 def check_types(queue: Queue, results: Results) -> None:
@@ -372,7 +397,8 @@ def main() -> int:
     queue = Queue(busy=0 if options.no_types else 1)
     results = Results(options.exitfirst, queue)
     with tempfile.TemporaryDirectory(prefix="run-tests-") as folder:
-        workers = [Worker(i, queue, results, arguments, Path(folder)) for i in range(options.workers)]
+        collector = Collector(queue, results, arguments)
+        workers = [Worker(i, queue, results, collector, Path(folder)) for i in range(options.workers)]
         threads = [threading.Thread(target=worker.run, daemon=True) for worker in workers]
         if not options.no_types:
             threads.append(threading.Thread(target=check_types, args=(queue, results), daemon=True))
@@ -385,10 +411,12 @@ def main() -> int:
             results.failures.append("interrupted")
             queue.stop()
         if queue.stopped:
+            collector.interrupt()
             for worker in workers:
                 worker.interrupt()
         for thread in threads:
             thread.join()
+        collector.close()
     return results.conclude()
 
 

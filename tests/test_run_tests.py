@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from tests.harness.pool import REPOSITORY
 
@@ -36,15 +40,37 @@ def test_error(broken): pass
 DIES = "import os\ndef test_exits(): os._exit(3)\ndef test_never(): pass\n"
 
 
+MEETS = """
+import pathlib, time
+def test_meets():
+    print("said by", __name__)
+    FOLDER = pathlib.Path(__file__).parent
+    (FOLDER / f"{__name__}.is_here").touch()
+    while len(list(FOLDER.glob("*.is_here"))) < 2: time.sleep(0.01)
+    print("and then by", __name__)
+    assert False
+"""
+WAITS = """
+import os, pathlib, time
+def test_waits():
+    pathlib.Path(__file__).with_name("waiting").write_text(str(os.getpid()))
+    time.sleep(60)
+"""
+
+
 def run_suite(folder: Path, files: dict[str, str], *options: str) -> tuple[int, str]:
+    with start_suite(folder, files, *options) as process:
+        output, _ = process.communicate(timeout=60)
+    return process.returncode, output
+
+
+def start_suite(folder: Path, files: dict[str, str], *options: str) -> subprocess.Popen[str]:
     folder.mkdir()
     (folder / "pytest.ini").write_text(CONFIGURATION)
     for name, text in files.items():
         (folder / name).write_text(text)
     command = [sys.executable, str(REPOSITORY / "scripts" / "run_tests.py"), "--no-types", *options, str(folder)]
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
-    return done.returncode, done.stdout + done.stderr
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_everything_runs_once_and_serial_tests_last(tmp_path: Path) -> None:
@@ -71,6 +97,26 @@ def test_failures_errors_and_a_dead_process_are_shown_and_the_rest_runs(tmp_path
         "ERROR 2 collected tests did not run",
     ):
         assert line in lines, output
+
+
+def test_processes_side_by_side_capture_output_of_their_own(tmp_path: Path) -> None:
+    code, output = run_suite(tmp_path / "a", {"test_a.py": MEETS, "test_b.py": MEETS})
+    assert code == 1
+    for name in ("test_a", "test_b"):
+        assert output.count(f"said by {name}\nand then by {name}\n") == 1, output
+
+
+def test_an_interrupted_run_says_so_and_leaves_no_process(tmp_path: Path) -> None:
+    with start_suite(tmp_path / "a", {"test_waits.py": WAITS, "test_other.py": "def test(): pass\n"}) as process:
+        waiting = tmp_path / "a" / "waiting"
+        while not waiting.exists() or not waiting.read_text():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1 and "\ninterrupted\n" in output, output
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(waiting.read_text()), 0)
 
 
 def test_exitfirst_ends_the_run_at_the_first_failure(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""pytest plugin of `scripts/run_tests.py`: a pytest process that takes the files it runs from a queue outside.
+"""pytest plugin of `scripts/run_tests.py`: pytest processes that take the files they run from a queue outside.
 
-Loaded with `-p tests.harness.handout` and a pipe's number in HANDOUT_PIPE. After collection it says which parts there
-are, then asks for one part after another, runs it as pytest would, and tells every report. A part is a file's tests, in
-their order, without those marked `serial`, or those alone: tests that must not have the machine's load of another
-process beside them.
+Loaded with `-p tests.harness.handout`. One process collects the tests and runs none: it is a `template`, from which as
+many are forked as are asked for, so that torch and the tests are imported once. Ranks come from templates of the same
+kind, which all share. Each forked process says which parts there are, then asks for one part after another, runs it as
+pytest would, and tells every report. A part is a file's tests, in their order, without those marked `serial`, or those
+alone: tests that must not have the machine's load of another process beside them.
 
 Messages to the parent are `Collected`, `Ask` (answered with a part's name, or None at the end), `Started`, `Report` and
 `Done`.
@@ -11,14 +12,16 @@ Messages to the parent are `Collected`, `Ask` (answered with a part's name, or N
 
 from __future__ import annotations
 
-import os
-from collections.abc import Generator
+import faulthandler
+import sys
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import pytest
 
-PIPE = "HANDOUT_PIPE"
+from tests.harness import template
+
 SERIAL = "serial"  # the marker, and what ends the name of a part that holds such tests
 
 
@@ -53,9 +56,19 @@ class Done:
 
 
 class Handout:
-    def __init__(self, config: pytest.Config, pipe: Connection) -> None:
-        self.config, self.pipe = config, pipe
+    pipe: Connection
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self._requests = template.control()
+        self._at_end: Callable[[], object] = bool
         self._seconds = 0.0  # of the running test, so far
+
+    def pytest_collection(self) -> None:
+        pool = sys.modules.get("tests.harness.pool")
+        if pool is not None:  # a `conftest` has imported it: these are tests with ranks
+            pool.start_templates()  # they import beside the collection
+            self._at_end = pool.end_templates
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -64,6 +77,7 @@ class Handout:
         parts: dict[str, list[pytest.Item]] = {}
         for item in session.items:
             parts.setdefault(part_of(item), []).append(item)
+        self._fork()
         self.pipe.send(Collected({name: len(items) for name, items in parts.items()}))
         while (name := self._ask()) is not None:
             items = parts[name]
@@ -76,6 +90,16 @@ class Handout:
                     raise session.Interrupted(session.shouldstop)
             self.pipe.send(Done(name))
         return True
+
+    def _fork(self) -> None:
+        """Serve requests for processes. Returns in those: each captures output in files of its own."""
+        capture = self.config.pluginmanager.getplugin("capturemanager")
+        capture.stop_global_capturing()
+        _, (pipe,) = template.serve(self._requests, self._at_end)
+        capture.start_global_capturing()
+        capture.suspend_global_capture(in_=True)
+        faulthandler.enable()
+        self.pipe = Connection(pipe)
 
     def _ask(self) -> str | None:
         self.pipe.send(Ask())
@@ -106,4 +130,4 @@ def _text(report: pytest.TestReport) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("collectonly"):
-        config.pluginmanager.register(Handout(config, Connection(int(os.environ[PIPE]))), "handout")
+        config.pluginmanager.register(Handout(config), "handout")

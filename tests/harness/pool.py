@@ -97,7 +97,7 @@ class _Rank:
         arguments = tuple(str(x) for x in (rank, world_size, port, group_timeout, self.stack_path))
         request = Request(arguments, environment, list(sys.path), os.getcwd())
         with open(self.log_path, "wb") as log:
-            self.process = _template(rank % TEMPLATES).fork(request, theirs.fileno(), alive, log.fileno())
+            self.process = _template(rank % TEMPLATES).fork(request, [theirs.fileno(), alive], log.fileno())
         theirs.close()
         os.close(alive)
         self.connection = Connection(ours.detach())
@@ -129,9 +129,16 @@ def _template(number: int) -> Template:
     template = _templates.get(number)
     if template is None or not template.alive:
         template = _templates[number] = Template(
-            {**os.environ, "PYTHONPATH": _path(), "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"}
+            ["-m", Template.__module__],
+            {**os.environ, "PYTHONPATH": _path(), "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"},
         )
     return template
+
+
+def start_templates(count: int = TEMPLATES) -> None:
+    """They import side by side."""
+    for number in range(min(count, TEMPLATES)):
+        _template(number)
 
 
 def _rank_env(rank: int, world_size: int) -> dict[str, str]:
@@ -159,8 +166,7 @@ class Pool:
         )
         self.ranks: list[_Rank] = []
         try:
-            for number in range(min(world_size, TEMPLATES)):
-                _template(number)  # they import side by side
+            start_templates(world_size)
             for rank in range(world_size):
                 self.ranks.append(_Rank(rank, world_size, self._store.port, self._folder, group_timeout, env or {}))
             self._collect(START_TIMEOUT, may_die=False, doing="starting")
@@ -350,8 +356,13 @@ def shutdown() -> None:
         _pools.popitem()[1].close()
 
 
+def end_templates() -> None:
+    """Those that no other process asks for ranks."""
+    while _templates:
+        _templates.popitem()[1].close()
+
+
 @atexit.register
 def _end() -> None:
     shutdown()
-    while _templates:
-        _templates.popitem()[1].close()
+    end_templates()

@@ -1,14 +1,17 @@
 """A process that has imported what ranks need and forks one whenever `pool` asks: `python -m tests.harness.template`.
 
 An interpreter that imports torch and the package costs seconds of a processor, a fork costs milliseconds. The template
-does nothing else: it starts no thread, runs no kernel and joins no group, so nothing is inherited half alive.
+does nothing else: it starts no thread, runs no kernel and joins no group, so nothing is inherited half alive. So are
+the pytest processes of `scripts/run_tests.py`, from one that has collected the tests (see `handout`).
 
-`Template` is the end in the test's process. A request is one byte with file descriptors, then the rest, pickled; the
-answer is the process id. How a rank ended comes through a pipe of its own, since only its parent, the template, learns.
+`Template` is the end in the process that asks, and in those forked from it: they may ask, too. A request is one byte
+with file descriptors. One of them is a socket for this request alone: what was asked for lies in it, pickled, the
+answer is the process id, and in the end it says how that process ended, since only its parent, the template, learns.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -18,10 +21,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+CONTROL = "TEMPLATE_CONTROL"  # in the environment: the descriptor that requests come from
 IMPORTED = (
     "pytest",  # by every file of tests
     "torch._dynamo",  # by the first optimizer in each process
@@ -47,12 +52,14 @@ class Request:
 
 
 class Forked:
-    """A rank, as `subprocess.Popen` would show it."""
+    """A process that was forked, as `subprocess.Popen` would show it."""
 
-    def __init__(self, pid: int, status: int) -> None:
+    def __init__(self, pid: int, status: socket.socket) -> None:
         self.pid = pid
-        self.sentinel = status  # readable when the template has told that it has ended
+        self._status = status
+        self.sentinel = status.fileno()  # readable when the template has told that it has ended
         self._code: int | None = None
+        self._reading = threading.Lock()
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
@@ -71,15 +78,17 @@ class Forked:
     def wait(self, timeout: float | None = None) -> int:
         code = self._code if self._code is not None else self._wait(timeout)
         if code is None:
-            raise subprocess.TimeoutExpired(f"rank with process id {self.pid}", timeout or 0.0)
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         return code
 
     def _wait(self, timeout: float | None) -> int | None:
         poll = select.poll()
         poll.register(self.sentinel, select.POLLIN)
         if poll.poll(None if timeout is None else max(0.0, timeout) * 1000):
-            text = os.read(self.sentinel, 16)
-            self._code = int(text) if text else -signal.SIGKILL  # the template has ended: nobody will ever know
+            with self._reading:
+                if self._code is None:
+                    text = self._status.recv(16)
+                    self._code = int(text) if text else -signal.SIGKILL  # the template has ended: nobody will ever know
         return self._code
 
     def send_signal(self, number: int) -> None:
@@ -90,18 +99,19 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        os.close(self.sentinel)
+        self._status.close()
 
 
 class Template:
-    """Starts at once and imports beside the caller; the first `fork` waits for it."""
+    """Starts at once and imports beside the caller; the first `fork` waits for it. Any thread may call it."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """`command` is told in CONTROL where requests come from. It serves them until nobody can ask any more."""
         ours, theirs = socket.socketpair()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (open until `close`)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno())],
-            env=dict(environment),
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**environment, CONTROL: str(theirs.fileno())},
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._log,
@@ -109,47 +119,54 @@ class Template:
         )
         theirs.close()
         self._socket = ours
-        self._connection = Connection(os.dup(ours.fileno()))
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None and not self._connection.closed
+        """Whether somebody reads the requests; nothing is ever written there."""
+        return self._socket.fileno() >= 0 and not select.select([self._socket], [], [], 0)[0]
 
-    def fork(self, request: Request, pipe: int, lifeline: int, output: int) -> Forked:
-        """A rank that has `pipe` and `lifeline`, and writes to `output`."""
-        status, theirs = os.pipe()
+    def fork(self, request: Request, descriptors: Sequence[int], output: int) -> Forked:
+        """A process that has these descriptors and writes to `output`."""
+        status, theirs = socket.socketpair()
         try:
-            socket.send_fds(self._socket, [b"\0"], [pipe, lifeline, output, theirs])
-            self._connection.send(request)
-            return Forked(self._connection.recv(), status)
+            with theirs, Connection(os.dup(status.fileno())) as connection:
+                connection.send(request)
+                socket.send_fds(self._socket, [b"\0"], [theirs.fileno(), output, *descriptors])
+                theirs.close()
+                return Forked(connection.recv(), status)
         except (OSError, EOFError) as error:
-            os.close(status)
-            self._log.seek(0)
-            text = self._log.read().decode(errors="replace")
-            raise RuntimeError(f"the process that forks ranks has ended:\n{text}") from error
-        finally:
-            os.close(theirs)
+            status.close()
+            raise RuntimeError(f"the process that forks others has ended:\n{self.said()}") from error
+
+    def said(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
 
     def close(self) -> None:
-        """End it. The ranks live on: they end with the test's process."""
-        self._connection.close()
+        """Let go of it: it ends when all have. What it has forked lives on: ranks end with the test's process."""
         self._socket.close()
-        self._process.wait()
+        self.process.wait()  # at once in a process that has not started it
         self._log.close()
 
 
 # -- in the template ---------------------------------------------------------------------------------------------
 
 
-def serve(control: socket.socket) -> tuple[Request, int, int]:
-    """Fork at every request. Returns in the ranks only: what was asked for, the pipe and the lifeline."""
-    connection = Connection(os.dup(control.fileno()))
+def control() -> socket.socket:
+    return socket.socket(fileno=int(os.environ.pop(CONTROL)))
+
+
+def serve(control: socket.socket, at_end: Callable[[], object] = bool) -> tuple[Request, list[int]]:
+    """Fork at every request. Returns in the forked processes only: what was asked for, and the descriptors."""
+    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
+    assert threads == 1, f"{threads} threads: a fork has only one of them, and what the others were doing stays undone"
     woken, wakes = socket.socketpair()
     for end in (woken, wakes):
         end.setblocking(False)
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the others' to answer
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes.fileno())
-    statuses: dict[int, int] = {}  # pipes by process id
+    statuses: dict[int, int] = {}  # descriptors by process id
     while True:
         ready, _, _ = select.select([control, woken], [], [])
         if woken in ready:
@@ -157,31 +174,34 @@ def serve(control: socket.socket) -> tuple[Request, int, int]:
             _tell_ends(statuses)
             continue
         try:
-            _, found, _, _ = socket.recv_fds(control, 1, 4)
+            _, found, _, _ = socket.recv_fds(control, 1, 8)
         except ConnectionError:
             found = []
         if not found:
-            os._exit(0)  # the test's process has closed its end, or ended
-        *descriptors, status = found
-        request = connection.recv()
+            at_end()
+            os._exit(0)  # all who could ask have closed their ends, or ended
+        status, output, *descriptors = found
+        connection = Connection(os.dup(status))
+        request = connection.recv()  # it was there before the descriptors came
         pid = os.fork()
         if not pid:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, interrupt)
             connection.close()
             for end in (control, woken, wakes):
                 end.close()
             for other in (*statuses.values(), status):
                 os.close(other)
-            pipe, lifeline, output = descriptors
             os.dup2(output, 1)
             os.dup2(output, 2)
             os.close(output)
-            return request, pipe, lifeline
+            return request, descriptors
         statuses[pid] = status
-        for descriptor in descriptors:
+        for descriptor in (output, *descriptors):
             os.close(descriptor)
-        connection.send(pid)
+        with contextlib.suppress(ConnectionError), connection:
+            connection.send(pid)
 
 
 def _tell_ends(statuses: dict[int, int]) -> None:
@@ -192,27 +212,25 @@ def _tell_ends(statuses: dict[int, int]) -> None:
         end = statuses.pop(pid)
         try:
             os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
-        except BrokenPipeError:
+        except ConnectionError:
             pass  # nobody wants to know
         os.close(end)
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test's process's to answer
     if hasattr(os, "SCHED_BATCH"):
         # Woken threads do not take the processor from those that run: where ranks outnumber processors, a thread of
         # gloo's that receives would do so with one that sends, which holds a lock that it then spins for.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    control = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the test's process's to answer
+    requests = control()
     gc.disable()  # nothing of what is imported goes: looking for what does takes a fifth of the time
     for name in IMPORTED:
         importlib.import_module(name)
-    threads = len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1
-    assert threads == 1, f"{threads} threads: a fork has only one of them, and what the others were doing stays undone"
     gc.collect()
     gc.freeze()  # a collection in a rank leaves these pages shared
     gc.enable()
-    request, pipe, lifeline = serve(control)
+    request, (pipe, lifeline) = serve(requests)
     os.chdir(request.folder)
     sys.path[:] = request.path
     os.environ.clear()
