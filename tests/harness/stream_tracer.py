@@ -67,6 +67,7 @@ _COLLECTIVES = {
     "allreduce_": (("tensors",), ("tensors",)),
     "broadcast_": (("tensors",), ("tensors",)),
 }
+_COPY = torch.ops.aten.copy_.default
 # Operations whose result has a size that depends on the values, or is a value on the host: a device must be waited for.
 _READ_BY_HOST = {
     "_local_scalar_dense",
@@ -307,6 +308,7 @@ class StreamTracer(TorchDispatchMode):
         self._stack: list[tuple[SimulatedStream, Any]] = [(self.compute, None)]  # with the node that runs meanwhile
         self._since: list[tuple[int, SimulatedStream]] = [(0, self.compute)]  # sequence number -> current from there on
         self._node: Any = None  # the node that autograd ran when it was last looked at
+        self._node_stream = self.compute  # where it runs
         self._before_node = self.compute  # where the last node that has others after it ran
         self._leaf_streams: set[SimulatedStream] = set()  # of this backward: its caller waits for them in the end
         self.streams = TracingStreams(self)
@@ -371,11 +373,11 @@ class StreamTracer(TorchDispatchMode):
         if node is not self._node:
             self._node = node
             self._run(node)
-        return stream if node is under else self._stream_of(node)
+        return stream if node is under else self._node_stream
 
     def _run(self, node: Any) -> None:
         """Autograd goes on to `node`."""
-        stream = self._stream_of(node)
+        stream = self._node_stream = self._stream_of(node)
         if stream is not self._before_node:
             stream.follow(self._before_node.clock)
         if _accumulates(node):
@@ -429,10 +431,13 @@ class StreamTracer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.races and self.drop:  # what was left out has shown: nothing else is asked
+            return func(*args, **kwargs)
         schema = self._schemas.get(func)
         if schema is None:
             schema = self._schemas[func] = _schema_of(func)
-        self.current.advance()
+        stream = self.current
+        stream.advance()
         operation = schema.operation
         if func.namespace == "c10d":
             operation = self._note_collective(func, args, kwargs)
@@ -443,14 +448,14 @@ class StreamTracer(TorchDispatchMode):
                 for tensor in _tensors(args[position] if position < len(args) else kwargs.get(name)):
                     storage = _storage(tensor)
                     if storage is not None:
-                        self._access(self._find(storage), storage, operation, write=write)
-        if func is torch.ops.aten.copy_.default and self.is_offloaded(args[1]) and not (args + (False,))[2]:
-            self.host.follow(self.current.clock)  # the host waits for a copy from its own memory
+                        self._access(stream, self._find(storage), storage, operation, write=write)
+        if func is _COPY and self._offloading and self.is_offloaded(args[1]) and not (args + (False,))[2]:
+            self.host.follow(stream.clock)  # the host waits for a copy from its own memory
         result = func(*args, **kwargs)
         for tensor in _tensors(result):
             storage = _storage(tensor)
             if storage is not None and not self._is_known(storage):
-                self._allocate(storage, operation)
+                self._allocate(stream, storage, operation)
         return result
 
     def _note_collective(self, func: Any, args: Any, kwargs: Any) -> str:
@@ -489,11 +494,11 @@ class StreamTracer(TorchDispatchMode):
             self._blocks[storage.data_ptr()] = _Block(storage.data_ptr(), self.compute, storage)
         return self._blocks[storage.data_ptr()]
 
-    def _allocate(self, storage: torch.UntypedStorage, operation: str) -> None:
-        """`storage` got new memory, from the current stream's part of the allocator."""
-        self._settle(self.current)
-        block = self._blocks[storage.data_ptr()] = _Block(storage.data_ptr(), self.current, storage)
-        self._access(block, storage, f"allocation by {operation}", write=True)
+    def _allocate(self, stream: SimulatedStream, storage: torch.UntypedStorage, operation: str) -> None:
+        """`storage` got new memory, from the part of the allocator of `stream`, the current one."""
+        self._settle(stream)
+        block = self._blocks[storage.data_ptr()] = _Block(storage.data_ptr(), stream, storage)
+        self._access(stream, block, storage, f"allocation by {operation}", write=True)
 
     def _settle(self, stream: SimulatedStream) -> None:
         """Freed memory of `stream` may be used from now on: others must be done with it."""
@@ -503,8 +508,9 @@ class StreamTracer(TorchDispatchMode):
                 if not stream.follows(access):
                     self._report("use after free", access, Access(stream, stream.time, "reuse of freed memory", 0))
 
-    def _access(self, block: _Block, storage: torch.UntypedStorage, operation: str, *, write: bool) -> None:
-        stream = self.current
+    def _access(
+        self, stream: SimulatedStream, block: _Block, storage: torch.UntypedStorage, operation: str, *, write: bool
+    ) -> None:
         access = Access(stream, stream.time, operation, storage._cdata)
         for earlier in (*block.writes.values(), *(block.reads.values() if write else ())):
             if not stream.follows(earlier):
@@ -519,7 +525,7 @@ class StreamTracer(TorchDispatchMode):
             if storage.nbytes():  # what is released may not be asked for its address
                 if not self._is_known(storage):
                     self.current.advance()
-                    self._allocate(storage, "a storage's constructor")
+                    self._allocate(self.current, storage, "a storage's constructor")
                 self._blocks[storage.data_ptr()].holder = StorageWeakRef(new_holder)
 
     def _resizing(self, storage: torch.UntypedStorage) -> None:
@@ -530,7 +536,7 @@ class StreamTracer(TorchDispatchMode):
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage.nbytes():
             self.current.advance()
-            self._allocate(storage, "resize_")
+            self._allocate(self.current, storage, "resize_")
 
     # -- reports -------------------------------------------------------------------------------------------------------
 
