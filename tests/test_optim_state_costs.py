@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullStateDictConfig, StateDictType
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.meter import NOISE, Meter, Peak, meter_available
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.test_optim_state import FSDP, adamw, assert_same, ours, train
@@ -108,9 +107,9 @@ def check_memory(uop: bool) -> None:
             saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=rank0_only)
         result = 2 * units * state if saved else 0
         # two parts are on their way at a time, and a part holds both states of such a small unit
-        assert peak.live - before <= result + 4 * state + NOISE, f"rank0_only={rank0_only}, rank {rank}"
+        assert peak.nbytes - before <= result + 4 * state + NOISE, f"rank0_only={rank0_only}, rank {rank}"
         if not saved:
-            assert peak.live - before <= 4 * state / dist.get_world_size() + 2 * NOISE, "a rank that only sends"
+            assert peak.nbytes - before <= 4 * state / dist.get_world_size() + 2 * NOISE, "a rank that only sends"
         del saved
 
     full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=True)
@@ -126,30 +125,7 @@ def check_memory(uop: bool) -> None:
         2 * units * state / dist.get_world_size(),
         2 * state / (1 if rank == 0 else dist.get_world_size()),
     )
-    assert peak.live - before <= ours_of_it + 2 * part + 2 * NOISE, f"handed out, rank {rank}"
-
-
-class Peak:
-    """The most bytes that were live whenever a tensor operation returned inside."""
-
-    def __init__(self, meter: Meter) -> None:
-        self.meter, self.live = meter, 0
-
-    def __enter__(self) -> Peak:
-        peak = self
-
-        class Watch(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                result = func(*args, **(kwargs or {}))
-                peak.live = max(peak.live, peak.meter.live())
-                return result
-
-        self.mode = Watch()
-        self.mode.__enter__()
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        self.mode.__exit__(*raised)
+    assert peak.nbytes - before <= ours_of_it + 2 * part + 2 * NOISE, f"handed out, rank {rank}"
 
 
 @pytest.mark.parametrize("uop", [False, True])

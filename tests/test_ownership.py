@@ -11,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import (
     FullyShardedDataParallel,
     shard_info,
 )
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness.meter import NOISE, Meter, meter_available
+from tests.harness.meter import NOISE, Meter, Peak, meter_available
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
 from tests.harness.sharded import full_parameters
@@ -379,22 +378,6 @@ def test_meta_device_keeps_ties(init: Any, use_orig_params: bool) -> None:
     assert model[0].weight is model[1].weight
 
 
-class PeakOf(TorchDispatchMode):
-    """The most bytes alive after any operation inside, beyond those at the start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        gc.collect()
-        self.meter = Meter()
-        self.base = self.meter.at_rest()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.nbytes = max(self.nbytes, self.meter.live() - self.base)
-        return result
-
-
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @both_modes
 @pytest.mark.parametrize("init", [None, constant_init], ids=["reset_parameters", "param_init_fn"])
@@ -407,14 +390,17 @@ def test_the_peak_from_the_meta_device_is_the_shards_and_one_unit(init: Any, use
 
     options: dict[str, Any] = {"process_group": StandIn(1, ranks), "use_orig_params": use_orig_params}
     options |= {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "param_init_fn": init}
-    with PeakOf():
+    meter = Meter()
+    with Peak(meter):
         build(on_meta(make), **options)  # fills the caches of what is called
     unit = (width + 1) * width * 4
     shards = count * unit // ranks
-    with PeakOf() as peak:
+    gc.collect()
+    base = meter.at_rest()
+    with Peak(meter) as peak:
         model = build(on_meta(make), **options)
-    assert shards < peak.nbytes <= shards + 2 * unit + 4 * NOISE
-    assert abs(peak.meter.live() - peak.base - shards) < 4 * NOISE
+    assert shards < peak.nbytes - base <= shards + 2 * unit + 4 * NOISE
+    assert abs(meter.live() - base - shards) < 4 * NOISE
     del model
 
 

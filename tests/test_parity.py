@@ -1,6 +1,7 @@
 """Training sharded gives what training plain gives: losses, gradients, parameters and optimizer state at every step.
 
-Every run of 5 steps, or of 10 where micro-batches add up, is compared at each step with two references:
+Every run of 4 steps is compared at each step with two references, and some of 10 steps, in which optimizers and
+micro-batches add up:
 
 * **The plain model in the same order of arithmetic** (`run_plain(order="ranks")`): each rank's batch by itself, the
   gradients summed in rank order and divided by the number of ranks.
@@ -95,6 +96,7 @@ class Run:
     shard_alignment: int = 1
     prefetch: str = "1 BACKWARD_PRE 1"  # distance in forward, kind and distance in backward
     mesh: str = ""  # of hybrid sharding: the number of replicas, and of the ranks that each is sharded over
+    steps: int = 4
 
     def __str__(self) -> str:
         mode = "originals" if self.use_orig_params else "flat"
@@ -104,6 +106,7 @@ class Run:
         words += [self.prefetch.replace(" ", "-")] * (self.prefetch != "1 BACKWARD_PRE 1") + [self.mesh] * bool(
             self.mesh
         )
+        words += [f"{self.steps}steps"] * (self.steps != 4)
         return "-".join(words)
 
     @property
@@ -187,14 +190,14 @@ def test_parity_however_the_model_is_cut_into_units(run: Run) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        Run(world_size, case, opt, strategy, mode, collectives, micro=3, reduce_each=each)
+        Run(world_size, case, opt, strategy, mode, collectives, micro=3, reduce_each=each, steps=steps)
         for each in (False, True)
-        for world_size, case, opt, strategy, mode, collectives in [
-            (1, "lora", "sgd", "FULL_SHARD", each, "auto"),
-            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto"),
-            (2, "segment-reentrant", "adamw", "FULL_SHARD", each, "auto"),
-            (2, "unused", "sgd", "NO_SHARD", not each, "auto"),
-            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct"),
+        for world_size, case, opt, strategy, mode, collectives, steps in [
+            (1, "lora", "sgd", "FULL_SHARD", each, "auto", 4),
+            (2, "tied-transformer", "adamw", "SHARD_GRAD_OP", not each, "auto", 10),
+            (2, "segment-reentrant", "adamw", "FULL_SHARD", each, "auto", 4),
+            (2, "unused", "sgd", "NO_SHARD", not each, "auto", 10),
+            (3, "used-twice", "sgd", "FULL_SHARD", each, "direct", 10),
         ]
     ],
     ids=str,
@@ -290,21 +293,18 @@ def compare(run: Run) -> None:
         steps = run_fsdp(
             ZOO[run.case],
             OPTIMIZERS[run.optimizer],
-            schedule(run.micro, run.reduce_each),
+            Schedule(run.steps, micro=run.micro, reduce_each=run.reduce_each),
             dtype=run.dtype,
             rank0_only=True,
             **options,
         )
     with_ddp = run.same_as_ddp or not run.same_order
-    ddp = ddp_steps(run.case, run.optimizer, run.micro, run.reduce_each, run.dtype) if with_ddp else []
+    schedule = (run.steps, run.micro, run.reduce_each)
+    ddp = ddp_steps(run.case, run.optimizer, *schedule, run.dtype) if with_ddp else []
     if dist.get_rank() == 0:
         compare_with_plain(run, steps)
         if with_ddp:
             compare_with_ddp(run, steps, ddp)
-
-
-def schedule(micro: int, reduce_each: bool) -> Schedule:
-    return Schedule(10 if micro > 1 else 5, micro=micro, reduce_each=reduce_each)
 
 
 @contextmanager
@@ -349,6 +349,7 @@ def plain_steps(
     case: str,
     optimizer: str,
     policy: str,
+    steps: int,
     micro: int,
     reduce_each: bool,
     order: Any,
@@ -357,17 +358,18 @@ def plain_steps(
 ) -> list[Step]:
     zeros = zero_grads(ZOO[case], policy)
     options = {"order": order, "dtype": dtype, "zero_grads": zeros, "shard_size": shard_size}
-    return run_plain(ZOO[case], OPTIMIZERS[optimizer], dist.get_world_size(), schedule(micro, reduce_each), **options)
+    schedule = Schedule(steps, micro=micro, reduce_each=reduce_each)
+    return run_plain(ZOO[case], OPTIMIZERS[optimizer], dist.get_world_size(), schedule, **options)
 
 
 @lru_cache(maxsize=2)
-def ddp_steps(case: str, optimizer: str, micro: int, reduce_each: bool, dtype: torch.dtype) -> list[Step]:
+def ddp_steps(case: str, optimizer: str, steps: int, micro: int, reduce_each: bool, dtype: torch.dtype) -> list[Step]:
     """Every rank asks for the same runs, so that a cached one is so on all."""
-    return run_ddp(ZOO[case], OPTIMIZERS[optimizer], schedule(micro, reduce_each), dtype=dtype)
+    return run_ddp(ZOO[case], OPTIMIZERS[optimizer], Schedule(steps, micro=micro, reduce_each=reduce_each), dtype=dtype)
 
 
 def compare_with_plain(run: Run, steps: list[Step]) -> None:
-    reference = (run.case, run.optimizer, run.policy, run.micro, run.reduce_each)
+    reference = (run.case, run.optimizer, run.policy, run.steps, run.micro, run.reduce_each)
     shard_size = int(run.mesh[-1]) if run.mesh else None
     plain = [parts_of(step) for step in plain_steps(*reference, "ranks", run.dtype, shard_size)]
     compare_steps([parts_of(step) for step in steps], plain, run.same_order, f"{run}, against the plain model by ranks")

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fsdp
@@ -30,7 +29,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.comm import host_memory, shared_memory
 from fsdp.tools.plan import _Tree, as_nbytes, main
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
-from tests.harness.meter import Meter, meter_available
+from tests.harness.meter import Meter, Peak, meter_available
 from tests.harness.models import EncoderBlock, TiedTransformer
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
@@ -126,19 +125,6 @@ class Stages(nn.Module):
         return x
 
 
-class _Watch(TorchDispatchMode):
-    """The most bytes that are held after some operation."""
-
-    def __init__(self, meter: Meter) -> None:
-        super().__init__()
-        self.meter, self.most = meter, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.most = max(self.most, self.meter.live())
-        return result
-
-
 def _received(log: CollectiveLog) -> tuple[int, int, int, int]:
     """Of a step on two ranks: bytes gathered and reduced, and the numbers of gathers and reductions."""
     gathers = [each for each in log.records if (each.label or "").startswith("gather ")]
@@ -161,10 +147,10 @@ def _hold(build: Callable[[], nn.Module], policy: Any, batch: Tensor, steps: int
     most = 0
     for step in range(steps):
         optimizer.zero_grad()
-        with _Watch(meter) as watch, record_collectives() as log:
+        with Peak(meter) as peak, record_collectives() as log:
             model(batch).float().sum().backward()
         if step >= 2:
-            most = max(most, watch.most)
+            most = max(most, peak.nbytes)
         if step < steps - 1:
             optimizer.step()
     state = [value.nbytes for values in optimizer.state.values() for value in values.values()]
@@ -202,7 +188,7 @@ def _compare(number: int) -> None:
             use_orig_params=orig,
             device="cpu",
         )
-        for strategy in {0: (FULL, GRAD_OP, NO_SHARD), 1: (FULL, NO_SHARD)}.get(number, (FULL, GRAD_OP)):
+        for strategy in ((FULL, GRAD_OP, NO_SHARD), (FULL, NO_SHARD), (FULL,), (FULL, GRAD_OP), (GRAD_OP,))[number]:
             found = _hold(build, policy, batch, sharding_strategy=strategy, **options)
             said, what = planned[strategy], f"{build.__name__}, {strategy.name}: "
             received = (said.gathered_nbytes, said.reduced_nbytes, said.gathers, said.reductions)

@@ -210,7 +210,7 @@ def measure(
 
     # The second model is measured: the first one fills the caches of everything that is called.
     with quiet.watching(), observed_by(note):
-        for steps in (1, 3):
+        for steps in (1, 2):
             gc.collect()
             base, patience, step = meter.at_rest(), 400 if steps > 1 else 0, "new"
             model = build(strategy, use_orig_params, distance)
@@ -313,7 +313,7 @@ def expect(strategy: ShardingStrategy, world_size: int, distance: int) -> dict[s
         strategy if is_sharded else NO_SHARD, world_size, distance, nbytes_of(net.blocks[0]), nbytes_of(net.head)
     )
     expected = {"new: built": f.shards}
-    for step in ("step 0", "step 1", "step 2", "unsynced", "unsynced again", "synced"):
+    for step in ("step 0", "step 1", "unsynced", "unsynced again", "synced"):
         ahead = 0 if step == "step 0" else distance
         accumulated = f.whole if step in ("unsynced again", "synced") else 0
         unsynced, kept = step.startswith("unsynced"), "sync" in step  # the last of each is measured
@@ -597,6 +597,7 @@ def test_what_is_registered(world_size: int, strategy: ShardingStrategy, use_ori
 
 
 STEM = 713
+STACKED = GATHERED + 1
 
 
 class Adapted(Block):
@@ -624,7 +625,7 @@ class Stack(nn.Module):
         self.shared, self.checkpointing, self.reentrant = shared, checkpointing, reentrant
         self.units = nn.ModuleList()
         impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-        for index in range(UNITS):
+        for index in range(STACKED):
             unit: nn.Module = Adapted(index) if kind == "adapted" else Block(index)
             if kind == "frozen":
                 unit.requires_grad_(False)
@@ -661,7 +662,7 @@ class Peak:
 
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)
 def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, use_orig_params: bool) -> list[Peak]:
-    """One for each of three steps, of which the first has no record. Looks at each gather by direct exchange."""
+    """One for each of two steps, of which the first has no record. Looks at each gather by direct exchange."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     meter = Meter()
     peaks: list[Peak] = []
@@ -685,7 +686,7 @@ def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, 
     dist.batch_isend_irecv = noting
     try:
         with observed_by(note):
-            for steps in (1, 3):  # the second model is measured, with the caches filled
+            for steps in (1, 2):  # the second model is measured, with the caches filled
                 fulls.clear()
                 peaks.clear()
                 gc.collect()
@@ -732,12 +733,12 @@ def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, 
         block: nn.Module = Adapted(0) if kind == "adapted" else Block(0)
         unit, root = nbytes_of(block), nbytes_of(nn.Linear(STEM, WIDTH))
         frozen = 0 if kind == "trained" else nbytes_of(Block(0))
-    shards, gradients = (root + UNITS * unit) // 2, (root + UNITS * (unit - frozen)) // 2
+    shards, gradients = (root + STACKED * unit) // 2, (root + STACKED * (unit - frozen)) // 2
     most = shards + root + GATHERED * unit
     for peaks in run_ranks(2, measure_peaks, kind, shared, checkpointing, reentrant, use_orig_params=reentrant):
         for step, peak in enumerate(peaks):
             what = f"step {step}"
-            assert peak.observations == (2 + (checkpointing != "none")) * UNITS, what
+            assert peak.observations == (2 + (checkpointing != "none")) * STACKED, what
             assert peak.units <= GATHERED, f"{what}: {peak.units} units at a time"
             assert peak.frozen_grads == 0, what
             assert abs(peak.at_rest - shards - gradients) <= NOISE, f"{what}: {peak.at_rest:,} bytes at rest"

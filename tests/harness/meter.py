@@ -18,8 +18,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NOISE = 64 * 1024  # bytes
 
@@ -48,6 +50,24 @@ def _shared_nbytes() -> int:
 
 def meter_available(device: str = "cpu") -> bool:
     return _mallinfo2 is not None if device == "cpu" else torch.cuda.is_available()
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that are held after any operation inside, of those that give new tensors."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self.meter, self.nbytes = meter, 0
+        self._gives_new: dict[Any, bool] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        gives_new = self._gives_new.get(func)
+        if gives_new is None:  # a view and what writes in place allocate nothing, and to ask takes long
+            gives_new = self._gives_new[func] = any(r.alias_info is None for r in func._schema.returns)
+        if gives_new:
+            self.nbytes = max(self.nbytes, self.meter.live())
+        return result
 
 
 class Delta:
@@ -85,7 +105,7 @@ class Meter:
         """
         lowest, since = self.live(), time.monotonic()
         while time.monotonic() - since < quiet:
-            time.sleep(0.004)
+            time.sleep(0.012)
             if (now := self.live()) < lowest:
                 lowest, since = now, time.monotonic()
         return lowest
