@@ -55,10 +55,11 @@ def train_here(options: list[str]) -> str:
     sys.path.pop(0)
     if not hasattr(train_gpt.read_standard_library, "cache_info"):
         train_gpt.read_standard_library = cache(train_gpt.read_standard_library)
-    printed = io.StringIO()
+    printed, sample = io.StringIO(), train_gpt.sample
     with (
         redirect_stdout(printed),
         mock.patch.object(sys, "argv", ["train_gpt.py", *options]),
+        mock.patch.object(train_gpt, "sample", lambda model, prompt, length, *rest: sample(model, prompt, 20, *rest)),
         mock.patch.object(train_gpt, "join_ranks", lambda: torch.device("cpu")),
         mock.patch.object(dist, "destroy_process_group"),
     ):

@@ -226,9 +226,13 @@ def delete_after(life: str, strategies: list[ShardingStrategy], use_orig_params:
 @pytest.mark.parametrize("life", LIVES)
 def test_deletion_frees_everything(life: str, use_orig_params: bool) -> None:
     """R49: without the garbage collector, whatever the model has been through."""
-    strategies = [STRATEGIES[use_orig_params], STRATEGIES[1 + (list(LIVES).index(life) + use_orig_params) % 2]]
-    assert run_ranks(2, delete_after, life, strategies, use_orig_params) == [[], []]
-    assert run_ranks(1, delete_after, life, [NO_SHARD], use_orig_params) == [[]]
+    turn = (list(LIVES).index(life) + use_orig_params) % 2
+    assert run_ranks(2, delete_after, life, [STRATEGIES[use_orig_params], STRATEGIES[1 + turn]], use_orig_params) == [
+        [],
+        [],
+    ]
+    if turn:
+        assert run_ranks(1, delete_after, life, [NO_SHARD], use_orig_params) == [[]]
 
 
 def outlived_by_its_graph(use_orig_params: bool) -> list[str]:
@@ -322,12 +326,12 @@ def test_two_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_ori
 
 
 def build_and_delete() -> tuple[list[int], bool]:
-    """Growth over the first six of 50 cycles, which are of all strategies and modes, and whether anything else grew."""
+    """Growth over the first six of 30 cycles, which are of all strategies and modes, and whether anything else grew."""
     meter = Meter()
     live = [meter.at_rest()]
     before = resources()
     with no_collection():
-        for cycle in range(50):
+        for cycle in range(30):
             model = build(STRATEGIES[cycle % 3], cycle % 2 > 0)
             train(model)
             del model

@@ -32,6 +32,9 @@ from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, re
 
 STRATEGIES = (FULL, GRAD_OP, NONE)
 MODES = [(strategy, use_orig_params) for strategy in STRATEGIES for use_orig_params in (False, True)]
+# Both modes of full sharding, and of the other strategies one each.
+SOME_MODES = [(FULL, False), (FULL, True), (GRAD_OP, True), (NONE, False)]
+OTHER_MODES = [(FULL, False), (FULL, True), (GRAD_OP, False), (NONE, True)]
 FULL_IN_EVAL = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"}
 WIDTH = 7
 
@@ -197,7 +200,7 @@ WRITERS: list[Callable[[list[nn.Parameter]], None]] = [by_copy, by_new_data, by_
 
 
 def write_every_way() -> None:
-    for strategy, use_orig_params in MODES:
+    for strategy, use_orig_params in SOME_MODES:
         pair = Pair(strategy, use_orig_params)
         for round in range(2):
             for writer in WRITERS:
@@ -274,7 +277,7 @@ def full_precision_in_eval() -> Iterator[None]:
 
 def switch_modes(seeds: int) -> None:
     with full_precision_in_eval():
-        for strategy, use_orig_params in MODES:
+        for strategy, use_orig_params in OTHER_MODES:
             for seed in range(seeds):
                 order = random.Random(f"{seed}/{strategy}").sample(STAGES * 2, 2 * len(STAGES))
                 if seed == 0:
@@ -513,8 +516,9 @@ def test_gradients_stay_in_the_compute_dtype(world_size: int) -> None:
 
 
 def step_at_once(offload: bool) -> None:
-    for strategy, use_orig_params in MODES:
-        for precision in (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(FP16, FP32, FP16)):
+    precisions = (MixedPrecision(BF16, buffer_dtype=BF16), MixedPrecision(FP16, FP32, FP16))
+    for number, (strategy, use_orig_params) in enumerate(MODES):
+        for precision in precisions if strategy is FULL else [precisions[(number + number // 2 + offload) % 2]]:
             pair = Pair(strategy, use_orig_params, precision, cpu_offload=CPUOffload(offload))
             with delay_collectives(seed=int(use_orig_params), max_ms=4.0):
                 for step in range(3):
