@@ -42,6 +42,7 @@ from fsdp.checkpoint.files import Disk
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
+from tests.harness.pairs import pairwise
 from tests.harness.pool import run_ranks
 from tests.harness.sharded import full_gradients, wrap
 from tests.test_state_dict import kind_of
@@ -178,9 +179,11 @@ def carried_on(root: str) -> None:
             target = goes_on if turn == len(kinds) - 1 else build(2, strategy, mode)
             carry(kind, run, target, f"{root}/{world_size}-{number}")
             assert_bit_equal(whole(*target), half, f"{kind}, {strategy}, use_orig_params={mode}")
+        later = 5 if through_a_directory(world_size, number) else 1
         for one in (run, goes_on):
-            train(*one, range(2, 7))
-        assert_bit_equal(whole(*goes_on), whole(*run), f"{kind}, {strategy}, use_orig_params={mode}, five steps later")
+            train(*one, range(2, 2 + later))
+        what = f"{kind}, {strategy}, use_orig_params={mode}, {later} steps later"
+        assert_bit_equal(whole(*goes_on), whole(*run), what)
         if rank == 0:
             torch.save(half, f"{root}/{world_size}-{number}.expected")
 
@@ -191,18 +194,21 @@ def through_a_directory(world_size: int, number: int) -> bool:
 
 
 def carried_over(root: str) -> None:
-    """What other numbers of ranks have saved, under other strategies and modes."""
+    """What other numbers of ranks have saved, under other strategies and modes: on one rank all of it, by turns two of
+    three such directories on 2 ranks, and the third on 4."""
+    here = dist.get_world_size()
     for there, number in itertools.product((1, 2, 3), range(len(WAYS))):
-        if not through_a_directory(there, number):
+        third = number // 2 == there % 3
+        if not through_a_directory(there, number) or (here == 2 and third) or (here == 4 and not third):
             continue
-        run = build(3, *WAYS[(number + there + dist.get_world_size()) % len(WAYS)])
+        run = build(3, *WAYS[(number // 2 + there + here) % len(WAYS)])
         load(f"{root}/{there}-{number}", *run)
         assert_bit_equal(whole(*run), torch.load(f"{root}/{there}-{number}.expected"), f"{there} ranks, {WAYS[number]}")
 
 
 def test_r40_any_run_goes_on_from_any_kind_of_state_as_if_nothing_had_been(tmp_path: Path) -> None:
     """R40: every kind of state with every strategy and in both modes on 2 ranks, by turns on others, bit for bit, and
-    five steps later; and from 1, 2 and 3 ranks to 1, 2 and 4."""
+    steps later, by turns five; and from 1, 2 and 3 ranks to 1, 2 and 4."""
     for world_size in (1, 2, 3, 4):
         run_ranks(world_size, carried_on, str(tmp_path), timeout=180)
     for world_size in (1, 2, 4):
@@ -271,20 +277,20 @@ def test_r48_state_after_a_failure_and_buffers_of_another_dtype(tmp_path: Path) 
 # -- at any time -------------------------------------------------------------------------------------------------------
 
 
-def everything_at(run: Run, root: str, turn: int, *, loads: bool) -> None:
-    """What there is to do with state, with two kinds of it by turns, and with no effect on values."""
+def everything_at(run: Run, root: str, kind: str, *, loads: bool) -> None:
+    """What there is to do with state of this kind, with no effect on values."""
     model, optimizer = run
-    kinds = list(KINDS)
-    for kind in (kinds[turn % len(kinds)], kinds[(turn + 2) % len(kinds)]):
-        with kind_of(model, "full"), FSDP.state_dict_type(model, *KINDS[kind]):
-            state = model.state_dict()
-            saved = FSDP.optim_state_dict(model, optimizer)
-            if loads:
-                model.load_state_dict({} if kind == "rank 0" and dist.get_rank() > 0 else state)
-            FSDP.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
-    save(root, model, optimizer, keep=1)
-    if loads:
-        load(root, model, optimizer)
+    if kind == "directory":
+        save(root, model, optimizer, keep=1)
+        if loads:
+            load(root, model, optimizer)
+        return
+    with kind_of(model, "full"), FSDP.state_dict_type(model, *KINDS[kind]):
+        state = model.state_dict()
+        saved = FSDP.optim_state_dict(model, optimizer)
+        if loads:
+            model.load_state_dict({} if kind == "rank 0" and dist.get_rank() > 0 else state)
+        FSDP.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
 
 
 def refused(model: nn.Module, root: str) -> None:
@@ -297,9 +303,12 @@ def refused(model: nn.Module, root: str) -> None:
                     attempt()
 
 
-def interrupted(root: str, ways: list[tuple[ShardingStrategy, bool]]) -> None:
-    """One accumulation over three backwards, and the step; with and without everything in between."""
-    for number, (strategy, mode) in enumerate(ways):
+def interrupted(root: str, numbers: Sequence[int]) -> None:
+    """One accumulation over three backwards, and the step; with and without everything in between: at each place
+    another kind of state in each of the ways."""
+    kinds = [*KINDS, "directory"]
+    for number in numbers:
+        strategy, mode = WAYS[number]
         results = []
         for disturbed in (False, True):
             run = build(1, strategy, mode)
@@ -319,7 +328,8 @@ def interrupted(root: str, ways: list[tuple[ShardingStrategy, bool]]) -> None:
                     if "middle" in place:
                         refused(run[0], root)
                     else:  # before a backward, that would refuse what was loaded
-                        everything_at(run, root, turn + len(reached), loads="before backward" not in place)
+                        kind = kinds[(turn + len(reached)) % len(kinds)]
+                        everything_at(run, root, kind, loads="before backward" not in place)
 
             def in_backward(grad: Tensor, at: Callable[..., None] = at) -> None:
                 at("the middle of a unit's backward")
@@ -353,8 +363,8 @@ def interrupted(root: str, ways: list[tuple[ShardingStrategy, bool]]) -> None:
 
 def test_r42_state_in_the_middle_of_anything(tmp_path: Path) -> None:
     """R42: refused while a unit runs; anywhere else in an accumulation values are exact and gradients stay."""
-    for world_size, ways in ((1, WAYS[5:]), (2, [WAYS[0], *WAYS[2:4]]), (3, [WAYS[1], WAYS[4]])):
-        run_ranks(world_size, interrupted, str(tmp_path / str(world_size)), ways, timeout=180)
+    for world_size, numbers in ((1, (5,)), (2, (0, 2, 3)), (3, (1, 4))):
+        run_ranks(world_size, interrupted, str(tmp_path / str(world_size)), numbers, timeout=180)
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -414,7 +424,11 @@ def quoted(text: str, after: str) -> set[str]:
 
 
 def renamed_keys() -> None:
-    for mode, kind in itertools.product((False, True), ("full", "sharded", "ragged", "rank 0")):
+    kinds = ("full", "sharded", "ragged", "rank 0")
+    added_by_others = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+    places = ("", "blocks.0.", "blocks.1.")  # the last one is wrapped for checkpointing
+    cases = pairwise((False, True), kinds, added_by_others, places)
+    for (mode, kind), of_these in itertools.groupby(cases, key=lambda case: case[:2]):
         model, _ = build(1, STRATEGIES[0], mode)
         other, _ = build(2, STRATEGIES[0], mode)
         with kind_of(model, "full"):
@@ -423,17 +437,14 @@ def renamed_keys() -> None:
             good = other.state_dict()
             if kind == "rank 0" and dist.get_rank() > 0:
                 good = {}
-            for added in ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."):
-                for place in ("", "blocks.0.", "blocks.1."):  # the last one is wrapped for checkpointing
-                    renamed = {
-                        f"{place}{added}{k.removeprefix(place)}" if k.startswith(place) else k: k for k in before
-                    }
-                    state = {new: good[old] for new, old in renamed.items() if old in good}
-                    with pytest.raises(RuntimeError) as caught:
-                        model.load_state_dict(state)
-                    wrong = {new: old for new, old in renamed.items() if new != old}
-                    assert quoted(str(caught.value), "Unexpected key(s) in") == set(wrong), (kind, added, place)
-                    assert quoted(str(caught.value), "Missing key(s) in") == set(wrong.values()), (kind, added, place)
+            for _, _, added, place in of_these:
+                renamed = {f"{place}{added}{k.removeprefix(place)}" if k.startswith(place) else k: k for k in before}
+                state = {new: good[old] for new, old in renamed.items() if old in good}
+                with pytest.raises(RuntimeError) as caught:
+                    model.load_state_dict(state)
+                wrong = {new: old for new, old in renamed.items() if new != old}
+                assert quoted(str(caught.value), "Unexpected key(s) in") == set(wrong), (kind, added, place)
+                assert quoted(str(caught.value), "Missing key(s) in") == set(wrong.values()), (kind, added, place)
         with kind_of(model, "full"):
             assert_bit_equal(model.state_dict(), before)
 
@@ -467,6 +478,8 @@ def one_rank_differs(root: str) -> None:
         before = whole(*run)
         # model state: a parameter that only some ranks would load
         for kind, without in itertools.product(("full", "sharded"), (0, 1, 2)):
+            if (kind == "full") == (without % 2 == mode):  # by turns
+                continue
             with FSDP.state_dict_type(model, *KINDS[kind]), FSDP.state_dict_type(other, *KINDS[kind]):
                 state = {
                     k: v for k, v in other.state_dict().items() if rank != without or not k.endswith("linear.bias")

@@ -209,8 +209,9 @@ def trained(seed: int = 0, *, uop: bool = True, **options: Any) -> tuple[Any, An
     return model, adamw(model.parameters()) if seed else train(adamw(model.parameters()))
 
 
-def save_there(root: str) -> None:
-    for number, options in enumerate(meshes().values()):
+def save_there(root: str, ways: int | None = None) -> None:
+    """In each way, or in the first ones."""
+    for number, options in enumerate(list(meshes().values())[:ways]):
         model, optimizer = trained(uop=number % 2 == 0, **options)
         quiet(torch_dcp.save, parts(model, optimizer, False), checkpoint_id=f"{root}/torch {number}")
         checkpoint.save(f"{root}/ours {number}", model, optimizer, progress=False)
@@ -253,13 +254,15 @@ def test_what_was_saved_on_a_mesh_loads_on_any_other(tmp_path: Path, there: int,
 
 
 def check_exchange() -> None:
-    """Sharded values go over as they are, whatever ranks have them."""
+    """Sharded values go over as they are, whatever ranks have them: of any two ways from one to the other."""
     ways = {**meshes(), "row": {"device_mesh": mesh_of((4,))}, "no mesh": {}}
     for number, (there, options) in enumerate(ways.items()):
         model, optimizer = trained(uop=number % 2 == 0, **options)
         state = quiet(model_state, FSDP, model, "SHARDED_STATE_DICT")
         states = quiet(save, FSDP, model, optimizer, "SHARDED_STATE_DICT")
-        for here, own in ways.items():
+        for index, (here, own) in enumerate(ways.items()):
+            if (index - number) % len(ways) not in (1, 2, 3):
+                continue
             uop = (number + len(here)) % 2 == 0
             model, optimizer = trained(1, uop=uop, **own)
             quiet(load_model, FSDP, model, "SHARDED_STATE_DICT", state)
@@ -280,8 +283,8 @@ def fully_sharded(mesh: DeviceMesh, seed: int = 0) -> nn.Module:
 
 
 def check_successor(root: str) -> None:
-    """Values of `fully_shard` on a mesh are ours on that mesh, and go over as they are."""
-    for way, options in meshes().items():
+    """Values of `fully_shard` on a mesh are ours on that mesh, and go over as they are; files do on one of several."""
+    for number, (way, options) in enumerate(meshes().items()):
         mesh = options.get("device_mesh")
         if mesh is None:
             continue
@@ -289,6 +292,8 @@ def check_successor(root: str) -> None:
         load_model(FSDP, model, "SHARDED_STATE_DICT", theirs.state_dict())
         for param, expected in zip(model.parameters(), ours(True, module=row_major(), **options).parameters()):
             assert torch.equal(param, expected), way
+        if number > 0 and dist.get_world_size() == 4:
+            continue
         checkpoint.save(f"{root}/{way}", model, train(optimizer), progress=False)
         other = fully_sharded(mesh, 1)
         other_optimizer = adamw(other.parameters())
@@ -327,12 +332,13 @@ def clients_load(folder: str, uop: bool, names: list[str]) -> None:
 
 @pytest.mark.parametrize("uop", [False, True])
 def test_trainers_get_back_what_they_saved_of_replicas(tmp_path: Path, uop: bool) -> None:
-    """clients.md, section 5: their calls as they are without a mesh; or, by turns, without replicas and at another
-    number of ranks. What needs local state dicts cannot have a mesh."""
-    names = [name for name, recipe in RECIPES.items() if uop in recipe.modes and recipe.resharded]
+    """clients.md, section 5: their calls as they are without a mesh, each of them in one mode; and, by turns, to
+    replicas again or without them at another number of ranks. What needs local state dicts cannot have a mesh."""
+    both = [name for name, recipe in RECIPES.items() if len(recipe.modes) == 2 and recipe.resharded]
+    names = [name for name in RECIPES if name in both[uop::2] or RECIPES[name].modes == (uop,)]
     run_ranks(4, clients_save, str(tmp_path), uop, names)
-    run_ranks(4, clients_load, str(tmp_path), uop, names[uop::2])
-    run_ranks(3, clients_load, str(tmp_path), uop, names[not uop :: 2])
+    run_ranks(4, clients_load, str(tmp_path), uop, names[::2])
+    run_ranks(3, clients_load, str(tmp_path), uop, names[1::2])
 
 
 def check_torchs_functions(root: str) -> None:
@@ -378,7 +384,7 @@ def written(directory: Path) -> dict[int, int]:
 def test_replicas_write_everything_once_and_share_the_work(tmp_path: Path) -> None:
     """As many bytes as without replicas."""
     for ranks, way in ((2, "two"), (4, "four")):
-        run_ranks(ranks, save_there, str(tmp_path / way))
+        run_ranks(ranks, save_there, str(tmp_path / way), 1)
     for storage in ("torch", "ours"):
         one, several = written(tmp_path / "two" / f"{storage} 0"), written(tmp_path / "four" / f"{storage} 0")
         assert sum(several.values()) < 1.1 * sum(one.values())
@@ -387,7 +393,7 @@ def test_replicas_write_everything_once_and_share_the_work(tmp_path: Path) -> No
 
 def check_from_rank_0() -> None:
     rank = dist.get_rank()
-    for options, uop in itertools.product(meshes().values(), (False, True)):
+    for options, uop in zip(meshes().values(), itertools.cycle((False, True))):
         expected, expected_optimizer = trained(uop=uop, **options)
         full = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
         saved = get_state_dict(expected, expected_optimizer, options=full)

@@ -212,10 +212,11 @@ def test_fd25_call_on_one_rank(reduce_unused: bool) -> None:
 
 @impatient
 def fail_alike(reduce_unused: bool) -> list[str]:
-    """Each kind of failure on all ranks, each kind of call after it, and then the next steps, which are right."""
+    """Each kind of failure on all ranks, in one of the passes, each kind of call after it, and the next steps, which are
+    right."""
     done = []
     for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
-        for backward in (False, True):
+        for backward in (isinstance(error, KeyboardInterrupt) != reduce_unused,):
             torch.manual_seed(0)
             plain = Chain(UNEQUAL)
             model = build(copy.deepcopy(plain), new_group(), reduce_unused=reduce_unused, use_orig_params=True)
@@ -256,7 +257,7 @@ def fail_alike(reduce_unused: bool) -> list[str]:
 def test_fd21_calls_after_a_failure_of_all_ranks(reduce_unused: bool) -> None:
     """FD21: the emergency save, and everything else, works after what all ranks failed at."""
     for done in run_ranks(2, fail_alike, reduce_unused):
-        assert done == 4 * list(CALLS)
+        assert done == 2 * list(CALLS)
 
 
 @impatient
@@ -534,10 +535,12 @@ BEFORE_ANOTHER = [
 
 @impatient
 def begin_another(way: str) -> list[str]:
-    """The situations after which a new model on the same group does not train as one on a fresh group does."""
+    """The situations after which a new model on the same group does not train as one on a fresh group does; all of them
+    where the ranks choose the way, and by turns where it is given."""
     os.environ["FSDP_COLLECTIVES"] = way
     found, expected = list[str](), three_steps(new_model(new_group()))
-    for odd, synchronized in BEFORE_ANOTHER:
+    turns = {"auto": BEFORE_ANOTHER, "native": BEFORE_ANOTHER[::2], "direct": BEFORE_ANOTHER[1::2]}
+    for odd, synchronized in turns[way]:
         group = new_group(12.0)
         model = new_model(group)
         with contextlib.suppress(RuntimeError):

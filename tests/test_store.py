@@ -120,7 +120,12 @@ def save_everywhere(root: str) -> None:
 
 
 def load_everywhere(root: str) -> None:
+    """All on one rank; two of three on 2 ranks, by turns, and the third on 4."""
+    here = dist.get_world_size()
     for world_size, number in itertools.product((1, 2, 3), range(len(WAYS))):
+        third = (world_size + number) % 3 == 0
+        if (here == 2 and third) or (here == 4 and not third):
+            continue
         strategy, mode = WAYS[number]
         model = rich(100, strategy, not mode, nested=number % 2 == 1)
         extras = load(f"{root}/{world_size}-{number}", model)
