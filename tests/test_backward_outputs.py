@@ -167,7 +167,7 @@ def _outputs() -> None:
     for number, kind in enumerate(PACKS):
         build = seeded(PackedModel, kind)
         reference = Reference(build, _packed_program(kind))
-        for mode in by_turns(number):
+        for mode in by_turns(number)[: 2 + (number % 3 == 0)]:
             reference.check(wrapped(build, mode, PackedBlock), f"{kind}, {describe(mode)}")
 
 
@@ -303,7 +303,7 @@ def _in_place() -> None:
     for number, how in enumerate(IN_PLACE):
         build = seeded(InPlaceModel, how)
         reference = Reference(build, _two_inputs)
-        for mode in by_turns(number):
+        for mode in by_turns(number)[: 2 + (number % 3 == 0)]:
             reference.check(wrapped(build, mode, InPlace), f"{how}, {describe(mode)}")
 
 

@@ -25,6 +25,7 @@ from fsdp.fully_sharded_data_parallel import _get_grad_norm
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import MlpBlock
 from tests.harness.oracle import assert_bit_equal, clean_name
+from tests.harness.pairs import pairwise
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
@@ -299,24 +300,22 @@ def test_r12_one_rank_without_a_number() -> None:
 
 
 def one_rank_without_a_number() -> None:
-    for kind, orig in (("sharded", True), ("sharded", False), ("mixed", True)):
-        model = tree(kind, orig)
-        for bad in (math.nan, math.inf, -math.inf):
-            for p in (1.0, 2.0, math.inf):
-                for culprit in (0, 2):
-                    model.zero_grad()
-                    backward(model)
-                    if dist.get_rank() == culprit:
-                        part = model.first._fsdp_unit.views[0].grad_parts()[-1]
-                        part[-1] = bad
-                    before = local_gradients(model)
-                    with pytest.raises(RuntimeError, match=r"the total norm of order .* is (nan|inf), so they cannot"):
-                        model.clip_grad_norm_(1.0, p, error_if_nonfinite=True)
-                    assert_bit_equal(local_gradients(model), before)
-                    norm = model.clip_grad_norm_(1.0, p)
-                    assert math.isnan(norm) if math.isnan(bad) else math.isinf(norm), (kind, orig, bad, p)
-                    ranks_agree(norm)
-                    padding_is_zero(model)
+    trees = {way: tree(*way) for way in (("sharded", True), ("sharded", False), ("mixed", True))}
+    for way, bad, p, culprit in pairwise([*trees], (math.nan, math.inf, -math.inf), (1.0, 2.0, math.inf), (0, 2)):
+        model = trees[way]
+        model.zero_grad()
+        backward(model)
+        if dist.get_rank() == culprit:
+            part = model.first._fsdp_unit.views[0].grad_parts()[-1]
+            part[-1] = bad
+        before = local_gradients(model)
+        with pytest.raises(RuntimeError, match=r"the total norm of order .* is (nan|inf), so they cannot"):
+            model.clip_grad_norm_(1.0, p, error_if_nonfinite=True)
+        assert_bit_equal(local_gradients(model), before)
+        norm = model.clip_grad_norm_(1.0, p)
+        assert math.isnan(norm) if math.isnan(bad) else math.isinf(norm), (way, bad, p)
+        ranks_agree(norm)
+        padding_is_zero(model)
 
 
 # -- what counts, and how often --------------------------------------------------------------------------------------

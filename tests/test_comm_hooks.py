@@ -80,7 +80,8 @@ def test_a_hook_with_the_native_arithmetic_changes_no_bit(world_size: int) -> No
 
 def native_arithmetic() -> None:
     os.environ["FSDP_COLLECTIVES"] = "native"
-    for strategy, orig in MODES:
+    by_turns = [MODES[0], MODES[3], MODES[4]]
+    for strategy, orig in MODES if dist.get_world_size() == 2 else by_turns:
         what = f"{strategy.name}, use_orig_params={orig}"
         models = [wrap(CASE, strategy, orig) for _ in range(2)]
         optimizers = [adamw(model.parameters()) for model in models]

@@ -212,8 +212,8 @@ def test_fd25_call_on_one_rank(reduce_unused: bool) -> None:
 
 @impatient
 def fail_alike(reduce_unused: bool) -> list[str]:
-    """Each kind of failure on all ranks, in one of the passes, each kind of call after it, and the next steps, which are
-    right."""
+    """Each kind of failure on all ranks, in one of the passes, each kind of call after it, and then the next steps,
+    which are right."""
     done = []
     for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
         for backward in (isinstance(error, KeyboardInterrupt) != reduce_unused,):
