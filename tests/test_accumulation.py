@@ -592,7 +592,7 @@ def _memory() -> None:
     meter = Meter()
     world_size = dist.get_world_size()
     x = torch.randn(2, 601)
-    for mode in MODES:
+    for mode in [*MODES[:2], MODES[3], MODES[4]]:
         model = wrapped(mode, Wide)
         params = list(model.parameters())
         full = sum(4 * b.layout.numel for u in fsdp.shard_info(model) for b in u.buckets)

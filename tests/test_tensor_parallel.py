@@ -571,7 +571,7 @@ def check_odd_state(path: Path, dp: DeviceMesh, tp: DeviceMesh) -> None:
     plain = Odd(tp)
     values = {name: whole(param) for name, param in plain.named_parameters()}
     alike: Any = {"sharding_strategy": ShardingStrategy.NO_SHARD}
-    for uop, options in ((True, {}), (False, alike)):
+    for uop, options in itertools.product((False, True), ({}, alike)):
         model, noise = (FSDP(Odd(tp), device_mesh=dp, use_orig_params=uop, **options) for _ in range(2))
         like(state_of(FSDP, model, "FULL_STATE_DICT")["weight"], values["weight"], "odd sizes")
         files = path / f"{uop}, {len(options)}"
