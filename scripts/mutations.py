@@ -3454,7 +3454,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/nodes.py",
-        "    if not all(is_registered(group) for group in _node_groups.get(world, (None,))):\n",
+        "    if not made or not all(map(is_registered, made[-1])):\n",
         "    if True:\n",
         "every tree has groups of its own",
         _tests("hybrid", "groups_by_machine"),
@@ -3468,8 +3468,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/nodes.py",
-        "dist.new_group(list(ranks), timeout, backend) for",
-        "dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True) for",
+        '    own_name: Any = f"{group.group_name}, {name}, from rank {ranks[0]}"\n',
+        '    own_name: Any = f"{group.group_name}, {c10d._world.group_count}, from rank {ranks[0]}"\n',
         "ranks that know different numbers of groups wait for each other under different names",
         _tests("hybrid", "groups_by_machine"),
     ),

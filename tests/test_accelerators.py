@@ -430,6 +430,7 @@ def save_beside_an_accelerator(path: str) -> list[str]:
     with (
         mock.patch.object(streams, "on_device", on_device),
         mock.patch.object(save_module, "streams_for", return_value=streams),
+        mock.patch.object(save_module, "default_device", return_value=torch.device("cpu")),
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", fails),
     ):

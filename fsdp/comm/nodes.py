@@ -26,7 +26,8 @@ def node_groups(world: Any) -> tuple[Any, Any]:
     Raises:
         ValueError: on every rank, if the machines have different numbers of ranks, or the last one too few.
     """
-    if not all(is_registered(group) for group in _node_groups.get(world, (None,))):
+    made = _node_groups.setdefault(world, [])
+    if not made or not all(map(is_registered, made[-1])):
         size, here = world.size(), _ranks_here(world)
         prepare([world], default_device(), "a model with hybrid sharding")
         if Vote(here, world, default_device(), "agree on the ranks of a machine").result() is None or size % here:
@@ -37,8 +38,9 @@ def node_groups(world: Any) -> tuple[Any, Any]:
             )
         machines = [range(first, first + here) for first in range(0, size, here)]
         places = [range(place, size, here) for place in range(here)]
-        _node_groups[world] = _among(machines, world, "machine"), _among(places, world, "place")
-    return _node_groups[world]
+        again = _again(made)
+        made.append((_among(machines, world, f"machine{again}"), _among(places, world, f"place{again}")))
+    return made[-1]
 
 
 def _ranks_here(world: Any) -> int:
@@ -62,25 +64,25 @@ def nearby_group(group: Any, count: int) -> Any:
             )
         ranks = group_ranks(group)
         parts = [ranks[first : first + count] for first in range(0, len(ranks), count)]
-        made.append(_among(parts, group, f"reshard over {count}" + f", number {len(made)}" * bool(made)))
+        made.append(_among(parts, group, f"reshard over {count}{_again(made)}"))
     return made[-1]
 
 
 def _among(parts: Sequence[Sequence[int]], group: Any, name: str) -> Any:
     """The one of ``parts`` of ``group``'s ranks that has this rank, as a group; all ranks of ``group`` have to come.
 
-    Where these are not all ranks, ``name`` keeps the group's connections apart from those of others: what
-    ``new_group`` calls a group that only its own ranks make depends on how many groups each of them knows.
+    ``name``, another one each time, keeps the group's connections apart from those of others: what ``new_group`` calls
+    a group depends on how many each of its ranks knows, some of which others may not have made.
 
     Raises:
         NotImplementedError: some ranks do not come, and the default group's communicator would have to be split.
     """
     c10d, default, rank = dist.distributed_c10d, default_group(), dist.get_rank()
     backend, timeout = dist.get_backend_config(group), group_timeout(group)
-    if group.size() == default.size():
-        made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
-        return next(each for each, ranks in zip(made, parts, strict=True) if rank in ranks)
-    if default.bound_device_id is not None:
+    if default.bound_device_id is not None:  # its communicator is split, by all ranks
+        if group.size() == default.size():
+            made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
+            return next(each for each, ranks in zip(made, parts, strict=True) if rank in ranks)
         raise NotImplementedError(
             f"{name}: not all ranks take part, and a default group that is bound to a device makes no groups without "
             "all; call init_process_group() without device_id, or shard over all ranks"
@@ -100,5 +102,10 @@ def _among(parts: Sequence[Sequence[int]], group: Any, name: str) -> Any:
     return made_here
 
 
-_node_groups: weakref.WeakKeyDictionary[Any, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+def _again(made: Sequence[Any]) -> str:
+    """What the next group is called, besides: a store remembers the earlier ones, which have been destroyed."""
+    return f", number {len(made)}" if made else ""
+
+
+_node_groups: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 _nearby_groups: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = weakref.WeakKeyDictionary()

@@ -48,13 +48,15 @@ def main() -> None:
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=group_timeout)
     )
     connection.send(Returned(pickle.dumps(None), (0,), 0))
+    jobs = 0
     while True:
         try:
             job = connection.recv_bytes()
         except EOFError:
             os._exit(0)
         if job == TIDY_UP:
-            _tidy_up()
+            jobs += 1
+            _tidy_up(jobs)
         else:
             connection.send(_answer(job))
 
@@ -92,8 +94,9 @@ def _collectives() -> tuple[int, ...]:
     return group._get_sequence_number_for_group(), *posted
 
 
-def _tidy_up() -> None:
-    """End the groups that the last job has made, when no rank is in their last collective any more.
+def _tidy_up(jobs: int) -> None:
+    """End the groups that the last of so many jobs has made, when no rank is in their last collective any more. Those
+    of the next job have the same names on all ranks, also where some have made groups of their own.
 
     Gloo's threads of a group wake up a hundred times a second until nothing refers to it. Its mesh does, and caches of
     DTensor refer to meshes for ever.
@@ -105,6 +108,7 @@ def _tidy_up() -> None:
         gc.collect()  # quick: what the template has imported is not looked at
         for mesh in [one for one in gc.get_objects() if type(one) is DeviceMesh]:
             vars(mesh).get("_pg_registry", {}).clear()
+    dist.distributed_c10d._world.group_count = 1000 * jobs
 
 
 @contextmanager
