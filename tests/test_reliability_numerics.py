@@ -226,7 +226,7 @@ def train_and_compare_norms() -> int:
     """The number of this rank's elements of padding."""
     os.environ["FSDP_COLLECTIVES"] = "direct"
     case, schedule = ZOO["mlp"], Schedule(10)
-    for optimizer in OPTIMIZERS:
+    for optimizer in OPTIMIZERS if dist.get_world_size() == 2 else [*OPTIMIZERS][dist.get_world_size() % 2 :][:1]:
         train_checking_padding(case, optimizer, "FULL_SHARD", False, f"mlp {optimizer}")
     model = wrap(case)
     buckets = buckets_of(model)
