@@ -228,14 +228,14 @@ def everywhere(check: Callable[..., None], *args: Any) -> None:
 
     With three ranks the plain model's bits need sums in rank order: a direct exchange has it, an all-reduce has not.
     There FULL_SHARD is enough: what is special about three is how parameters are cut. On one rank nothing is sharded.
-    On two, the other strategies have one mode each, which differs from check to check.
+    Full sharding on two ranks has both modes. All else has one, which differs from check to check.
     """
     if dist.get_world_size() > 2:
         os.environ["FSDP_COLLECTIVES"] = "direct"
     turn = len(check.__name__) % 2 == 0
-    modes = [Mode(FULL_SHARD, False), Mode(FULL_SHARD, True)]
+    modes = [Mode(FULL_SHARD, turn if dist.get_world_size() > 2 else not turn)]
     if dist.get_world_size() == 2:
-        modes += [Mode(SHARD_GRAD_OP, turn), Mode(NO_SHARD, not turn)]
+        modes += [Mode(FULL_SHARD, turn), Mode(SHARD_GRAD_OP, turn), Mode(NO_SHARD, not turn)]
     for mode in modes:
         try:
             check(mode, *args)
@@ -529,7 +529,7 @@ def test_offloaded_where_the_parameters_are_on_the_cpu() -> None:
 
 
 def _with_grads(mode: Mode) -> None:
-    if mode == Mode(FULL_SHARD, False):
+    if mode == Mode(FULL_SHARD, False) and dist.get_world_size() == 2:
         return
     mode = mode._replace(use_orig_params=True)  # only there gradients are shown
     rank, sharded = dist.get_rank(), mode.strategy is not NO_SHARD and dist.get_world_size() > 1

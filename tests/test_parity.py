@@ -5,7 +5,7 @@ micro-batches add up:
 
 * **The plain model in the same order of arithmetic** (`run_plain(order="ranks")`): each rank's batch by itself, the
   gradients summed in rank order and divided by the number of ranks.
-* **DDP**, which divides before it sums.
+* **DDP**, which divides before it sums, in runs of the usual units, alignment, prefetching and mesh.
 
 *Bit for bit* where the engine's order is theirs. It is the plain model's
 
@@ -36,7 +36,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from unittest import mock
@@ -298,7 +298,8 @@ def compare(run: Run) -> None:
             rank0_only=True,
             **options,
         )
-    with_ddp = run.same_as_ddp or not run.same_order
+    usual = replace(run, policy="blocks", shard_alignment=1, prefetch=Run.prefetch, mesh="") == run
+    with_ddp = usual and (run.same_as_ddp or not run.same_order)
     schedule = (run.steps, run.micro, run.reduce_each)
     ddp = ddp_steps(run.case, run.optimizer, *schedule, run.dtype) if with_ddp else []
     if dist.get_rank() == 0:

@@ -130,13 +130,21 @@ class Quiet:
 # -- the model -----------------------------------------------------------------------------------------------------
 
 
+class Filled(nn.Linear):
+    """Random numbers for as many elements take longer than a step."""
+
+    def reset_parameters(self) -> None:
+        for parameter in self.parameters():
+            nn.init.constant_(parameter, 0.01)
+
+
 class Block(nn.Module):
     """Two layers and a parameter of one element, observed between the layers in forward and in backward."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
         self.index = index
-        self.first, self.second = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.first, self.second = Filled(WIDTH, HIDDEN), Filled(HIDDEN, WIDTH)
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, *more: Tensor) -> Tensor:
@@ -154,7 +162,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(index) for index in range(UNITS)))
-        self.head = nn.Linear(WIDTH, 2300)  # larger than two units: the pool never keeps its block
+        self.head = Filled(WIDTH, 2300)  # larger than two units: the pool never keeps its block
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(x))
@@ -621,7 +629,7 @@ class Stack(nn.Module):
 
     def __init__(self, kind: str, shared: bool, checkpointing: str, reentrant: bool, use_orig_params: bool) -> None:
         super().__init__()
-        self.stem = nn.Linear(STEM, WIDTH)
+        self.stem = Filled(STEM, WIDTH)
         self.shared, self.checkpointing, self.reentrant = shared, checkpointing, reentrant
         self.units = nn.ModuleList()
         impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT

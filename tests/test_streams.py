@@ -353,11 +353,13 @@ SETTINGS = (
 
 
 def parts_of(setting: Setting) -> list[Part]:
-    """All of them with one setting of full sharding and one with replicas. The others take them by turns: those of
-    full sharding each a sixth, of other strategies a third."""
-    turn = [other for other in SETTINGS if other.strategy is setting.strategy].index(setting)
-    whole = turn == 0 and setting.strategy in (FULL_SHARD, HYBRID_SHARD)
-    turns = 6 if setting.strategy is FULL_SHARD else 3
+    """All of them with one setting of full sharding. The others take them by turns: those of full sharding each a
+    sixth, the two with replicas a half, of other strategies a third."""
+    replicated = (HYBRID_SHARD, ZERO2)
+    alike = replicated if setting.strategy in replicated else (setting.strategy,)
+    turn = [other for other in SETTINGS if other.strategy in alike].index(setting)
+    whole = turn == 0 and setting.strategy is FULL_SHARD
+    turns = 6 if setting.strategy is FULL_SHARD else 2 if alike is replicated else 3
     return [part for place, part in enumerate(PARTS) if whole or (place + turn) % turns == 0]
 
 
@@ -746,6 +748,8 @@ def trace_offloaded(strategy: ShardingStrategy, use_orig_params: bool, broken: s
         with tracer.on_host(tracer.compute.clock):
             pass
         for step in range(4):
+            if tracer.races:
+                break
             training.loss().backward()
             training.loss().backward()  # added to what is there
             update(training.optimizer.step)
