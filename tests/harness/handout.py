@@ -22,6 +22,7 @@ import pytest
 
 from tests.harness import template
 
+COMPILER = "torch._inductor.compile_fx"  # imported by a few files' ranks each, which takes them a second
 SERIAL = "serial"  # the marker, and what ends the name of a part that holds such tests
 
 
@@ -67,7 +68,7 @@ class Handout:
     def pytest_collection(self) -> None:
         pool = sys.modules.get("tests.harness.pool")
         if pool is not None:  # a `conftest` has imported it: these are tests with ranks
-            pool.start_templates()  # they import beside the collection
+            pool.start_templates(also=[COMPILER])  # they import beside the collection
             self._at_end = pool.end_templates
 
     @pytest.hookimpl(tryfirst=True)

@@ -123,20 +123,22 @@ def _path() -> str:
 
 
 _templates: dict[int, Template] = {}
+_also_imported: list[str] = []
 
 
 def _template(number: int) -> Template:
     template = _templates.get(number)
     if template is None or not template.alive:
         template = _templates[number] = Template(
-            ["-m", Template.__module__],
+            ["-m", Template.__module__, *_also_imported],
             {**os.environ, "PYTHONPATH": _path(), "PYTHONHASHSEED": "random", "OMP_NUM_THREADS": "1"},
         )
     return template
 
 
-def start_templates(count: int = TEMPLATES) -> None:
-    """They import side by side."""
+def start_templates(count: int = TEMPLATES, *, also: Sequence[str] = ()) -> None:
+    """They import side by side, and these modules, too."""
+    _also_imported.extend(also)
     for number in range(min(count, TEMPLATES)):
         _template(number)
 
