@@ -120,8 +120,11 @@ class GPT(nn.Module):
 def read_standard_library() -> tuple[Tensor, Tensor]:
     """The standard library's sources as two uint8 vectors: text to train on, and every tenth file, held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"test", "tests", "site-packages", "dist-packages"}
-    files = sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))
+    skipped, files = {"test", "tests", "site-packages", "dist-packages"}, list[Path]()
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in skipped]  # and nothing below them
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    files.sort()
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for i, path in enumerate(files):
         parts[i % 10 == 9].append(path.read_bytes())
