@@ -432,7 +432,8 @@ def test_bench_scale_measures_many_ranks_in_one_process(
 
 def test_gpu_check_compares_with_a_plain_model(run_script: RunScript) -> None:
     """What of it can run without an accelerator: parity, in a group of one and of two, and situations (FD71)."""
-    status, printed = run_script("gpu_check", "--device", "cpu", "--steps", "2", "--brief", WIDTH=33, HIDDEN=67, BLOCKS=2)
+    options = ("--device", "cpu", "--steps", "2", "--brief")
+    status, printed = run_script("gpu_check", *options, WIDTH=33, HIDDEN=67, BLOCKS=2)
     assert status == 0, printed
     lines = printed.splitlines()
     assert len(lines) == 50 and all(line.startswith("ok ") for line in lines[:-1])
