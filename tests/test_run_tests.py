@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -70,7 +71,9 @@ def start_suite(folder: Path, files: dict[str, str], *options: str) -> subproces
     for name, text in files.items():
         (folder / name).write_text(text)
     command = [sys.executable, str(REPOSITORY / "scripts" / "run_tests.py"), "--no-types", *options, str(folder)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    # What a shell starts in the background, and what that starts, ignores Ctrl-C.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heed)
 
 
 def test_everything_runs_once_and_serial_tests_last(tmp_path: Path) -> None:
