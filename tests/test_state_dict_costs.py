@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel
 from fsdp.checkpoint import state_dict
+from fsdp.comm import shared_memory
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.pool import run_ranks
@@ -96,6 +97,8 @@ def _peak(kind: str) -> tuple[int, int]:
         with Highest(meter):  # what is loaded at first use, and leaves cycles of tracebacks
             model.state_dict()
         gc.collect()
+        if (segment := shared_memory.segment()) is not None:
+            segment.trim()  # so that what a call leaves there shows
         before = meter.at_rest()
         with Highest(meter) as highest:
             state = model.state_dict()
@@ -108,12 +111,12 @@ def _peak(kind: str) -> tuple[int, int]:
 def test_a_full_state_costs_itself_and_one_unit() -> None:
     """T13, user-pain 7: also where the root has parameters; and on other ranks than rank 0, with rank0_only, what they
     send of one."""
-    total, slack = 8 * SQUARE, 2 * NOISE
+    total, largest, slack = 8 * SQUARE, 2 * SQUARE, 2 * NOISE  # the root's own parameters are the largest unit
     for most, held in run_ranks(2, _peak, "full"):
         assert abs(held - total) <= slack, f"{held:,}, expected {total:,}"
-        assert total + SQUARE - slack <= most <= total + SQUARE + slack, f"{most:,}"
+        assert total + SQUARE - slack <= most <= total + largest + slack, f"{most:,}"
     receiver, other = run_ranks(2, _peak, "rank 0")
-    assert abs(receiver[1] - total) <= slack and receiver[0] <= total + SQUARE + slack
+    assert abs(receiver[1] - total) <= slack and receiver[0] <= total + largest + slack, f"{receiver[0]:,}"
     assert other[0] <= SQUARE + slack and other[1] <= slack
     for most, held in run_ranks(2, _peak, "ragged"):
         assert max(most, held) <= slack
