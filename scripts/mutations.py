@@ -3453,6 +3453,13 @@ MUTATIONS = [
         _tests("hybrid", "values_of_the_first_rank"),
     ),
     Mutation(
+        "fsdp/runtime/context.py",
+        "                self.residency.trim()  # what the call has gathered through, and no pass wants\n",
+        "                pass\n",
+        "a call leaves a unit's size of shared memory until the next step",
+        _tests("state_dict_costs", "calls_give_back_the_memory_that_they_gathered_through"),
+    ),
+    Mutation(
         "fsdp/comm/nodes.py",
         "    if not made or not all(map(is_registered, made[-1])):\n",
         "    if True:\n",

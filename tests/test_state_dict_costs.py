@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp import FullStateDictConfig, FullyShardedDataParallel
+from fsdp import FullStateDictConfig, FullyShardedDataParallel, full_grad, full_tensor
 from fsdp.checkpoint import state_dict
 from fsdp.comm import shared_memory
 from fsdp.wrap import ModuleWrapPolicy
@@ -120,6 +122,37 @@ def test_a_full_state_costs_itself_and_one_unit() -> None:
     assert other[0] <= SQUARE + slack and other[1] <= slack
     for most, held in run_ranks(2, _peak, "ragged"):
         assert max(most, held) <= slack
+
+
+def _left_by_calls() -> dict[str, int]:
+    """By call, the bytes of memory that ranks share which it leaves at rest."""
+    model = wrap(Wide(), wrap_policy=ModuleWrapPolicy({Square}), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    first = next(model.parameters())
+    calls: dict[str, Callable[[], object]] = {
+        "state_dict": model.state_dict,
+        "optim_state_dict": lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        "load_state_dict": lambda: model.load_state_dict(model.state_dict()),
+        "full_tensor": lambda: full_tensor(first),
+        "full_grad": lambda: full_grad(first),
+        "clip_grad_norm_": lambda: model.clip_grad_norm_(1.0),
+    }
+    model.state_dict()  # the ranks have decided whether they share memory
+    left, segment = {}, shared_memory.segment()
+    for name, call in calls.items() if segment is not None else ():
+        segment.trim()
+        before = segment.held_nbytes
+        call()
+        left[name] = segment.held_nbytes - before
+    return left
+
+
+def test_calls_give_back_the_memory_that_they_gathered_through() -> None:
+    for left in run_ranks(2, _left_by_calls):
+        assert not any(left.values()), left
 
 
 def _peak_of_loading(kind: str) -> int:

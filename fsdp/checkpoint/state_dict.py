@@ -425,8 +425,6 @@ def collecting(wrapper: Any) -> Iterator[_Walk]:
     try:
         with context.calling(f"state_dict() ({settings.state_dict_type.name}{alone})"):
             yield _walks.setdefault(context, _Walk(wrapper))
-        if outermost:
-            context.residency.trim()  # what gathers have left
     except BaseException:
         for inner in wrappers_in(wrapper):
             inner._fsdp_saving.abandon()

@@ -104,6 +104,8 @@ class RootContext:
         try:
             with self.passes.calling(call, f"{call} of {self.root.name}", often=often):
                 yield
+            if self.passes.forward is None and not self.passes.in_backward:
+                self.residency.trim()  # what the call has gathered through, and no pass wants
         except BaseException:
             if self.passes.given_up:
                 self.reset()
