@@ -480,8 +480,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/runs.py",
-        "        else:\n            return first.as_strided((end - begin,), (1,), begin - origin)\n",
-        "        else:\n            pass\n",
+        "        if len(homes) == 1 and in_order:\n",
+        "        if False:\n",
         "each gradient is copied once more for the vector that it is in",
         _tests("flat_groups", "what_is_done_to_vectors_or_parameters_is_done_to_both"),
     ),
@@ -508,8 +508,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/runs.py",
-        "        if self.param.data_ptr() == self._pointer or self.absent:\n            return\n",
-        "        if self.absent or not self.absent:\n            return\n",
+        "        if self.param.data_ptr() != self._pointer and not self.absent:\n",
+        "        if False:\n",
         "data that is set on a vector is not that of the parameters",
         _tests("flat_groups", "what_is_done_to_vectors_or_parameters_is_done_to_both"),
     ),
@@ -1333,7 +1333,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/backward.py",
-        "            self.outer._enter_from_inside()\n",
+        "            outer._reached()\n",
         "            pass\n",
         "the units around one whose output alone is used stay sharded",
         _tests("backward_end", "side_outputs_that_are_marked_and_those_of_inner_units"),
@@ -1389,8 +1389,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/nested.py",
-        "    result = copy.copy(record)  # not",
-        "    return dataclasses.replace(record, **attributes)  # not",
+        "    result = copy.copy(original) if changes else original\n",
+        "    if put is not operator.setitem:\n        return dataclasses.replace(original, **changes)\n"
+        "    result = copy.copy(original) if changes else original\n",
         "a dataclass is made anew from what its constructor takes",
         _tests("nested", "a_container_keeps_its_type_and_what_hangs_on_it[dataclass]"),
     ),
@@ -1445,8 +1446,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/accumulator.py",
-        "            elif touched and parked is not None:  # zeroed",
-        "            elif False:  # zeroed",
+        "            elif flat is not None and flat._version != self._version and parked is not None:\n",
+        "            elif False:\n",
         "zeroing an accumulator leaves what it hides",
         _tests("accumulation", "every_order_of_synchronised_and_unsynchronised_passes[2]"),
     ),
@@ -1720,8 +1721,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        "        if recorded is None or self._detailed:\n            self._ask_all(words, event)\n",
-        "        if recorded is None or self._detailed:\n            pass\n",
+        "        if recorded is None or self._detailed:\n            if Vote(",
+        "        if recorded is None or self._detailed:\n            if False and Vote(",
         "nobody is asked in the first step",
         _tests("agreement", "registration_order"),
     ),
@@ -2035,8 +2036,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/clip.py",
-        "        if unit.awaits_gradients:\n",
-        "        if False:\n",
+        '        unit.check_gradients("clip_grad_norm_()")\n',
+        "        pass\n",
         "gradients that are not reduced are clipped",
         CLIP,
     ),

@@ -199,7 +199,7 @@ def part() -> None:
     layers[1].inside = lambda: None
 
     model(torch.ones(2, 40))  # which leaves three blocks of each size
-    (memory,) = next(iter(units_in(model)))[1].tree.residency.pool._in_common.values()
+    (memory,) = next(iter(units_in(model)))[1].context.residency.pool._in_common.values()
     for block in memory._free if rank == 1 else ():  # as if it had released them in another order
         block.turn = -block.turn
     with pytest.raises(RuntimeError, match="out of step"):
@@ -221,7 +221,7 @@ def read_for_long() -> None:
     model = make("common", group)
     seen_inside(model)
     unit: Any = list(units_in(model))[1][1]
-    handle, pool = unit.handles[0], unit.tree.residency.pool
+    handle, pool = unit.handles[0], unit.context.residency.pool
     gather = functools.partial(flat_param.gather, [handle], pool, unit.communicator)
     store = dist.PrefixStore("long", group_store(dist.group.WORLD))
     with mock.patch.object(common_memory, "_JUST_NOW", 0):

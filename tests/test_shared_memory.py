@@ -188,7 +188,7 @@ def write_before_all_have_read(way: str) -> None:
     before = full_parameters(model)
     several: list[Any] = [unit for _, unit, _ in units_in(model)]
     own, unit = several[:2]
-    handle, pool = unit.handles[0], unit.tree.residency.pool
+    handle, pool = unit.handles[0], unit.context.residency.pool
     gather = functools.partial(flat_param.gather, [handle], pool, unit.communicator)
     for _ in range(2):  # the first memory was allocated before the ranks knew that they share some
         gather(Tag("gather", 1))
@@ -221,7 +221,7 @@ def write_before_all_have_read(way: str) -> None:
 
     store = dist.PrefixStore("late", group_store(dist.group.WORLD))
     root: Any = model
-    delayed = mock.patch.object(own.tree.residency, "gather", functools.partial(late, own.tree.residency.gather))
+    delayed = mock.patch.object(own.context.residency, "gather", functools.partial(late, own.context.residency.gather))
     with delayed, root.summon_full_params(root, recurse=False):
         for name, parameter in zip(("3.weight", "3.bias"), own.handles[0].leaves):
             parameter.data.mul_(2)

@@ -108,12 +108,6 @@ class CommonViews:
         tp = self.handle.tp[index] if index < len(self.handle.tp) else None
         return grad if tp is None else tp.local_gradient(grad)
 
-    def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
-        """The gradients that this rank has, without padding and without empty tensors, of parameters that tensor
-        parallelism has ``cut``, or of the others; what changes them in place changes ``.grad``."""
-        grads = [visible.param.grad for visible in self.visible if self.handle.is_cut(visible.members[0]) is cut]
-        return [grad for grad in grads if grad is not None and grad.numel()]
-
     def _take_grad(self, index: int, whole: torch.Tensor) -> None:
         """Make ``whole`` the gradient of parameter ``index``."""
         whole = local_of(whole)
@@ -274,19 +268,6 @@ class CommonViews:
 
     # -- what is registered in the parameters' places ------------------------------------------------------------------
 
-    def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
-        """Parameters that hold ``values`` (in their true shapes) are registered until ``end_summon``; so are ``grads``,
-        or the gradients that there are."""
-        raise AssertionError("each mode has its own")
-
-    def end_summon(self, *, write_grads: bool) -> None:
-        """Register what rests there again. Gradients that users have set meanwhile are taken over with ``write_grads``.
-
-        Raises:
-            RuntimeError: parameters of one flat parameter were frozen or unfrozen, and others of it not.
-        """
-        raise AssertionError("each mode has its own")
-
     def _cover_by(self, summoned: Layer) -> None:
         self.handle.copy.keeps_writes = True
         self.registration.cover(summoned, summoned=True)
@@ -368,12 +349,6 @@ class CommonViews:
         self.registration.use_resting()
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
-        raise AssertionError("each mode has its own")
-
-    @property
-    def is_as_left(self) -> bool:
-        """Whether users have done nothing to the parameters that the next ``refresh`` follows: as far as that can be
-        seen at once, and but for those of which this rank has no elements."""
         raise AssertionError("each mode has its own")
 
     def refresh(self) -> bool:

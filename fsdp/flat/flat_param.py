@@ -33,10 +33,11 @@ that memory again: see [Note: Memory across streams] in ``fsdp/comm/streams.py``
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,22 +100,23 @@ def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     param.data = shard
 
 
-class Sampled(NamedTuple):
-    """A few elements of each parameter of a flat vector, one after the other, as bytes; and how many of each."""
+def take_over_data(param: nn.Parameter, shard: torch.Tensor, name: str) -> None:
+    """Let the data of ``param``, which errors call ``name``, be ``shard`` again, with the values of what the user has
+    put in its place.
 
-    tensor: torch.Tensor
-    counts: list[int]
-
-    @staticmethod
-    def of(layout: FlatLayout, values: torch.Tensor) -> Sampled:
-        """Copied from ``values``; nobody waits for them."""
-        parts = [range(record.offset, record.end, max(1, record.numel // 8)) for record in layout.params]
-        chosen = layout.once(
-            ("sampled", values.device),
-            lambda: torch.tensor([index for part in parts for index in part], dtype=torch.int64, device=values.device),
+    Raises:
+        RuntimeError: that has another shape, dtype or device.
+    """
+    new = param.data
+    if (new.shape, new.dtype, new.device) != (shard.shape, shard.dtype, shard.device):
+        kind = RuntimeError if new.device == shard.device else MisplacedShardError
+        raise kind(
+            f"Cannot writeback {name}: its data became {tuple(new.shape)}, {new.dtype} on {new.device}, and the shard "
+            f"is {tuple(shard.shape)}, {shard.dtype} on {shard.device}. Move or cast the wrapped module instead: "
+            ".to(), .half() and the like keep the two together"
         )
-        rows = values.view(torch.uint8).view(layout.padded_numel, layout.dtype.itemsize)
-        return Sampled(rows.index_select(0, chosen), [len(part) for part in parts])
+    shard.copy_(new)
+    param.data = shard
 
 
 class FlatParamHandle:
@@ -158,7 +160,6 @@ class FlatParamHandle:
         self.tp = tuple(tp)
         self._cuts, self._places = layout.once(("cuts", groups.shard_rank), lambda: _cuts(layout, groups.shard_rank))
         self.full_precision = False
-        self.sampled: Sampled | None = None  # of the values that it was made with
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self._part: torch.Tensor | None = None  # of the full buffer, among the ranks nearby, likewise
         self.unit_name = "its unit"
@@ -185,25 +186,22 @@ class FlatParamHandle:
         tp: Sequence[TensorParallel | None],
         *,
         with_whole: bool,
-        samples: bool,
     ) -> FlatParamHandle:
-        """A handle with the values of ``params``, which stay as they are, and ``samples`` of them."""
+        """A handle with the values of ``params``, which stay as they are."""
         values = torch.empty(layout.padded_numel, dtype=layout.dtype, device=device)
         with torch.no_grad():
             for start, end in layout.gaps:  # padding is born zero
                 values[start:end].zero_()
             views = parameter_views(layout, values)
             torch._foreach_copy_(views, list[torch.Tensor](params))
-        sampled = Sampled.of(layout, values) if samples else None
         shard = values
         if groups.sharded:
             start, end = layout.shard_range(groups.shard_rank)
             shard = values[start:end].clone()
-        handle = FlatParamHandle(
-            layout, shard, params, groups, device, offload, tp, with_whole=with_whole, donated=(values, views)
+        donated = values, views
+        return FlatParamHandle(
+            layout, shard, params, groups, device, offload, tp, with_whole=with_whole, donated=donated
         )
-        handle.sampled = sampled
-        return handle
 
     def clone(self) -> FlatParamHandle:
         """One with the same values, in memory of its own."""
@@ -245,7 +243,7 @@ class FlatParamHandle:
         self._copies[dtype] = copy = FullCopy(self.layout, *donated, leaves, resident=resident)
         for index, memory in enumerate(copy.memories):
             if isinstance(memory, CheckedLeaf):
-                memory.explain = _why_not(weakref.ref(self), dtype, index)
+                memory.explain = functools.partial(_why_not, weakref.ref(self), weakref.ref(copy), index)
         return copy
 
     def compute_in_full_precision(self, full_precision: bool) -> None:
@@ -259,10 +257,8 @@ class FlatParamHandle:
         self.copy = copy
 
     @property
-    def departs_from_layout(self) -> bool:
-        """Whether it computes or reduces in other dtypes than the layout's."""
-        if not self.full_precision:
-            return False
+    def is_mixed(self) -> bool:
+        """Whether it computes or reduces in another dtype than the shard has, unless in full precision."""
         return (self.layout.compute_dtype, self.layout.reduce_dtype) != (self.layout.dtype, self.layout.dtype)
 
     @property
@@ -355,14 +351,6 @@ class FlatParamHandle:
             if type(plain) in _STORED and plain.layout == torch.strided and start <= plain.data_ptr() < end:
                 return True
         return False
-
-    def state_in(self, dtype: torch.dtype) -> BufferState:
-        """The state of the full copy in ``dtype``."""
-        return self._copies[dtype].state if dtype in self._copies else BufferState.SHARDED
-
-    def keeps_writes_in(self, dtype: torch.dtype) -> bool:
-        """Whether what is written to the leaves in ``dtype`` reaches the shard."""
-        return dtype in self._copies and self._copies[dtype].keeps_writes
 
     def describe_sharded(self, index: int) -> str:
         """Why parameter ``index`` of the layout cannot be read, and what to do."""
@@ -537,26 +525,6 @@ class FlatParamHandle:
         in_memory_order = torch.empty_strided(record.shape, record.stride, dtype=whole.dtype, device=whole.device)
         return in_memory_order.copy_(whole).as_strided((record.numel,), (1,))[piece.start : piece.end]
 
-    def write_back_flat(self) -> None:
-        """Take over the values of a tensor that the user put in the place of the flat parameter's data.
-
-        Raises:
-            RuntimeError: it has another shape, dtype or device.
-        """
-        if self.flat_param.data_ptr() == self._shard.data_ptr():
-            return
-        new = self.flat_param.data
-        if (new.shape, new.dtype, new.device) != (self._shard.shape, self._shard.dtype, self._shard.device):
-            kind = RuntimeError if new.device == self._shard.device else MisplacedShardError
-            raise kind(
-                f"Cannot writeback the flat parameter of {self.unit_name}: its data became {tuple(new.shape)}, "
-                f"{new.dtype} on {new.device}, and the shard is {tuple(self._shard.shape)}, {self._shard.dtype} on "
-                f"{self._shard.device}. Move or cast the wrapped module instead: .to(), .half() and the like keep the "
-                "two together"
-            )
-        self._shard.copy_(new)
-        self.flat_param.data = self._shard
-
 
 def gather(
     handles: Sequence[FlatParamHandle],
@@ -619,16 +587,15 @@ _KEPT = (
 )
 
 
-def _why_not(handle_ref: weakref.ref[FlatParamHandle], dtype: torch.dtype, index: int) -> Callable[[bool], str | None]:
-    """What a :class:`CheckedLeaf` of the handle's copy in ``dtype`` asks before it is read, or written."""
-
-    def explain(written: bool) -> str | None:
-        handle = handle_ref()
-        if handle is None:
-            return "a parameter was read after its unit was deleted"
-        there = handle.state_in(dtype) in (BufferState.UNSHARDED, BufferState.RESIDENT)
-        if there and written and not handle.keeps_writes_in(dtype):
-            return f"{handle.name_of(index)!r} of {handle.unit_name} is written, {LOST_WRITE}"
-        return None if there else f"{handle.describe_sharded(index)}. {_KEPT}"
-
-    return explain
+def _why_not(
+    handle_ref: weakref.ref[FlatParamHandle], copy_ref: weakref.ref[FullCopy], index: int, written: bool
+) -> str | None:
+    """What a :class:`CheckedLeaf` of the handle's copy asks before it is read, or ``written``."""
+    handle, copy = handle_ref(), copy_ref()
+    if handle is None:
+        return "a parameter was read after its unit was deleted"
+    if copy is None or copy.state not in (BufferState.UNSHARDED, BufferState.RESIDENT):
+        return f"{handle.describe_sharded(index)}. {_KEPT}"
+    if written and not copy.keeps_writes:
+        return f"{handle.name_of(index)!r} of {handle.unit_name} is written, {LOST_WRITE}"
+    return None

@@ -74,24 +74,6 @@ class FullCopy:
         compared: the moments at which it was compared with the shard, to find unseen writes.
     """
 
-    __slots__ = (
-        "_marks",
-        "_released",
-        "_unchecked",
-        "_versions",
-        "_views",
-        "all_leaves",
-        "compared",
-        "keeps_writes",
-        "leaves",
-        "memories",
-        "pending",
-        "pooled",
-        "state",
-        "tensor",
-        "whole",
-    )
-
     def __init__(
         self,
         layout: FlatLayout,
@@ -188,10 +170,3 @@ class SlotBuffer:
         self.slots = parameter_views(layout, flat)
         self.padding = [flat[start:end] for start, end in layout.gaps]
         self.pooled: PooledTensor | None = None
-
-    @staticmethod
-    def from_pool(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> SlotBuffer:
-        """One without memory until a pool allocates it some."""
-        buffer = SlotBuffer(layout, torch.empty(layout.padded_numel, dtype=dtype, device=device))
-        buffer.pooled = PooledTensor(buffer.flat)
-        return buffer

@@ -4,6 +4,7 @@ model would be a mixture."""
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,17 @@ import torch
 from fsdp.flat.views import BucketViews
 
 
+def sample(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A few elements of each, copied; nobody waits for them."""
+    return [(row := param.detach().reshape(-1))[:: max(1, row.numel() // 8)].clone() for param in params]
+
+
 class InitialValues:
     """Those that this rank gave the parameters of a bucket, until anybody changes the shard that it has kept."""
 
-    def __init__(self, views: BucketViews) -> None:
-        self._views = views
-        self._sampled, views.handle.sampled = views.handle.sampled, None
-        self._digests: list[str] = []
+    def __init__(self, views: BucketViews, samples: list[torch.Tensor]) -> None:
+        """``samples``: of the values of each parameter, as they were before they became shards."""
+        self._views, self._samples = views, samples
         self._look, self._probe = self._look_now(), self._probe_now().clone()
 
     def _look_now(self) -> Any:
@@ -37,8 +42,5 @@ class InitialValues:
         then, now = (values.contiguous().view(torch.uint8) for values in (self._probe, self._probe_now()))
         if self._look != self._look_now() or not torch.equal(then, now):
             return dict.fromkeys(names)
-        if self._sampled is not None:
-            samples = self._sampled.tensor.cpu().split(self._sampled.counts)
-            self._digests = [hashlib.blake2b(bytes(each.flatten().tolist())).hexdigest()[:16] for each in samples]
-            self._sampled = None
-        return dict(zip(names, self._digests))
+        values = [bytes(each.cpu().view(torch.uint8).tolist()) for each in self._samples]
+        return {name: hashlib.blake2b(each).hexdigest()[:16] for name, each in zip(names, values)}

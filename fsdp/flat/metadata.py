@@ -106,21 +106,17 @@ def for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
 
 
 def _for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
-    with_padding: list[tuple[int, bool]] = []  # (numel, is padding)
-    end = 0
-    for record in layout.params:
-        if record.offset > end:
-            with_padding.append((record.offset - end, True))
-        with_padding.append((record.numel, False))
-        end = record.end
+    spans = [(record.offset, record.end, False) for record in layout.params]
+    spans += [(start, end, True) for start, end in layout.gaps if start < layout.numel]
+    spans.sort()  # by place, and told whether it is padding
     start, stop = (min(bound, layout.numel) for bound in layout.shard_range(rank))
     return {
         "_fqns": [record.name for record in layout.params],
         "_num_params": len(layout.params),
         "_shapes": tuple(torch.Size(record.shape) for record in layout.params),
         "_numels": tuple(record.numel for record in layout.params),
-        "_numels_with_padding": tuple(numel for numel, _ in with_padding),
-        "_is_padding_mask": [is_padding for _, is_padding in with_padding],
+        "_numels_with_padding": tuple(end - start for start, end, _ in spans),
+        "_is_padding_mask": [is_padding for *_, is_padding in spans],
         "_unpadded_unsharded_size": torch.Size([layout.numel]),
         "_sharded_size": torch.Size([layout.shard_numel]),
         "_shard_numel_padded": layout.shard_numel - (stop - start),

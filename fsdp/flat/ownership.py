@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor
 
-from fsdp.api import CPUOffload, MixedPrecision
+from fsdp.api import MixedPrecision
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import default_device, resolve_device
-from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
+from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.layout import FlatLayout, ParamSpec
 from fsdp.flat.names import WRAPPED_MODULE, joined, own_modules
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
@@ -212,27 +212,6 @@ def bucket_layouts(
     return layouts
 
 
-def build_handles(
-    owned: list[OwnedParam],
-    groups: Groups,
-    device: torch.device,
-    precision: MixedPrecision,
-    offload: CPUOffload,
-    *,
-    use_orig_params: bool,
-    samples: bool,
-) -> list[tuple[FlatParamHandle, list[OwnedParam]]]:
-    """One handle per bucket, laid out as ``bucket_layouts`` has it, with ``samples`` of its values."""
-    on_cpu, handles = device.type == "cpu", []
-    for layout, members in bucket_layouts(owned, groups.shard_size, on_cpu, precision, use_orig_params=use_orig_params):
-        params, tp = [item.param for item in members], [item.tp for item in members]
-        handle = FlatParamHandle.flatten(
-            layout, params, groups, device, offload, tp, with_whole=not use_orig_params, samples=samples
-        )
-        handles.append((handle, members))
-    return handles
-
-
 # -- what is left alone ------------------------------------------------------------------------------------------------
 
 
@@ -316,8 +295,8 @@ def materialize(
     """
     if not has_meta(module, ignored):
         return
-    modules = [(name, owner) for name, owner in _breadth_first(module) if owner not in ignored.modules]
-    own = [(name, owner) for name, owner in modules if _is_meta(owner, ignored)]
+    modules = _breadth_first(module, ignored)
+    own = [owner for _, owner in modules if _is_meta(owner, ignored)]
     ties = [places for _, places in _places(module, ignored) if len(places) > 1]
     if param_init_fn is not None:
         for _, owner in modules:
@@ -325,7 +304,7 @@ def materialize(
     else:
         device = resolve_device(device_id) if device_id is not None else default_device()
         with torch.no_grad():
-            for _, owner in own:
+            for owner in own:
                 owner.to_empty(device=device, recurse=False)
                 owner.reset_parameters()  # type: ignore[operator]
     for first, *others in ties:  # each module was given parameters of its own
@@ -345,9 +324,11 @@ def check_initialisers(module: nn.Module, ignored: Ignored, unit_name: str) -> N
     all of them are listed."""
     if not has_meta(module, ignored):
         return
-    modules = ((name, owner) for name, owner in _breadth_first(module) if owner not in ignored.modules)
-    meta = ((name, owner) for name, owner in modules if _is_meta(owner, ignored))
-    lacking = [f"{name or 'itself'} ({type(owner).__name__})" for name, owner in meta if not _resets(owner)]
+    lacking = [
+        f"{name or 'itself'} ({type(owner).__name__})"
+        for name, owner in _breadth_first(module, ignored)
+        if _is_meta(owner, ignored) and not callable(getattr(owner, "reset_parameters", None))
+    ]
     if lacking:
         raise AttributeError(
             f"{unit_name} is on the meta device, and these of its modules have no reset_parameters() to initialise "
@@ -355,10 +336,12 @@ def check_initialisers(module: nn.Module, ignored: Ignored, unit_name: str) -> N
         )
 
 
-def _breadth_first(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    found = dict.fromkeys(owner for _, owner in own_modules(module))
-    names = {owner: name for name, owner in reversed(list(own_modules(module)))}
-    return sorted(((names[owner], owner) for owner in found), key=lambda item: item[0].count(".") + bool(item[0]))
+def _breadth_first(module: nn.Module, ignored: Ignored) -> list[tuple[str, nn.Module]]:
+    names: dict[nn.Module, str] = {}
+    for name, owner in own_modules(module):
+        if owner not in ignored.modules:
+            names.setdefault(owner, name)
+    return sorted(((name, owner) for owner, name in names.items()), key=lambda item: item[0].count(".") + bool(item[0]))
 
 
 def has_meta(module: nn.Module, ignored: Ignored) -> bool:
@@ -371,10 +354,6 @@ def _is_meta(owner: nn.Module, ignored: Ignored) -> bool:
         if param is not None and param.is_meta and param not in ignored.params:
             return True
     return any(buffer is not None and buffer.is_meta for buffer in owner._buffers.values())
-
-
-def _resets(owner: nn.Module) -> bool:
-    return callable(getattr(owner, "reset_parameters", None))
 
 
 def move_to(

@@ -208,7 +208,6 @@ class Registration:
         # where users would register what takes the place of a plain attribute, and nothing is
         hidden = [(slot.module._parameters, slot.attribute) for slot in self._slots if home is not None]
         self._free: _Writes = _Writes(hidden, [None] * len(hidden))
-        self._in_unit: list[_InUnit] = []
 
     def _writes(self, tensors: Sequence[Any], flat: Any) -> _Writes:
         places: list[tuple[dict[str, Any], str]] = [(slot.owner, slot.attribute) for slot in self._slots]
@@ -391,14 +390,13 @@ class Registration:
     def forbid_copies(self) -> None:
         """Modules that own parameters of the bucket can be copied with their unit only, or while it is summoned."""
         for module, index in {slot.module: slot.index for slot in self._slots}.items():
-            module.__dict__[_InUnit.ATTRIBUTE] = guard = _InUnit(self, module, index)
-            self._in_unit.append(guard)
+            module.__dict__[_InUnit.ATTRIBUTE] = _InUnit(self, module, index)
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
         """The modules are about to be copied; ``handle`` is the copy of this one's. Says what to put for what is on
         them."""
         memo[id(self.handle.flat_param)] = handle.flat_param
-        memo.update({id(guard): None for guard in self._in_unit})
+        memo.update({id(slot.module.__dict__.get(_InUnit.ATTRIBUTE)): None for slot in self._slots})
         if self._home is not None:
             memo.update({id(tensor): tensor for tensor in self.resting})  # until they are replaced
 

@@ -17,15 +17,15 @@ import functools
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp.flat.flat_param import FlatParamHandle, assign_grad
+from fsdp.flat.flat_param import FlatParamHandle, assign_grad, take_over_data
 from fsdp.flat.full_copy import point_at
 from fsdp.flat.layout import FlatLayout
-from fsdp.flat.visible import address_of, grad_of
+from fsdp.flat.visible import grad_of
 
 
 def span(layout: FlatLayout, members: Sequence[int], rank: int) -> tuple[int, int]:
@@ -83,21 +83,10 @@ class Run:
         self._pointer = self.param.data_ptr()
 
     def take_over(self) -> None:
-        """Take over the values of what the user has put in the place of the parameter's data.
-
-        Raises:
-            RuntimeError: it has another shape, dtype or device.
-        """
-        if self.param.data_ptr() == self._pointer or self.absent:
-            return
-        new, ours = self.param.detach(), self._handle.shard[self.start : self.end]
-        if (new.shape, new.dtype, new.device) != (ours.shape, ours.dtype, ours.device):
-            raise RuntimeError(
-                f"Cannot writeback {self} of {self._handle.unit_name}: their data became {tuple(new.shape)}, "
-                f"{new.dtype} on {new.device}, and this rank has {tuple(ours.shape)}, {ours.dtype} on {ours.device}"
-            )
-        ours.copy_(new)
-        self.point()
+        """Take over the values of what the user has put in the place of the parameter's data."""
+        if self.param.data_ptr() != self._pointer and not self.absent:
+            shard, name = self._handle.shard[self.start : self.end], f"{self} of {self._handle.unit_name}"
+            take_over_data(self.param, shard, name)
 
     def follow_flags(self, params: Sequence[nn.Parameter]) -> None:
         """Freeze or unfreeze the run with its members, or these with the run. ``params`` are all of the bucket.
@@ -169,19 +158,13 @@ class Run:
         if not present:
             return None
         places = [self._place(position, p.grad) for position, p in enumerate(params) if p.grad is not None]
-        first, origin = present[0][1], places[0][0] - present[0][1].storage_offset()
-        storage, dtype = first.untyped_storage()._cdata, first.dtype
-        begin, end = places[0][0], places[-1][0] + present[-1][1].numel()
+        first, begin, end = present[0][1], places[0][0], places[-1][0] + present[-1][1].numel()
+        homes, in_order = set(), True
         for (_, grad), (start, stride) in zip(present, places):
-            if (grad.untyped_storage()._cdata, grad.dtype, start - grad.storage_offset(), grad.stride()) != (
-                storage,
-                dtype,
-                origin,
-                stride,
-            ):
-                break
-        else:
-            return first.as_strided((end - begin,), (1,), begin - origin)
+            homes.add((grad.untyped_storage()._cdata, grad.dtype, start - grad.storage_offset()))
+            in_order = in_order and grad.stride() == stride
+        if len(homes) == 1 and in_order:
+            return first.as_strided((end - begin,), (1,))
         vector = first.new_zeros(end - begin)
         for (param, grad), (start, stride) in zip(present, places):
             assign_grad(param, vector.as_strided(grad.shape, stride, start - begin).copy_(grad))
@@ -200,20 +183,40 @@ class Runs(list[Run]):
         for run in self:
             run.follow(params)
 
-    def point(self, params: Sequence[nn.Parameter]) -> None:
-        """The shard is new, or has moved, and ``params`` have moved with it: so do the runs."""
-        self._addresses = list(map(address_of, params))
-        for run in self:
-            run.point()
+    def hold(self, handle: FlatParamHandle, labels: Mapping[int, Any]) -> dict[int, nn.Parameter]:
+        """Let neighbours with equal labels, by position, be held as one: what tensor parallelism has cut apart from
+        what it has not, and parameters without elements, on any rank, which nobody steps, each by itself. Returns each
+        position's; ``follow`` is to be called then.
 
-    def in_step(self, params: Sequence[nn.Parameter]) -> bool:
-        """Whether nobody has set data, or a ``.grad``, of ``params`` or a run since they were brought in step."""
-        if list(map(address_of, params)) != self._addresses:
-            return False
-        for run in self:
-            if not run.in_step(params):
-                return False
-        return True
+        Raises:
+            ValueError: somebody holds other neighbours as one.
+        """
+        wholes = [tp or record for tp, record in zip(handle.tp, handle.layout.params)]
+        keys = {i: (label, handle.is_cut(i)) for i, label in labels.items() if wholes[i].numel}
+        ranges: list[range] = []
+        for position in sorted(labels):
+            before = ranges[-1] if ranges else range(-1)
+            if before.stop == position and position in keys and keys[position] == keys.get(position - 1):
+                ranges[-1] = range(before.start, position + 1)
+            else:
+                ranges.append(range(position, position + 1))
+        known = {run.members: run for run in self}
+        taken = {index: run for run in self for index in run.members}
+        for run in (run for members in ranges if members not in known for i in members if (run := taken.get(i))):
+            raise ValueError(
+                f"{run}, of {handle.unit_name}, is held as one parameter by an optimizer of flat_param_groups() that "
+                "is still there: delete that one first, or pass the same rule, and freeze nothing in between"
+            )
+        held: dict[int, nn.Parameter] = {}
+        for members in ranges:
+            one: Any = known[members].param if members in known else None
+            if one is None:
+                one = nn.Parameter(handle.shard[:0])
+                one._fsdp_flattened = True
+                one._fsdp_owner = f"a run of {handle.unit_name}"
+                Run(handle, members, one, self)
+            held.update(dict.fromkeys(members, one))
+        return held
 
     def announce_copies(self, memo: dict[int, Any]) -> None:
         """Says what to put for their parameters in a copy of whoever holds them."""
@@ -230,49 +233,3 @@ def _forget(home: weakref.ref[Runs], run: weakref.ref[Run], _: Any) -> None:
     runs, gone = home(), run()
     if runs is not None and gone is not None:
         runs.remove(gone)
-
-
-class HasRuns(Protocol):
-    """A bucket's parameters."""
-
-    handle: FlatParamHandle
-    runs: Runs
-
-    def follow_runs(self) -> None: ...
-
-
-def hold_runs(views: HasRuns, labels: Mapping[int, Any]) -> dict[int, nn.Parameter]:
-    """Let neighbours with equal labels, by position, be held as one: what tensor parallelism has cut apart from what it
-    has not, and parameters without elements, on any rank, which nobody steps, each by itself. Returns each position's.
-
-    Raises:
-        ValueError: somebody holds other neighbours as one.
-    """
-    handle = views.handle
-    wholes = [tp or record for tp, record in zip(handle.tp, handle.layout.params)]
-    keys = {i: (label, handle.is_cut(i)) for i, label in labels.items() if wholes[i].numel}
-    ranges: list[range] = []
-    for position in sorted(labels):
-        before = ranges[-1] if ranges else range(-1)
-        if before.stop == position and position in keys and keys[position] == keys.get(position - 1):
-            ranges[-1] = range(before.start, position + 1)
-        else:
-            ranges.append(range(position, position + 1))
-    known = {run.members: run for run in views.runs}
-    taken = {index: run for run in views.runs for index in run.members}
-    for run in (run for members in ranges if members not in known for i in members if (run := taken.get(i))):
-        raise ValueError(
-            f"{run}, of {handle.unit_name}, is held as one parameter by an optimizer of flat_param_groups() that is "
-            "still there: delete that one first, or pass the same rule, and freeze nothing in between"
-        )
-    held: dict[int, nn.Parameter] = {}
-    for members in ranges:
-        one: Any = known[members].param if members in known else None
-        if one is None:
-            one = nn.Parameter(handle.shard[:0])
-            one._fsdp_flattened = True
-            one._fsdp_owner = f"a run of {handle.unit_name}"
-            Run(handle, members, one, views.runs)
-        held.update(dict.fromkeys(members, one))
-    views.follow_runs()
-    return held

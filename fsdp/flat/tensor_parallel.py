@@ -89,22 +89,22 @@ class TensorParallel:
         placement = self.spec.placements[0]
         return placement.dim % len(self.shape) if isinstance(placement, Shard) else None
 
+    def _bounds(self, rank: int) -> list[tuple[int, int]]:
+        """In each dimension, where in the whole the part of ``rank`` of the group begins and ends."""
+        bounds = [(0, size) for size in self.shape]
+        if self.dim is not None:
+            size = self.shape[self.dim]
+            chunk = -(-size // self.spec.mesh.size())
+            bounds[self.dim] = min(rank * chunk, size), min((rank + 1) * chunk, size)
+        return bounds
+
     def offsets(self, rank: int) -> tuple[int, ...]:
         """Where in the whole the part of ``rank`` of the group begins."""
-        if self.dim is None:
-            return (0,) * len(self.shape)
-        size = self.shape[self.dim]
-        start = min(rank * -(-size // self.spec.mesh.size()), size)
-        return tuple(start if dim == self.dim else 0 for dim in range(len(self.shape)))
+        return tuple(start for start, _ in self._bounds(rank))
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of the part of ``rank`` of the group."""
-        if self.dim is None:
-            return self.shape
-        sizes, size = list(self.shape), self.shape[self.dim]
-        chunk = -(-size // self.spec.mesh.size())
-        sizes[self.dim] = max(0, min(chunk, size - rank * chunk))
-        return tuple(sizes)
+        return tuple(end - start for start, end in self._bounds(rank))
 
     def around(self, local: torch.Tensor, *, requires_grad: bool) -> Any:
         """The parameter, a ``DTensor``, of which this rank has ``local``, in that memory."""

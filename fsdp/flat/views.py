@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.flat.common_views import CommonViews
-from fsdp.flat.flat_param import FlatParamHandle, assign_grad
+from fsdp.flat.flat_param import FlatParamHandle, assign_grad, take_over_data
 from fsdp.flat.full_copy import BufferState, SlotBuffer, point_at
 from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
@@ -60,13 +60,21 @@ class OriginalViews(CommonViews):
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
         point_at(self._originals, values)
-        self.runs.point(self._originals)
+        for run in self.runs:
+            run.point()
         return self._originals
 
     @property
     def is_as_left(self) -> bool:
+        """Whether users have done nothing to the parameters that the next ``refresh`` follows: as far as that can be
+        seen at once, and but for those of which this rank has no elements."""
         if self.runs:
-            return self.runs.in_step(self.params)
+            if list(map(address_of, self.params)) != self._addresses:
+                return False
+            for run in self.runs:
+                if not run.in_step(self.params):
+                    return False
+            return True
         if any(self.handle.tp) or list(map(flag_of, self.params)) != self.handle.copy.flags:
             return False
         if not self.check_writeback:
@@ -85,8 +93,8 @@ class OriginalViews(CommonViews):
         return changed
 
     def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
-        if not self.runs:
-            return super().grad_parts(cut=cut)
+        """The gradients that this rank has, without padding and without empty tensors, of parameters that tensor
+        parallelism has ``cut``, or of the others; what changes them in place changes ``.grad``."""
         self.follow_runs()
         whole = [run for run in self.runs if run.missing is None]
         others = set(range(len(self.visible))).difference(*(run.members for run in whole))
@@ -144,6 +152,8 @@ class OriginalViews(CommonViews):
         assign_grad(self.params[position], grad)
 
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
+        """Parameters that hold ``values`` (in their true shapes) are registered until ``end_summon``; so are ``grads``,
+        or the gradients that there are."""
         self.follow_runs()
         self._hidden_grads, self.shows_grads = [original.grad for original in self._originals], grads is not None
         point_at(self._originals, values)
@@ -166,6 +176,11 @@ class OriginalViews(CommonViews):
         return shown
 
     def end_summon(self, *, write_grads: bool) -> None:
+        """Register what rests there again. Gradients that users have set meanwhile are taken over with ``write_grads``.
+
+        Raises:
+            RuntimeError: parameters of one flat parameter were frozen or unfrozen, and others of it not.
+        """
         hidden, with_grads = self._hidden_grads or [], self.shows_grads
         self._hidden_grads, self.shows_grads = None, False
         layer = self._uncover_summoned()
@@ -294,11 +309,12 @@ class FlatViews(CommonViews):
         return handle.flat_param.data_ptr() == handle.shard.data_ptr() and self.registration.rests
 
     def take_over(self) -> None:
-        if self.registration.summoned is None:
-            self.handle.write_back_flat()
+        handle = self.handle
+        if self.registration.summoned is None and handle.flat_param.data_ptr() != handle.shard.data_ptr():
+            take_over_data(handle.flat_param, handle.shard, f"the flat parameter of {handle.unit_name}")
         super().take_over()
-        assert self.handle.copy.whole is not None
-        flags, told = flags_of(self.registration.resting), self.handle.copy.whole.requires_grad
+        assert handle.copy.whole is not None
+        flags, told = flags_of(self.registration.resting), handle.copy.whole.requires_grad
         if self.registration.summoned is None and set(flags) != {told}:
             self._take_flags(flags)
 

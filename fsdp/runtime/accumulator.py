@@ -69,23 +69,17 @@ class Accumulator:
         if not shown:
             self.forget()
             return None, set()
-        exposed, positions = self._grads(), {position for position, _ in shown}
-        flat = None
-        for position, grad in shown:
-            if grad is exposed[position]:
-                flat = grad if grad._base is None else grad._base
-        touched = flat is not None and flat._version != self._version
-        for position, grad in shown:
-            parked = self._parked[position]
-            if grad is not exposed[position]:  # the user's own, in place of all that was accumulated
+        exposed = self._grads()
+        intact = {position: grad for position, grad in shown if grad is exposed[position]}
+        flat = next((grad if grad._base is None else grad._base for grad in intact.values()), None)
+        for position, parked in enumerate(self._parked):
+            if position not in intact:  # dropped, or the user's own is in place of all that was accumulated
                 self._parked[position] = None
-            elif touched and parked is not None:  # zeroed in place: then the hidden part goes as well
-                parked.masked_fill_(grad.any().logical_not(), 0)
-        for position in range(len(exposed)):
-            if position not in positions:
-                self._parked[position] = None
+            elif flat is not None and flat._version != self._version and parked is not None:
+                # touched, and where it was zeroed the hidden part goes as well
+                parked.masked_fill_(intact[position].any().logical_not(), 0)
         held = any(grad is not None and self._views.visible[p].param.grad is not grad for p, grad in enumerate(exposed))
-        if flat is None or held or any(grad is not exposed[position] for position, grad in shown):
+        if flat is None or held or len(intact) < len(shown):
             # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
             handle = self._handle
             flat = host_memory.empty(handle.layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device)
@@ -94,7 +88,7 @@ class Accumulator:
                 grads[position].copy_(grad)
                 self._views.set_grad(position, grads[position])
                 self._exposed[position] = TensorWeakRef(grads[position])
-        return flat, positions
+        return flat, {position for position, _ in shown}
 
     def conceal(self) -> None:
         """Restore the sharded ``.grad`` that this replaced."""

@@ -30,10 +30,11 @@ import functools
 import random
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -44,6 +45,7 @@ from fsdp.comm.consensus import all_gather_object, hash_of
 from fsdp.comm.groups import group_timeout, rank_names
 from fsdp.comm.streams import Streams
 from fsdp.comm.waiting import watch
+from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.initial_values import InitialValues
 from fsdp.runtime.diagnosis import (
     Entry,
@@ -68,42 +70,48 @@ HEARING = timedelta(seconds=1)  # how long to wait for what the other ranks have
 BACKWARD, _ELSEWHERE, _CALLS = -1, -2, -3
 
 
-class Member(Protocol):
+class Member(ABC):
     """A unit as the agreement knows it."""
 
     name: str
     place: int  # its number among the members of its first group, equal on every rank; set by ``Passes``
-
-    def groups_for(self, kind: str) -> list[Any]:
-        """The groups whose ranks have to agree on such a collective of it, none or several."""
-
-    @property
-    def handles(self) -> Sequence[Any]: ...
-
+    handles: list[FlatParamHandle]
     initial: list[InitialValues]  # of its buckets, as far as ranks may have different ones
 
+    @abstractmethod
+    def groups_for(self, kind: str) -> list[Any]:
+        """The groups over which it gathers or reduces, in this order; their ranks have to agree on that."""
+
     @property
+    @abstractmethod
     def in_full_precision(self) -> bool:
         """Whether its messages have the parameters' own dtypes, and usually have others."""
 
+    @abstractmethod
     def signature(self, group: Any) -> str:
         """What its collectives over ``group`` depend on, in words."""
 
+    @abstractmethod
     def reduction(self) -> str:
-        """What a backward that begins now would reduce of it, in words."""
+        """What a backward that begins now would reduce of it, in words: ranks that differ in that are out of step."""
 
     @property
+    @abstractmethod
     def lacks_gradients(self) -> bool:
         """Whether this rank has reduced it in the backward under way without gradients of some of its parameters."""
 
+    @abstractmethod
     def used(self) -> torch.Tensor:
-        """Which parameters it has gradients of here, as integers (0 and 1) on CPU."""
+        """By bucket and parameter, 1 where this rank has a gradient of it in what it reduces, and 0; on CPU."""
 
+    @abstractmethod
     def note_used(self, flags: list[int]) -> None:
-        """Which ones it has gradients of on any rank."""
+        """Which ones any rank has gradients of."""
 
+    @abstractmethod
     def take_part(self, kind: str, *, full_precision: bool) -> None:
-        """Other ranks gather or reduce the unit, and this one has no use for it: see that they can."""
+        """Other ranks gather or reduce the unit, and this one need not: let the values go; add to the sum what there
+        is, so that a gradient which is not complete goes in two parts."""
 
 
 class Pass(NamedTuple):
@@ -411,7 +419,8 @@ class Agreement:
         key = kind, id(member), member.in_full_precision  # the members are those of the tree as long as it is used
         if key not in self._steps:
             event = (self._places[member] * len(KINDS) + KINDS.index(kind)) * 2 + member.in_full_precision
-            self._steps[key] = f"{kind} {words_of(member)}", event
+            dtypes = " in full precision" if member.in_full_precision else ""
+            self._steps[key] = f"{kind} {member.name}{dtypes}", event
         return self._steps[key]
 
     def _compare_handles(self, member: Member) -> None:
@@ -432,7 +441,8 @@ class Agreement:
         self._recent.append((self._passes, self._position, event, words))  # for the other ranks
         recorded = self._record.get(self._before)
         if recorded is None or self._detailed:
-            self._ask_all(words, event)
+            if Vote(event, self._group, self._device, f"agree to {words}").result() is None:
+                raise self._out_of_step(self._what_differs(self._exchange_reports(HEARING)))
         elif recorded != event:
             self._announce(words, self._position, event)
         if recorded != event:
@@ -441,10 +451,6 @@ class Agreement:
                 del self._record[next(iter(self._record))]
         self._before = (self._before * 1000003 + event + 1) & _MASK
         self._position += 1
-
-    def _ask_all(self, words: str, event: int) -> None:
-        if Vote(event, self._group, self._device, f"agree to {words}").result() is None:
-            raise self._out_of_step(self._what_differs(self._exchange_reports(HEARING)))
 
     def _announce(self, words: str, position: int, event: int) -> None:
         """Say on the board what comes, and wait until all ranks have said the same."""
@@ -575,7 +581,3 @@ class Agreement:
             else:
                 words.append(f"rank {rank}: nothing heard")
         return f"Last collectives of {'; '.join(words)}"
-
-
-def words_of(member: Member) -> str:
-    return f"{member.name} in full precision" if member.in_full_precision else member.name

@@ -130,14 +130,11 @@ class ForwardCall:
             self.entered = place
         _here.entered[weakref.ref(self)] = None
         close_passed(place, but=self)
-        if self.outer is not None:
-            self.outer._enter_from_inside()
-
-    def _enter_from_inside(self) -> None:
-        """What was made inside the call leads to what was made before it, there, as well. Usually the call has been
-        entered through an output; else what lies inside was a side output."""
-        if self.entered is None and not self._runs:
-            self._reached()
+        outer = self.outer
+        if outer is not None and outer.entered is None and not outer._runs:
+            # What was made inside it leads to what was made before that, there, as well. Usually it has been entered
+            # through an output; else what lies inside was a side output.
+            outer._reached()
 
     def close(self) -> None:
         self.entered = None

@@ -21,12 +21,13 @@ from fsdp.api import (
 from fsdp.comm import beginning
 from fsdp.comm.groups import Groups
 from fsdp.comm.shared_memory import segment_of
-from fsdp.flat.initial_values import InitialValues
+from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.initial_values import InitialValues, sample
 from fsdp.flat.metadata import BucketInfo, UnitInfo
 from fsdp.flat.names import CHECKPOINTED_MODULE, members_of, path_of
 from fsdp.flat.ownership import (
     Ignored,
-    build_handles,
+    bucket_layouts,
     count_writes,
     materialize,
     move_to,
@@ -99,19 +100,27 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     home = None if use_orig_params else Home.of(module, outermost_of(module)[0])
     buckets: list[BucketViews] = []
     compares = not options.synchronized and options.groups.data_parallel_size > 1
-    for handle, members in build_handles(
+    initial: list[InitialValues] = []
+    for layout, members in bucket_layouts(
         owned,
-        options.groups,
-        device,
+        options.groups.shard_size,
+        device.type == "cpu",
         options.mixed_precision,
-        options.cpu_offload,
         use_orig_params=use_orig_params,
-        samples=compares,
     ):
+        params, placed = [item.param for item in members], [item.tp for item in members]
+        samples = sample(params) if compares else []
+        handle = FlatParamHandle.flatten(
+            layout, params, options.groups, device, options.cpu_offload, placed, with_whole=not use_orig_params
+        )
+        views: BucketViews
         if home is None:
-            buckets.append(OriginalViews(handle, members, forward_refused))
+            views = OriginalViews(handle, members, forward_refused)
         else:
-            buckets.append(FlatViews(handle, members, home))
+            views = FlatViews(handle, members, home)
+        buckets.append(views)
+        if compares:
+            initial.append(InitialValues(views, samples))
     for item in owned:
         if not use_orig_params and item.param._backward_hooks:
             warn_of_hooks(f"{item.name!r} of {name}")
@@ -131,8 +140,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     tp = next((item.tp.group for item in owned if item.tp is not None), None)
     groups = options.groups if tp is None else replace(options.groups, tp=tp)
     unit = Unit(module, name, buckets, groups, device, options.policy, precision)
-    if compares:
-        unit.initial = [InitialValues(views) for views in buckets]
+    unit.initial = initial
     return unit
 
 

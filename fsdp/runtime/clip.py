@@ -20,11 +20,10 @@ pieces that fit into the cache are summed in float64.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -116,11 +115,7 @@ def clip_grad_norm_(
     max_norm = float(max_norm)
     p, order = _order(norm_type)
     for unit in units:
-        if unit.awaits_gradients:
-            raise RuntimeError(
-                f"clip_grad_norm_(): {unit.name} has unsharded gradients from no_sync(), or some whose reduction is "
-                "not over: run a backward that reduces and shows them before clipping, or set them to None"
-            )
+        unit.check_gradients("clip_grad_norm_()")
     managed = {visible.param for unit in units for views in unit.views for visible in views.visible}
     others = [param for param in params if param not in managed]
     handles = [handle for unit in units for handle in unit.handles]
@@ -129,12 +124,12 @@ def clip_grad_norm_(
     wide = torch.float64 if any(dtype.to_real() == torch.float64 for dtype in dtypes) else torch.float32
 
     sharded: dict[Any, _Grads] = {}  # by shard group, in the tree's order on every rank
-    whole, tp_group = _Grads(), _tp_group(handles, others)
+    whole, tp_group = _Grads([], []), _tp_group(handles, others)
     for param in others:
         whole.add_unmanaged(param)
     for unit in units:
         for views in unit.views:
-            home = sharded.setdefault(unit.groups.shard, _Grads()) if unit.groups.sharded else whole
+            home = sharded.setdefault(unit.groups.shard, _Grads([], [])) if unit.groups.sharded else whole
             home.alike.extend(views.grad_parts())
             home.cut.extend(views.grad_parts(cut=True))
 
@@ -176,20 +171,18 @@ def clip_grad_norm_(
             "clipped. To scale them by it anyway, pass error_if_nonfinite=False"
         )
     coefficient = (max_norm / (norm + _STABILIZER)).clamp(max=1.0)  # no branch on it: the host would have to wait
-    for (place, dtype), grads in _by_kind(grad for several in (whole, *sharded.values()) for grad in several):
+    for (place, dtype), grads in _by_kind(
+        grad for its in (whole, *sharded.values()) for grad in (*its.alike, *its.cut)
+    ):
         torch._foreach_mul_(grads, coefficient.to(device=place, dtype=dtype))
     return norm.cpu() if any(handle.keeps_gradients_on_host for handle in handles) else norm
 
 
-class _Grads:
+class _Grads(NamedTuple):
     """Gradients of one group's units: of parameters that tensor parallelism has ``cut``, and ``alike`` on its ranks."""
 
-    def __init__(self) -> None:
-        self.alike: list[torch.Tensor] = []
-        self.cut: list[torch.Tensor] = []
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return itertools.chain(self.alike, self.cut)
+    alike: list[torch.Tensor]
+    cut: list[torch.Tensor]
 
     def add_unmanaged(self, param: nn.Parameter) -> None:
         """The gradient of a parameter that no unit manages, if it has one."""

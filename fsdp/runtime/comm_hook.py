@@ -11,14 +11,12 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from fsdp.comm.collectives import COMPRESSING_HOOKS, reduce_compressed
-from fsdp.comm.groups import Groups
-from fsdp.flat.flat_param import FlatParamHandle
 
 
 class CommHook:
@@ -92,39 +90,3 @@ class CommHook:
         if result.data_ptr() != out.data_ptr() or result.dtype != out.dtype:
             with torch.no_grad():
                 out.copy_(result)
-
-
-class Hookable(Protocol):
-    """A unit as its hook sees it."""
-
-    name: str
-    groups: Groups
-    handles: list[FlatParamHandle]
-    comm_hook: CommHook | None
-    policy: Any
-
-    def use_hook(self, hook: CommHook) -> None: ...
-
-
-def register_comm_hook(units: Iterable[Hookable], state: object, hook: Callable[..., Any]) -> None:
-    """Reduce the gradients of all ``units`` by ``hook``; see ``FullyShardedDataParallel.register_comm_hook``."""
-    units = list(units)
-    for unit in units:
-        if unit.comm_hook is not None:
-            raise AssertionError(f"register_comm_hook(): a communication hook is already registered, at {unit.name}")
-        if unit.policy.gradient_divide_factor is not None:
-            raise RuntimeError(
-                f"register_comm_hook(): {unit.name} divides gradients by {unit.policy.gradient_divide_factor}, and a "
-                "hook divides by itself: call set_gradient_divide_factor(None) before"
-            )
-        if not unit.policy.requires_all_reduce:
-            raise RuntimeError(
-                f"register_comm_hook(): {unit.name} delays its reduction over replicas, and a hook reduces by itself: "
-                "call set_requires_all_reduce(True) before"
-            )
-    shared = CommHook(state, hook)
-    for unit in units:
-        if unit.handles:
-            shared.check_accepts(unit.name, sharded=unit.groups.sharded)
-    for unit in units:
-        unit.use_hook(shared)

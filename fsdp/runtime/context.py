@@ -70,13 +70,10 @@ class RootContext:
         """Let the pools keep as much spare memory as a pass may need."""
         self.reductions.max_buffers = self.root.policy.reduce_buffers
         ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
+        others = (unit.full_nbytes for unit in self.units if unit is not self.root)
+        largest = max(others, default=self.root.full_nbytes)
         for pool, blocks in ((self.residency.pool, 1 + ahead), (self.reductions.pool, self.reductions.max_buffers)):
-            pool.kept_nbytes = blocks * self._largest_unit()
-            pool.kept_block_nbytes = 2 * self._largest_unit()
-
-    def _largest_unit(self) -> int:
-        """Bytes of the largest unit's full buffers; of the root's only where there is no other."""
-        return max((unit.full_nbytes for unit in self.units if unit is not self.root), default=self.root.full_nbytes)
+            pool.kept_nbytes, pool.kept_block_nbytes = blocks * largest, 2 * largest
 
     def __del__(self) -> None:
         """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.runtime.unit import Phase, Unit
+from fsdp.runtime.unit import Unit
 
 
 def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, Any]) -> Unit:
@@ -26,11 +26,7 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     Raises:
         RuntimeError: ``unit`` runs, or is shown whole, or its state dict is being made.
     """
-    if unit.phase is not Phase.IDLE:
-        raise RuntimeError(
-            f"{unit.name} is in {unit.phase.name}: a wrapped model can be copied only while it does not run, and "
-            "outside of summon_full_params()"
-        )
+    unit.check_idle("a wrapped model can be copied only while it does not run, and outside of summon_full_params()")
     if any(views.registration.placeholders is not None for views in unit.views):
         raise RuntimeError(
             f"the state dict of {unit.name} is being made: a wrapped model cannot be copied in its hooks"

@@ -18,7 +18,7 @@ from fsdp.flat.names import joined, path_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.build import join
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.unit import Phase, Unit, units_in
+from fsdp.runtime.unit import Unit, units_in
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,10 @@ def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) ->
         AssertionError: a unit is in its forward or backward, or shown already.
     """
     for unit, _ in units:
-        if unit.phase is not Phase.IDLE:
-            raise AssertionError(
-                f"{unit.name} is in {unit.phase.name}: Cannot manually unshard parameters during forward/backward, nor "
-                "while they are shown already"
-            )
+        unit.check_idle(
+            "Cannot manually unshard parameters during forward/backward, nor while they are shown already",
+            AssertionError,
+        )
     with contextlib.ExitStack() as stack:
         with contextlib.ExitStack() as calls:
             for context in dict.fromkeys(context for _, context in units):
@@ -128,11 +127,7 @@ def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list
     Raises:
         RuntimeError: they are not reduced yet.
     """
-    if unit.awaits_gradients:
-        raise RuntimeError(
-            f"{call}: {unit.name} has unsharded gradients from no_sync(), or some whose reduction is not over: finish "
-            "the accumulation, or set them to None, before"
-        )
+    unit.check_gradients(call)
     handle = unit.handles[bucket]
     unit.views[bucket].follow_runs()
     params = [visible.param for visible in unit.views[bucket].visible]
@@ -140,10 +135,9 @@ def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list
     if handle.groups.sharded:
         unit.agree_on_maximum(present, replicas=False)
     local = torch.zeros_like(handle.shard, device=handle.device)
-    parts = handle.sharded_views(local) if unit.policy.use_orig_params else [local]
-    for param, part in zip(params, parts):
+    for param, part in zip(params, unit.views[bucket].sharded_grads(local)):
         if param.grad is not None:
-            (part if unit.policy.use_orig_params else part[: param.grad.numel()]).copy_(param.grad)
+            part.copy_(param.grad)
     if not handle.groups.sharded:
         return local, present.tolist()
     full = torch.empty(handle.layout.padded_numel, dtype=local.dtype, device=local.device)

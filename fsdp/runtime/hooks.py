@@ -10,9 +10,9 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -184,31 +184,15 @@ class _Refusal:
         raise TypeError(f"cannot pickle a module: {self._why()}")
 
 
-class Stepped(Protocol):
-    """What optimizers step the parameters of: a unit."""
-
-    def visible_params(self) -> Iterator[torch.Tensor]: ...
-
-    def before_step(self) -> None: ...
-
-    @property
-    def is_sharded(self) -> bool: ...
-
-
-_stepped: weakref.WeakSet[Stepped] = weakref.WeakSet()
-# of each optimizer the number of its parameters when that was last looked at, and what it steps
-_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Stepped]]]] = weakref.WeakKeyDictionary()
-
-
-def watch_optimizers(unit: Stepped) -> None:
-    """From now on, ``unit.before_step()`` is called before a step of an optimizer that has parameters of it. The first
-    step of each optimizer is looked at for what is probably not meant; see ``mistakes.py``."""
-    _stepped.add(unit)
-    _register_step_hook()
+units: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
+# of each optimizer the number of its parameters when that was last looked at, and the units that it steps
+_optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
-def _register_step_hook() -> None:
+def watch_optimizers() -> None:
+    """From now on, ``before_step()`` of a unit is called before a step of an optimizer that has parameters of it. The
+    first step of each optimizer is looked at for what is probably not meant; see ``mistakes.py``."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -222,7 +206,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if known is None:
             warn_of_stale(optimizer, params)
         ids = {id(param) for param in params}
-        found = [weakref.ref(unit) for unit in _stepped if any(id(param) in ids for param in unit.visible_params())]
+        found = [weakref.ref(unit) for unit in units if any(id(param) in ids for param in unit.visible_params())]
         if known is None and any(unit.is_sharded for unit_ref in found if (unit := unit_ref()) is not None):
             warn_of_habits(optimizer)
         known = _optimizers[optimizer] = (count, found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -92,22 +93,23 @@ def _rebuilt_container(value: Any, rebuild: Callable[[Any], Any]) -> Any:
         return PackedSequence(rebuild(data), sizes, *map(rebuild, indices))  # the batch sizes stay on CPU
     if isinstance(value, Mapping):
         items = {key: new for key, item in value.items() if (new := rebuild(item)) is not item}
-        return _with_items(value, items)
+        return _with(value, items, operator.setitem) if hasattr(value, "__setitem__") else value
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         parts = [rebuild(item) for item in value]
         return value if all(new is old for new, old in zip(parts, value)) else _with_parts(value, parts)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         before = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)}
-        return _with_attributes(value, {k: new for k, item in before.items() if (new := rebuild(item)) is not item})
+        attributes = {name: new for name, item in before.items() if (new := rebuild(item)) is not item}
+        return _with(value, attributes, object.__setattr__)  # it may be frozen
     return value
 
 
-def _with_items(mapping: Any, items: dict[Any, Any]) -> Any:
-    if not items or not hasattr(mapping, "__setitem__"):
-        return mapping
-    result = copy.copy(mapping)
-    for key, item in items.items():
-        result[key] = item
+def _with(original: Any, changes: dict[Any, Any], put: Callable[[Any, Any, Any], None]) -> Any:
+    """A copy into which ``changes`` are ``put``. Not ``dataclasses.replace()``: that leaves out what a constructor does
+    not take."""
+    result = copy.copy(original) if changes else original
+    for key, item in changes.items():
+        put(result, key, item)
     return result
 
 
@@ -122,15 +124,6 @@ def _with_parts(container: Any, parts: list[Any]) -> Any:
     result = copy.copy(container)  # with whatever its type takes to be made
     result.clear()
     (result.update if isinstance(container, set) else result.extend)(parts)
-    return result
-
-
-def _with_attributes(record: Any, attributes: dict[str, Any]) -> Any:
-    if not attributes:
-        return record
-    result = copy.copy(record)  # not dataclasses.replace(): that leaves out what its constructor does not take
-    for name, value in attributes.items():
-        object.__setattr__(result, name, value)  # it may be frozen
     return result
 
 

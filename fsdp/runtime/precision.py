@@ -52,23 +52,20 @@ class UnitPrecision:
         """Whether a forward now is to compute in full precision."""
         return self.full_in_eval and not self._module.training
 
-    def cast_inputs(self, inputs: Any, *, is_root: bool, has_parameters: bool) -> Any:
-        """A forward's inputs, the floating point ones in the dtype of the parameters if that was asked for."""
-        asked = self.asked
-        casts = (is_root and asked.cast_root_forward_inputs) or (has_parameters and asked.cast_forward_inputs)
-        return cast_floating(inputs, asked.param_dtype) if casts and asked.param_dtype is not None else inputs
-
-    def cast_outputs(self, outputs: Any) -> Any:
-        """A forward's outputs, in the dtype that was asked for."""
-        return outputs if self.asked.output_dtype is None else cast_floating(outputs, self.asked.output_dtype)
-
     # -- buffers -------------------------------------------------------------------------------------------------------
 
     def place_buffers(self, device: torch.device, *, full_precision: bool) -> None:
         """Bring the buffers of the unit's modules to ``device``, in ``buffer_dtype`` or in their own dtypes; each stays
         the same object. Nothing happens to those that are there already."""
         self._full_buffers = full_precision
-        for owner, name, buffer in self._buffers():
+        buffers = [
+            (owner, name, buffer)
+            for _, owner in own_modules(self._module)
+            if owner not in self._ignored
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        for owner, name, buffer in buffers:
             wanted = self._original_dtypes.get((owner, name), buffer.dtype)
             if buffer.is_floating_point() and self.asked.buffer_dtype is not None and not full_precision:
                 self._original_dtypes[owner, name] = wanted
@@ -93,15 +90,6 @@ class UnitPrecision:
         place of one that was cast, that one's."""
         found = (dtype for (owner, name), dtype in self._original_dtypes.items() if owner._buffers.get(name) is buffer)
         return next(found, buffer.dtype)
-
-    def _buffers(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        return [
-            (owner, name, buffer)
-            for _, owner in own_modules(self._module)
-            if owner not in self._ignored
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

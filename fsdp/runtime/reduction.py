@@ -31,8 +31,9 @@ from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.host_memory import HostBuffers
 from fsdp.comm.streams import Event, Streams
 from fsdp.flat.full_copy import SlotBuffer, parameter_views
-from fsdp.flat.memory import MemoryPool
+from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.flat.views import BucketViews
+from fsdp.flat.visible import flag_of
 from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.comm_hook import CommHook
 
@@ -41,7 +42,7 @@ _dict_of: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict
 
 
 @dataclass(eq=False, slots=True)
-class _InFlight:
+class InFlight:
     """A reduction under way, and the memory it reads until it is complete."""
 
     pending: Pending  # what reads `source`
@@ -61,9 +62,9 @@ class ReductionQueue:
     def __init__(self, pool: MemoryPool, streams: Streams, max_buffers: int) -> None:
         self.pool, self.streams, self.max_buffers = pool, streams, max_buffers
         self.outlast_backward = False  # whether a backward has ended with reductions under way
-        self._in_flight: deque[_InFlight] = deque()
-        self._reading: deque[_InFlight] = deque()  # those whose completion frees memory
-        self._to_average: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
+        self._reading: deque[InFlight] = deque()  # those that are bounded
+        self._to_average: deque[InFlight] = deque()
 
     def allocate(self, buffer: SlotBuffer) -> None:
         """Give ``buffer`` memory; called on the compute stream, which owns it."""
@@ -79,22 +80,14 @@ class ReductionQueue:
         if buffer.pooled is not None:
             self.pool.free(buffer.pooled, None)
 
-    def add(
-        self,
-        pending: Pending,
-        source: SlotBuffer,
-        *,
-        bounded: bool,
-        at_once: bool,
-        finish: Callable[[], None],
-        average: Callable[[], Pending] | None,
-    ) -> None:
-        self._in_flight.append(item := _InFlight(pending, source, average, at_once, finish))
+    def add(self, item: InFlight, *, bounded: bool) -> None:
+        """``bounded``: its completion frees memory."""
+        self._in_flight.append(item)
         if bounded:
             self._reading.append(item)
         if self._to_average and self.streams.asynchronous_work:  # see [Note: Replicas]
             self._average_all()
-        if average is not None:
+        if item.average is not None:
             self._to_average.append(item)
         if self._to_average and not self.streams.asynchronous_work:
             self._average_all()
@@ -115,13 +108,13 @@ class ReductionQueue:
             if item.at_once:
                 self._attach_at_once(item)
 
-    def _attach_at_once(self, item: _InFlight) -> None:
+    def _attach_at_once(self, item: InFlight) -> None:
         if item.at_once and item.source is None and item.average is None:
             self._settle(item)
             self._in_flight.remove(item)
             item.finish()
 
-    def _complete(self, item: _InFlight) -> None:
+    def _complete(self, item: InFlight) -> None:
         if item.source is not None:
             item.pending.wait()  # where that is interrupted, the memory stays in use
             self.free(item.source)
@@ -129,7 +122,7 @@ class ReductionQueue:
             if item in self._reading:
                 self._reading.remove(item)
 
-    def _settle(self, item: _InFlight) -> None:
+    def _settle(self, item: InFlight) -> None:
         self._complete(item)
         if item.averaged is not None:
             item.averaged.wait()
@@ -179,10 +172,7 @@ class BucketGradients:
 
     @property
     def trainable(self) -> bool:
-        for leaf in self.handle.leaves:  # nearly always the first one
-            if leaf.requires_grad:
-                return True
-        return False
+        return any(map(flag_of, self.handle.leaves))
 
     @property
     def reduces(self) -> bool:
@@ -196,11 +186,6 @@ class BucketGradients:
     def dtype(self) -> torch.dtype:
         """What ``.grad`` has after a synchronised backward."""
         return self.handle.full.dtype if self._keep_low_precision else self.handle.layout.dtype
-
-    @property
-    def is_open(self) -> bool:
-        """Whether this backward has written something that is not yet reduced or shown."""
-        return self.target is not None
 
     @property
     def accumulates(self) -> bool:
@@ -247,7 +232,9 @@ class BucketGradients:
             self.target = SlotBuffer(layout, accumulator)
         elif self.handle.groups.sharded and synchronize:
             if self._scratch is None or self._scratch.flat.dtype != self.handle.reduce_dtype:
-                self._scratch = SlotBuffer.from_pool(layout, self.handle.reduce_dtype, device)
+                flat = torch.empty(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device)
+                self._scratch = SlotBuffer(layout, flat)
+                self._scratch.pooled = PooledTensor(flat)
             queue.allocate(self._scratch)
             self.target = self._scratch
         else:  # users will hold this memory as .grad: it cannot be taken back
@@ -355,7 +342,7 @@ class BucketGradients:
             with streams.on_host(there):
                 self._attach(grad, adopted, unused)
 
-        queue.add(pending, source, bounded=sharded, at_once=self._is_awaited, finish=finish, average=averages)
+        queue.add(InFlight(pending, source, averages, self._is_awaited, finish), bounded=sharded)
 
     @property
     def _is_awaited(self) -> bool:

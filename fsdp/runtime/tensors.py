@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import parameter_views
 from fsdp.flat.names import clean
-from fsdp.flat.runs import hold_runs
 from fsdp.flat.tensor_parallel import TensorParallel
 from fsdp.runtime.build import join
 from fsdp.runtime.full_params import gather_grads
@@ -243,7 +242,11 @@ def flat_param_groups(
         if place is not None:
             labels.setdefault((place.unit, place.bucket), {})[place.position] = members[-1][0]
     groups = [{**given, "params": []} for given in options]
-    held = {(unit, bucket): hold_runs(unit.views[bucket], of) for (unit, bucket), of in labels.items()}
+    held: dict[tuple[Unit, int], dict[int, nn.Parameter]] = {}
+    for (unit, bucket), of in labels.items():
+        views = unit.views[bucket]
+        held[unit, bucket] = views.runs.hold(views.handle, of)
+        views.follow_runs()
     for number, place, param in members:
         one = param if place is None else held[place.unit, place.bucket][place.position]
         if not any(one is other for other in groups[number]["params"]):

@@ -6,8 +6,9 @@ See [Note: When a unit's backward is over] in ``backward.py``.
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -28,12 +29,15 @@ from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves, LeafKey
 from fsdp.runtime.nested import tensors_in
+from fsdp.runtime.precision import cast_floating
 from fsdp.runtime.ranges import communicates, profiled, ranged
 from fsdp.runtime.reduction import BucketGradients
 from fsdp.runtime.residency import Residence
 from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
 
 _READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
+_target_of: Callable[[BucketGradients], Any] = operator.attrgetter("target")
+_reduces: Callable[[BucketGradients], bool] = operator.attrgetter("reduces")
 
 
 class Phase(Enum):
@@ -72,15 +76,15 @@ class Unit(UnitBuffers):
         self.mesh: DeviceMesh | None = None
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
         self.ref = weakref.ref(self)
-        _units.add(self)
         self._depth = 0  # forwards of this unit under way
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
         self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
         self.expected = ExpectedLeaves(self)
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
-        hooks.watch_optimizers(self)
-        for handle in self.handles:
-            handle.change_shard = functools.partial(_change_shard, self.ref, weakref.ref(handle))
+        hooks.units.add(self)
+        hooks.watch_optimizers()
+        for bucket, handle in enumerate(self.handles):
+            handle.change_shard = functools.partial(_change_shard, self.ref, bucket)
 
     # -- the tree ------------------------------------------------------------------------------------------------------
 
@@ -91,7 +95,6 @@ class Unit(UnitBuffers):
         return tree
 
     def signature(self, group: Any) -> str:
-        """What its collectives over ``group`` depend on, in words."""
         if not self.groups.sharded:
             kind = "not sharded"
         else:
@@ -114,7 +117,6 @@ class Unit(UnitBuffers):
         return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}{by}"
 
     def reduction(self) -> str:
-        """What a backward would reduce now, in words: ranks that differ in that are out of step."""
         trainable = [str(bucket) for bucket, gradients in enumerate(self.gradients) if gradients.trainable]
         if not self.synchronize or not trainable:
             return "reduces nothing (no_sync)" if not self.synchronize else "reduces nothing (frozen)"
@@ -137,12 +139,15 @@ class Unit(UnitBuffers):
             each.note_used({index for index, flag in enumerate(flags[:count]) if flag})
             flags = flags[count:]
 
-    @property
-    def awaits_gradients(self) -> bool:
-        """Whether gradients of backwards that are over wait to be reduced, or to be shown."""
+    def check_gradients(self, call: str) -> None:
+        """Raises RuntimeError if gradients of backwards that are over wait to be reduced, or to be shown."""
         context = self.context
         under_way = context is not None and context.reductions.outlast_backward
-        return under_way or any(gradients.accumulates for gradients in self.gradients)
+        if under_way or any(gradients.accumulates for gradients in self.gradients):
+            raise RuntimeError(
+                f"{call}: {self.name} has unsharded gradients from no_sync(), or some whose reduction is not over: run "
+                "a backward that reduces and shows them before, or set them to None"
+            )
 
     @property
     def phase(self) -> Phase:
@@ -166,10 +171,6 @@ class Unit(UnitBuffers):
             gradients.use_hook(hook)
 
     def take_part(self, kind: str, *, full_precision: bool) -> None:
-        """Other ranks gather or reduce the unit and this one need not: let the values go; add to the sum what there is.
-
-        A gradient that is not complete goes in two parts.
-        """
         context, communicator = self.context, self.communicator
         assert context is not None and communicator is not None
         if kind == REDUCE:
@@ -183,17 +184,15 @@ class Unit(UnitBuffers):
             pending = communicator.gather(parts, self.tag(0, "gather"))
         pending.wait()  # on the compute stream: whoever writes to the shard next must not overtake it
 
+    def check_idle(self, words: str, kind: type[Exception] = RuntimeError) -> None:
+        """Raises ``kind``, with ``words``, if the unit is running or shown whole."""
+        if self.phase is not Phase.IDLE:
+            raise kind(f"{self.name} is in {self.phase.name}: {words}")
+
     def check_can_change(self) -> None:
         """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""
-        if self.phase is not Phase.IDLE:
-            raise RuntimeError(
-                f"{self.name} is in {self.phase.name}: it can be moved or cast only while it does not run"
-            )
-        if self.awaits_gradients:
-            raise RuntimeError(
-                f"{self.name} has unsharded gradients from no_sync(), or some whose reduction is not over: finish the "
-                "accumulation, or set them to None, before moving or casting the module"
-            )
+        self.check_idle("it can be moved or cast only while it does not run")
+        self.check_gradients("moving or casting a module")
 
     def apply_to_shards(
         self, change: Callable[[torch.Tensor], torch.Tensor], only: FlatParamHandle | None = None
@@ -245,10 +244,7 @@ class Unit(UnitBuffers):
         Raises:
             AssertionError: a forward or backward of the unit is under way.
         """
-        if self.phase is not Phase.IDLE:
-            raise AssertionError(
-                f"{self.name} is in {self.phase.name}: Cannot manually unshard parameters during forward/backward"
-            )
+        self.check_idle("Cannot manually unshard parameters during forward/backward", AssertionError)
         self.follow_parameters()
         if self.gathers:
             context.residency.gather_by_hand(self)
@@ -275,9 +271,11 @@ class Unit(UnitBuffers):
         try:
             start = hooks.next_node_number()
             full_precision = summoned is Summoned.HERE or self.precision.wants_full
-            if not full_precision and self.precision.asked.param_dtype is not None:
-                is_root, has_parameters = self is context.root, bool(self.handles)
-                inputs = self.precision.cast_inputs(inputs, is_root=is_root, has_parameters=has_parameters)
+            asked = self.precision.asked
+            if not full_precision and asked.param_dtype is not None:
+                as_root = asked.cast_root_forward_inputs and self is context.root
+                if as_root or (asked.cast_forward_inputs and self.handles):
+                    inputs = cast_floating(inputs, asked.param_dtype)
             with hooks.own_operations():
                 self._make_ready(context, full_precision)
             if not torch.is_grad_enabled():
@@ -312,8 +310,9 @@ class Unit(UnitBuffers):
         call = running.call
         for view in self.views:
             view.check_leaves(compares=context.streams.asynchronous_work, apart=hooks.own_operations)
-        if self.precision.asked.output_dtype is not None and not self.is_summoned and not self.precision.wants_full:
-            output = self.precision.cast_outputs(output)
+        output_dtype = self.precision.asked.output_dtype
+        if output_dtype is not None and not self.is_summoned and not self.precision.wants_full:
+            output = cast_floating(output, output_dtype)
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
         for handle in self.handles:
@@ -356,21 +355,6 @@ class Unit(UnitBuffers):
             context.residency.becomes(self, Residence.RECOMPUTED)
 
     # -- backward ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _reduces(self) -> bool:
-        for gradients in self.gradients:
-            if gradients.reduces:
-                return True
-        return False
-
-    @property
-    def _has_written(self) -> bool:
-        """Whether this backward has written gradients that are not yet reduced or shown."""
-        for gradients in self.gradients:
-            if gradients.target is not None:
-                return True
-        return False
 
     @property
     def _in_backward(self) -> bool:
@@ -480,23 +464,23 @@ class Unit(UnitBuffers):
 
     def finish_gradients(self, context: RootContext, *, at_end: bool) -> None:
         """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
-        if not self._has_written:
+        if not any(map(_target_of, self.gradients)):
             return
-        if self.synchronize and self._reduces:
+        if self.synchronize and any(map(_reduces, self.gradients)):
             context.passes.about_to(REDUCE, self)
             with communicates("reduce", self.name, context.residency.generation):
                 self._reduce(context)
         elif at_end:
             for gradients in self.gradients:
                 if gradients.trainable:
-                    if not gradients.is_open:
+                    if gradients.target is None:
                         gradients.open(context.reductions, synchronize=False)
                     gradients.expose(complete=self.synchronize)
 
     def _reduce(self, context: RootContext) -> None:
         """Start to reduce what this backward has written so far, and zeros where that is nothing."""
         for bucket, gradients in enumerate(self.gradients):
-            if not gradients.is_open:
+            if gradients.target is None:
                 if not (gradients.trainable or gradients.accumulates):
                     continue
                 # unused, but not by all: zeros, on every rank alike; or frozen after a backward without synchronisation
@@ -520,7 +504,7 @@ class Unit(UnitBuffers):
     def end_backward(self) -> None:
         """The whole backward is over; nothing of it may stay."""
         context: RootContext = self._tree()
-        if self.synchronize and not self._has_written:
+        if self.synchronize and not any(map(_target_of, self.gradients)):
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:
                     gradients.open(context.reductions, synchronize=True)
@@ -583,25 +567,40 @@ class Unit(UnitBuffers):
                 )
 
 
-def _change_shard(
-    unit_ref: weakref.ref[Unit],
-    handle_ref: weakref.ref[FlatParamHandle],
-    change: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    unit, handle = unit_ref(), handle_ref()
-    if unit is None or handle is None:
-        return
-    unit.check_can_change()
-    with torch.no_grad():
-        unit.apply_to_shards(change, handle)
-
-
-_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+def _change_shard(unit_ref: weakref.ref[Unit], bucket: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    unit = unit_ref()
+    if unit is not None:
+        unit.check_can_change()
+        with torch.no_grad():
+            unit.apply_to_shards(change, unit.handles[bucket])
 
 
 def every_unit() -> list[Unit]:
     """Those of this process, in no order."""
-    return list(_units)
+    return list(hooks.units)
+
+
+def register_comm_hook(units: Sequence[Unit], state: object, hook: Callable[..., Any]) -> None:
+    """Reduce the gradients of all ``units`` by ``hook``; see ``FullyShardedDataParallel.register_comm_hook``."""
+    for unit in units:
+        if unit.comm_hook is not None:
+            raise AssertionError(f"register_comm_hook(): a communication hook is already registered, at {unit.name}")
+        if unit.policy.gradient_divide_factor is not None:
+            raise RuntimeError(
+                f"register_comm_hook(): {unit.name} divides gradients by {unit.policy.gradient_divide_factor}, and a "
+                "hook divides by itself: call set_gradient_divide_factor(None) before"
+            )
+        if not unit.policy.requires_all_reduce:
+            raise RuntimeError(
+                f"register_comm_hook(): {unit.name} delays its reduction over replicas, and a hook reduces by itself: "
+                "call set_requires_all_reduce(True) before"
+            )
+    shared = CommHook(state, hook)
+    for unit in units:
+        if unit.handles:
+            shared.check_accepts(unit.name, sharded=unit.groups.sharded)
+    for unit in units:
+        unit.use_hook(shared)
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
@@ -613,13 +612,11 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
     Raises:
         TypeError: it is no module.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a model, an nn.Module, but got {_kind(module)}")
+    given: Any = module
+    if not isinstance(given, nn.Module):
+        kind = f"the class {given.__name__}: make one" if isinstance(given, type) else f"a {type(given).__name__}"
+        raise TypeError(f"expected a model, an nn.Module, but got {kind}")
     return _walk(module, "", frozenset(), {}, set())
-
-
-def _kind(value: Any) -> str:
-    return f"the class {value.__name__}: make one" if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def units_of(module: nn.Module) -> list[Unit]:

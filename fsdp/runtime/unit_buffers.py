@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -20,12 +21,16 @@ from fsdp.comm.collectives import Communicator, Gather, Tag, agree
 from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
+from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.views import BucketViews
-from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE
+from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE, Member
 from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.precision import UnitPrecision
+
+_state_of: Callable[[FlatParamHandle], BufferState] = operator.attrgetter("copy.state")
+_RESIDENT = frozenset([BufferState.RESIDENT])
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class Summoned(Enum):
 
 
 @dataclass(eq=False)
-class UnitBuffers(ABC):
+class UnitBuffers(Member):
     """A unit as its tree knows it: what it is made of, and the state of its full buffers."""
 
     module: nn.Module  # the wrapped one
@@ -142,7 +147,7 @@ class UnitBuffers(ABC):
 
     def __post_init__(self) -> None:
         self.handles = [views.handle for views in self.views]
-        self._tree: Callable[[], Any] = lambda: None
+        self._tree: Callable[[], Any] = lambda: None  # the RootContext that it is in, or None
         self._tags: dict[tuple[int, str], Tag] = {}  # see ``tag``
         self._call(self.name)
 
@@ -150,7 +155,7 @@ class UnitBuffers(ABC):
 
     def join(self, tree: Any, streams: Streams, index: int, name: str, ancestors: frozenset[int]) -> None:
         """Become unit ``index`` of ``tree``, which is held weakly."""
-        before = self.tree
+        before = self._tree()
         if before is not None and before is not tree:
             before.release(self)
         self._tree = weakref.ref(tree)
@@ -169,43 +174,12 @@ class UnitBuffers(ABC):
         for handle in self.handles:
             handle.unit_name = name
 
-    @property
-    def tree(self) -> Any:
-        """The :class:`fsdp.runtime.context.RootContext` that it is in, or None."""
-        return self._tree()
-
     def groups_for(self, kind: str) -> list[Any]:
-        """The groups over which it gathers or reduces, in this order; their ranks have to agree on that."""
         shard, replica = self.groups.shard, self.groups.replica
         if kind == GATHER_NEARBY:
             return [self.nearby.groups.shard] if self.nearby is not None else []
         sharded = [shard] if self.groups.shard_size > 1 else []
         return [*sharded, replica] if kind == REDUCE and replica is not None else sharded
-
-    @abstractmethod
-    def signature(self, group: Any) -> str:
-        """What its collectives over ``group`` depend on, in words."""
-
-    @abstractmethod
-    def reduction(self) -> str:
-        """What a backward would reduce now, in words."""
-
-    @property
-    @abstractmethod
-    def lacks_gradients(self) -> bool:
-        """Whether this rank reduces it, and has no gradient of some of its parameters."""
-
-    @abstractmethod
-    def used(self) -> torch.Tensor:
-        """By bucket and parameter, 1 where this rank has a gradient of it in what it reduces, and 0."""
-
-    @abstractmethod
-    def note_used(self, flags: list[int]) -> None:
-        """The same of all ranks."""
-
-    @abstractmethod
-    def take_part(self, kind: str, *, full_precision: bool) -> None:
-        """Other ranks gather or reduce the unit, and this one need not."""
 
     @abstractmethod
     def end_backward(self) -> None:
@@ -220,10 +194,7 @@ class UnitBuffers(ABC):
     @property
     def gathers(self) -> bool:
         """Whether the full buffers have memory of their own."""
-        for handle in self.handles:
-            if handle.copy.state is not BufferState.RESIDENT:
-                return True
-        return False
+        return not _RESIDENT.issuperset(map(_state_of, self.handles))
 
     @property
     def full_nbytes(self) -> int:
@@ -238,25 +209,18 @@ class UnitBuffers(ABC):
     @property
     def is_gathering(self) -> bool:
         """Whether a gather is under way."""
-        for handle in self.handles:
-            if handle.copy.state is BufferState.GATHERING:
-                return True
-        return False
+        return BufferState.GATHERING in map(_state_of, self.handles)
 
     @property
     def is_gathered(self) -> bool:
         """Whether the full buffers have memory (a gather may still be under way). Always true of what is not
         sharded."""
-        for handle in self.handles:
-            if handle.copy.state is BufferState.SHARDED:
-                return False
-        return True
+        return BufferState.SHARDED not in map(_state_of, self.handles)
 
     @property
     def in_full_precision(self) -> bool:
-        """Whether messages have the parameters' own dtypes, and usually have others."""
         for handle in self.handles:
-            if handle.full_precision and handle.departs_from_layout:
+            if handle.full_precision and handle.is_mixed:
                 return True
         return False
 
@@ -311,8 +275,9 @@ class UnitBuffers(ABC):
     def announce(self, *, replicas: bool = True) -> None:
         """The call under way is about to communicate over the unit's groups, other than by ``gather``; without
         ``replicas`` over that which it is sharded over alone. See ``Passes.announce``."""
-        for group in self.groups_for(REDUCE if replicas else GATHER) if self.tree is not None else ():
-            self.tree.passes.announce(group)
+        tree = self._tree()
+        for group in self.groups_for(REDUCE if replicas else GATHER) if tree is not None else ():
+            tree.passes.announce(group)
 
     def agree_on_maximum(self, values: torch.Tensor, *, replicas: bool = True) -> None:
         """Give ``values`` (integers) the largest that any rank of the unit's groups has, element by element; without
