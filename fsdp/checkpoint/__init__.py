@@ -2,8 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, set_model_state_dict
-from fsdp.checkpoint.dcp_optim import get_optimizer_state_dict, get_state_dict, set_optimizer_state_dict, set_state_dict
+from fsdp.checkpoint.dcp import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain

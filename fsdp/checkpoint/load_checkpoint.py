@@ -26,8 +26,14 @@ from torch.optim import Optimizer
 
 from fsdp.checkpoint import checksums, files, index
 from fsdp.checkpoint.checksums import Entry
-from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, prepare_model_state_dict
-from fsdp.checkpoint.dcp_optim import kept_if_it_fails, optimizers_to_load, trained_parts
+from fsdp.checkpoint.dcp import (
+    StateDictOptions,
+    get_model_state_dict,
+    kept_if_it_fails,
+    optimizers_to_load,
+    prepare_model_state_dict,
+    trained_parts,
+)
 from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading
@@ -330,7 +336,7 @@ class _Contents:
 
     def unread(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Those of the files that are not verified when they are read, by this rank or others. See [Note: Blocks] in
-        ``fsdp.checkpoint.files``."""
+        ``fsdp.checkpoint.checksums``."""
         if not self._in_parts or self._wanted.keys() != self._metadata.state_dict_metadata.keys():
             return entries  # nobody reads all of them
         return {name: entry for name, entry in entries.items() if not files.is_data(name)}

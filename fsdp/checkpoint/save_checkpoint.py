@@ -43,8 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.checkpoint import checksums, files, index
 from fsdp.checkpoint.checksums import Entry
-from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict
-from fsdp.checkpoint.dcp_optim import optimizer_state_as_it_is
+from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, state_key
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor

@@ -41,7 +41,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp import api, sharded_grad_scaler, wrap
 from fsdp import fully_sharded_data_parallel as wrapper
-from fsdp.checkpoint import dcp, dcp_optim
+from fsdp.checkpoint import dcp
 from fsdp.checkpoint.load_state_dict import on_first
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.comm.groups import default_group
@@ -174,11 +174,11 @@ def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: A
 
 
 def _get_optim_state_dict(model: nn.Module, optimizers: Any, info: Any) -> Any:
-    return dcp_optim.get_optimizer_state_dict(model, optimizers, options=info)
+    return dcp.get_optimizer_state_dict(model, optimizers, options=info)
 
 
 def _load_optim_state_dict(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
-    dcp_optim.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
+    dcp.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
 
 
 def _pre_load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
@@ -238,7 +238,7 @@ def load_fsdp_optimizer(
         and fsdp_plugin.state_dict_type is not api.StateDictType.FULL_STATE_DICT
     )
     if empty:
-        with dcp_optim.initialised(inner, ModelParams(model, [inner.param_groups])):
+        with dcp.initialised(inner, ModelParams(model, [inner.param_groups])):
             made = dict(inner.state)
         inner.state.update(made)
     try:
