@@ -1778,7 +1778,7 @@ MUTATIONS = [
     Mutation(
         "fsdp/checkpoint/optim_state.py",
         "            holders[0].unit.announce()\n",
-        "",
+        "            pass\n",
         "a rank that collects the optimizers' states waits for one that was interrupted",
         _tests("out_of_step", "rank_that_is_interrupted_in_a_call[optim_state_dict()]"),
     ),

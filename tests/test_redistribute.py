@@ -174,7 +174,6 @@ class Columns(Form):
         return local
 
     read = Full.read
-    problem = Full.problem
 
 
 def states_in(kind: StateDictType, form: Form | None, use_orig_params: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -97,9 +97,6 @@ class Verified(io.RawIOBase):
         self._stream.close()
         super().close()
 
-    def tell(self) -> int:
-        return self._position
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         self._position = offset + (0, self._position, self._entry.size)[whence]
         return self._position

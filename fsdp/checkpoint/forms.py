@@ -59,13 +59,8 @@ class Held(NamedTuple):
 
     def placement(self, ranks: int) -> Placement | None:
         """Of its elements on so many ranks; None if each has all of it."""
-        if self.spans is None:
-            return None
-        part, within = self.part, self.part.within
-        if self.tp is None:
-            return Placement.intervals(part.shape, part.stride(), tuple(self.spans()), ranks)
-        stride = dense_stride(within.sizes, memory_order(part.shape, part.stride()))
-        return Placement.intervals(within.sizes, stride, tuple(self.spans()), ranks).moved(within.offsets)
+        part, spans = self.part, self.spans
+        return spans and Placement.intervals(part.shape, part.stride(), tuple(spans()), ranks, part.within)
 
     @property
     def shares(self) -> Placement:
@@ -159,9 +154,9 @@ class Form(ABC):
         """Where tensors go; None for where they are."""
         return torch.device("cpu") if self.offload_to_cpu else None if self.stays else channel.device
 
-    @abstractmethod
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         """Which of so many ranks gets what of a tensor of this shape; None if it stays where it is."""
+        return None
 
     def share(self, held: Held, box: Box) -> Placement:
         """Which rank of tensor parallelism gets what of ``box``, of a tensor that it has cut."""
@@ -174,17 +169,13 @@ class Form(ABC):
 
     @staticmethod
     @abstractmethod
-    def read(value: Any, groups: Groups) -> Source:
-        """What this rank has in ``value``, which is of this form and goes to a unit of these groups.
+    def read(value: Any, held: Held, groups: Groups) -> Source:
+        """What this rank has in ``value``, which is of this form and goes to ``held`` of a unit of these groups.
 
         Raises:
             AssertionError: nobody can tell who has what, or ranks that may not take part have some.
+            ValueError: it has no values, or not those that this rank needs.
         """
-
-    @staticmethod
-    @abstractmethod
-    def problem(value: Any, held: Held, groups: Groups) -> str | None:
-        """Why ``value``, of this form, cannot be loaded into a parameter that is sharded over ``groups``."""
 
 
 class Full(Form):
@@ -200,15 +191,11 @@ class Full(Form):
         return local
 
     @staticmethod
-    def read(value: Any, groups: Groups) -> Source:
+    def read(value: Any, held: Held, groups: Groups) -> Source:
+        if value.layout != torch.strided or value.is_meta:
+            raise ValueError(f"expected a dense tensor with values, but got {value.layout} on {value.device}")
         whole = value.to_local() if isinstance(value, DTensor) else value
         return Source(None, [(Box.whole(value.shape), whole.detach())])
-
-    @staticmethod
-    def problem(value: Any, held: Held, groups: Groups) -> str | None:
-        if value.layout == torch.strided and not value.is_meta:
-            return None
-        return f"expected a dense tensor with values, but got {value.layout} on {value.device}"
 
 
 class Rows(Form):
@@ -254,7 +241,7 @@ class Rows(Form):
         return Placement(tuple((chunk,) if chunk.numel else () for chunk in chunks))
 
     @staticmethod
-    def read(value: Any, groups: Groups) -> Source:
+    def read(value: Any, held: Held, groups: Groups) -> Source:
         shape = kind_of(value)[1]
         if isinstance(value, DTensor) and (of_tp := dims_of_tp(value, groups)):
             return _read_spread(value, groups, of_tp[0])
@@ -269,14 +256,6 @@ class Rows(Form):
         own = [(box, rows) for box in placement.boxes[group.rank()]]
         return Source(placement, own, None if group is group_of(groups) else group)
 
-    @staticmethod
-    def problem(value: Any, held: Held, groups: Groups) -> str | None:
-        try:
-            Rows.read(value, groups)
-        except AssertionError as error:
-            return str(error)
-        return None
-
 
 class Ragged(Form):
     """What this rank's shard holds, in the shard's own memory unless it is on another device."""
@@ -284,25 +263,19 @@ class Ragged(Form):
     configs = api.RaggedStateDictConfig, api.RaggedOptimStateDictConfig
     called, stays = "a state dict without communication", True
 
-    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
-        return None
-
     def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
         return held.part.with_local(held.part.local.to(device=self.device(channel)))
 
     @staticmethod
-    def read(value: Any, groups: Groups) -> Source:
-        return Source(None, value.parts)
-
-    @staticmethod
-    def problem(value: Any, held: Held, groups: Groups) -> str | None:
+    def read(value: Any, held: Held, groups: Groups) -> Source:
         part = held.part
-        if not value.same_interval(part):
-            return (
+        of_same = (value.stride(), value.within) == (part.stride(), part.within)
+        if not of_same or part.start < value.start or part.end > value.end:
+            raise ValueError(
                 f"this rank has its elements {part.start} to {part.end} and was given {value.start} to {value.end}; "
                 "let torch.distributed.checkpoint load into the state dict of this model instead"
             )
-        return None
+        return Source(None, value.parts)
 
 
 class Local(Form):
@@ -311,28 +284,22 @@ class Local(Form):
     configs, called = (api.LocalStateDictConfig,), "a local state dict"
     stays = is_cut = is_flat = True
 
-    def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
-        return None
-
     def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
         assert held.spans is not None
         ranges = [(start, end) for _, start, end in held.spans()]
         return one_chunk_each(held.part.local.to(self.device(channel)), ranges, held.part.shape, channel.group)
 
-    read = Rows.read
-
     @staticmethod
-    def problem(value: Any, held: Held, groups: Groups) -> str | None:
-        problem = form_of(value).problem(value, held, groups)
-        if problem is not None or not is_sharded(value):
-            return problem
-        expected, found = held.placement(groups.shard_size), read(value, groups).placement
-        if found == expected:
-            return None
-        return (
-            f"of its elements {expected}, but in what was given {found}: a local state dict fits only the model it was "
-            "made from, at the same number of ranks; use a sharded or full one"
-        )
+    def read(value: Any, held: Held, groups: Groups) -> Source:
+        """What is given for a flat vector may be whole as well."""
+        source = read(value, held, groups)
+        expected, found = held.placement(groups.shard_size), source.placement
+        if is_sharded(value) and found != expected:
+            raise ValueError(
+                f"of its elements {expected}, but in what was given {found}: a local state dict fits only the model it "
+                "was made from, at the same number of ranks; use a sharded or full one"
+            )
+        return source
 
 
 FORMS: tuple[type[Form], ...] = (Full, Ragged, Rows, Local)  # those of a derived config before those of its base
@@ -343,9 +310,9 @@ def form_of(value: torch.Tensor) -> type[Form]:
     return Ragged if isinstance(value, RaggedTensor) else Rows if is_sharded(value) else Full
 
 
-def read(value: torch.Tensor, groups: Groups) -> Source:
+def read(value: torch.Tensor, held: Held, groups: Groups) -> Source:
     """What this rank has in a value of whatever form; see :meth:`Form.read`."""
-    return form_of(value).read(value, groups)
+    return form_of(value).read(value, held, groups)
 
 
 def _read_spread(value: DTensor, groups: Groups, of_tp: int) -> Source:
@@ -387,8 +354,14 @@ class _NewMemory(Sequence[Part]):
 
     def __getitem__(self, index: Any) -> Any:
         if self._parts is None:
-            self._parts = [(box, _memory_for(box, self._like, self._device)) for box in self._boxes]
+            self._parts = [(box, self._memory(box)) for box in self._boxes]
         return self._parts[index]
+
+    def _memory(self, box: Box) -> torch.Tensor:
+        like = self._like  # in the memory order of the whole
+        whole = box.sizes == tuple(like.shape)
+        stride = like.stride() if whole else dense_stride(box.sizes, memory_order(like.shape, like.stride()))
+        return empty_strided(box.sizes, stride, dtype=like.dtype, device=self._device)
 
 
 class Leaving(NamedTuple):
@@ -508,10 +481,28 @@ def fill_each(arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Cha
         fill(several, channels.over(group, unit.device), label)
 
 
-def fill_from_first(arriving: Sequence[tuple[Held, Source]], unit: Unit, channels: Channels, label: str) -> None:
-    """Start moving what the first rank has to where the unit's ranks hold the tensors: to those of the first replica,
-    each its part, and from them to the others, which hold the same parts."""
+def fill_from_first(
+    values: Iterable[tuple[Held, torch.Tensor | None]],
+    unit: Unit,
+    channels: Channels,
+    label: str,
+    *,
+    group: Any = None,
+    tp: Any = None,
+) -> None:
+    """Start moving what the first rank has, and others have None for, to where the unit's ranks hold the tensors: to
+    those of the first replica, each its part, and from them to the others, which hold the same parts. Where it is the
+    first of a ``group`` of other ranks, each of those gets all. ``tp`` are the ranks of tensor parallelism, if it is
+    the first of them."""
     groups = unit.groups
+    by_replicas = groups.sharded and groups.replica is not None
+    if group is not None and not (by_replicas and groups.data_parallel_size == group.size()):
+        shared = groups.sharded and group_ranks(groups.shard) == group_ranks(group)
+        several = [(held if shared else held._replace(spans=None), value) for held, value in values]
+        arriving = [(held, Source.of_first(value, held.part.shape, group.size())) for held, value in several]
+        fill(arriving, channels.over(group, unit.device), label)
+        return
+    arriving = [(held, Source.of_first(value, held.part.shape, groups.shard_size, tp)) for held, value in values]
     if groups.replica_rank == 0:
         fill(gathered(arriving, unit, channels, label), channels.over(groups.shard, unit.device), label)
     if groups.replica is not None:
@@ -519,10 +510,3 @@ def fill_from_first(arriving: Sequence[tuple[Held, Source]], unit: Unit, channel
         channel, others = channels.over(groups.replica, unit.device), ((),) * (groups.replica.size() - 1)
         parts = [held.part for held, _ in arriving]
         fill([(Held(its, None), Source(Placement((its.boxes, *others)), its.parts)) for its in parts], channel, label)
-
-
-def _memory_for(box: Box, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Uninitialised, in the memory order of the whole."""
-    whole, stride = box.sizes == tuple(like.shape), like.stride()
-    stride = stride if whole else dense_stride(box.sizes, memory_order(like.shape, stride))
-    return empty_strided(box.sizes, stride, dtype=like.dtype, device=device)

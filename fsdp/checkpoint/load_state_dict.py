@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp.api import FullStateDictConfig, StateDictType
-from fsdp.checkpoint.forms import Source, fill_from_first
+from fsdp.checkpoint.forms import fill_from_first
 from fsdp.checkpoint.placeholders import Opaque, RestLoading, UnitLoading, persistent_buffers
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channels
@@ -82,12 +82,10 @@ def load(
 def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
     """``model.load_state_dict(state_dict, strict)`` on all ranks that share a unit, or on none. ``into_module`` is
     that of ``nn.Module``."""
-    with contextlib.ExitStack() as undo:
-        with alike_on_all_ranks(units_of(model)) as given:
-            loading = prepare(model, into_module, state_dict, strict)
-            undo.callback(loading.undo)
-            given.update(loading.given())
-        undo.pop_all()
+    with alike_on_all_ranks(units_of(model)) as (given, undo):
+        loading = prepare(model, into_module, state_dict, strict)
+        undo.callback(loading.undo)
+        given.update(loading.given())
     loading.write()
     return loading.incompatible
 
@@ -146,7 +144,7 @@ class Loading:
         self.error_messages: list[str] | None = None  # those of nn.Module, once it has come to the opener
         self.prefix = ""  # of the opener, in the names that nn.Module goes by
         self.units: list[UnitLoading] = []
-        self.rest: RestLoading | None = None
+        self.rest = RestLoading([])
         self._hooks = list(dict.fromkeys(hooks_of_units))  # one for each unit
         for hooks in self._hooks:
             join(hooks.unit)
@@ -157,7 +155,7 @@ class Loading:
                 hooks.active = self
                 if hooks.unit.phase is not Phase.SUMMONED:  # else nn.Module copies into the whole parameters
                     self.units.append(UnitLoading(hooks.unit, opener))
-            self.rest = RestLoading(opener)
+            self.rest = RestLoading([*opener.modules()])
         except BaseException:
             self.abandon()
             raise
@@ -166,9 +164,8 @@ class Loading:
         """Register the parameters again, with nothing loaded; idempotent."""
         for unit in self.units:
             unit.restore()
-        if self.rest is not None:
-            self.rest.restore()
-            self.undo()
+        self.rest.restore()
+        self.undo()
         for hooks in self._hooks:
             hooks.active = None
 
@@ -176,7 +173,7 @@ class Loading:
         """``nn.Module`` is through: register the parameters again, and write what was noted if every rank can; else add
         to the error messages."""
         messages = self.error_messages
-        assert messages is not None and self.rest is not None
+        assert messages is not None
         missing[:] = [self.clean(key) for key in missing]
         unexpected[:] = [self.clean(key) for key in unexpected]
         for unit in self.units:
@@ -203,7 +200,6 @@ class Loading:
 
     def write(self) -> None:
         """Write what was noted."""
-        assert self.rest is not None
         with torch.inference_mode(False), torch.no_grad():
             for unit in self.units:
                 unit.commit()
@@ -212,7 +208,6 @@ class Loading:
 
     def undo(self) -> None:
         """Take back what was loaded without being noted: buffers and extra state."""
-        assert self.rest is not None
         with torch.inference_mode(False), torch.no_grad():
             self.rest.undo()
 
@@ -250,21 +245,22 @@ def problem_elsewhere(
 
 
 @contextlib.contextmanager
-def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[dict[Unit, list[str]]]:
-    """What raises inside on one rank of the units' groups raises on all. So does what differs between them in the dict
-    that is yielded: what each was given for each unit, in words."""
+def alike_on_all_ranks(units: Iterable[Unit]) -> Iterator[tuple[dict[Unit, list[str]], contextlib.ExitStack]]:
+    """What raises inside on one rank of the units' groups raises on all, after the callbacks of the stack that is
+    yielded. So does what differs between ranks in the dict: what each was given for each unit, in words."""
     given: dict[Unit, list[str]] = {}
     for unit in units:  # one that no other rank comes to raises here, and asks nobody
         unit.announce()
-    try:
-        yield given
-    except BaseException as error:
-        if units:
+    with contextlib.ExitStack() as undo:
+        try:
+            yield given, undo
+        except BaseException as error:
             problem_elsewhere(units, error, given)
-        raise
-    problem = problem_elsewhere(units, None, given) if units else None
-    if problem is not None:
-        raise RuntimeError(f"Nothing was loaded, because on another rank: {problem}")
+            raise
+        problem = problem_elsewhere(units, None, given)
+        if problem is not None:
+            raise RuntimeError(f"Nothing was loaded, because on another rank: {problem}")
+        undo.pop_all()
 
 
 def watched(group: Any, units: Iterable[Unit]) -> Any:
@@ -379,7 +375,7 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
         for position, unit in enumerate(units):
             _scatter(unit, present[position], loading.units[position].sources if loading is not None else {}, tp)
             unit.shards_were_written()
-        if loading is not None and loading.rest is not None:
+        if loading is not None:
             loading.rest.commit(assign=False)
         tensors = [tensor for name, tensor in rest_of(model) if name in given]
         for group in groups:
@@ -421,12 +417,11 @@ def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor], tp: Any | None) -> None:
     """Give every rank its part of the parameters ``present``, whose values the first rank has in ``sources``."""
-    groups, held, channels = unit.groups, held_tensors(unit), Channels()
-    several = [(held[key], sources.get(key)) for key in present]
-    if groups.replica_rank == 0:
+    held, channels = held_tensors(unit), Channels()
+    if unit.groups.replica_rank == 0:
         unit.announce()
-    arriving = [(held, Source.of_first(value, held.part.shape, groups.shard_size, tp)) for held, value in several]
-    fill_from_first(arriving, unit, channels, f"scatter {unit.name}")
+    values = [(held[key], sources.get(key)) for key in present]
+    fill_from_first(values, unit, channels, f"scatter {unit.name}", tp=tp)
     channels.flush()
     for bucket, views in enumerate(unit.views):
         views.note_writes([index for its, index in present if its == bucket])

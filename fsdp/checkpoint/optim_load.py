@@ -9,7 +9,7 @@ that all of them raise or none.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -18,13 +18,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Held, Source, fill, fill_each, fill_from_first, read
+from fsdp.checkpoint.forms import Held, Source, fill_each, fill_from_first, read
 from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
-    Group,
     Holder,
-    Key,
     Member,
     ModelParams,
     OptimInput,
@@ -38,7 +36,7 @@ from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.comm.collectives import broadcast
-from fsdp.comm.groups import default_group, group_ranks
+from fsdp.comm.groups import default_group
 from fsdp.flat.names import bare
 from fsdp.runtime.unit import Unit
 
@@ -65,12 +63,9 @@ class Contents:
     groups: list[dict[str, Any]] | None
 
     @cached_property
-    def _known(self) -> set[str]:
+    def known(self) -> set[str]:
+        """The parameters that the dict has, with state or without."""
         return {*self.states, *(name for group in self.groups or () for name in group["params"])}
-
-    def knows(self, name: str) -> bool:
-        """Whether the dict has a parameter of this name, with state or without."""
-        return name in self._known
 
 
 def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Contents:
@@ -159,7 +154,7 @@ class _Plan:
         if self._problems:
             raise ValueError(f"this optimizer state does not fit the model: {'; '.join(self._problems)}")
         for param in params.in_order:
-            if param not in self.local and param in kept and not all(map(contents.knows, params.names(param))):
+            if param not in self.local and param in kept and not contents.known.issuperset(params.names(param)):
                 self.local[param] = dict(kept[param])
 
     def _plan(self, holder: Holder) -> None:
@@ -218,7 +213,7 @@ class _Plan:
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """What the optimizer has now, and keeps, of a member of a flat parameter; None for nothing."""
-        value = None if self._contents.knows(member.name) else self._kept.get(holder.param, {}).get(state)
+        value = None if member.name in self._contents.known else self._kept.get(holder.param, {}).get(state)
         return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
@@ -250,65 +245,26 @@ def _is_whole_by_nature(value: Whole, member: Member) -> bool:
 # -- moving ------------------------------------------------------------------------------------------------------------
 
 
-class _Given(NamedTuple):
-    """The values of a dict to load: on every rank, whole or its own part; or on rank 0 of ``group`` alone, if there is
-    one."""
+def _source(arrival: _Arrival, states: Mapping[str, Mapping[str, Any]], unit: Unit) -> Source:
+    """What this rank has of it.
 
-    states: Mapping[str, Mapping[str, Any]]
-    group: Any
+    Raises:
+        AssertionError: a sharded value is not cut into chunks of rows, over ranks that share the unit.
+        ValueError: it has no values, or not those that this rank needs.
+    """
+    try:
+        return read(states[arrival.name][arrival.state], arrival.held, unit.groups)
+    except (AssertionError, ValueError) as error:
+        raise type(error)(f"state {arrival.state!r} of {arrival.name!r}: {error}") from error
 
-    def source(self, arrival: _Arrival, unit: Unit) -> Source:
-        """
-        Raises:
-            AssertionError: a sharded value is not cut into chunks of rows, over ranks that share the unit.
-            ValueError: an interval without what this rank needs.
-        """
-        name, state, part = arrival.name, arrival.state, arrival.held.part
-        if self.group is not None:
-            value = self.states[name][state].detach() if self.group.rank() == 0 else None
-            ranks = unit.groups.shard_size if self._by_replicas(unit) else self.group.size()
-            return Source.of_first(value, arrival.what.shape, ranks)
-        value = self.states[name][state]
-        if isinstance(value, RaggedTensor) and (
-            (value.stride(), value.within) != (part.stride(), part.within)
-            or part.start < value.start
-            or part.end > value.end
-        ):
-            raise ValueError(
-                f"state {state!r} of {name!r}: expected its elements {part.start} to {part.end} on this rank, but "
-                f"got {value}"
-            )
-        return read(value, unit.groups)
 
-    def deliver(self, unit: Unit, arriving: list[tuple[_Arrival, Source]], channels: Channels, label: str) -> None:
-        """Start moving what one unit gets."""
-        group, groups = self.group, unit.groups
-        held = [(arrival.held, source) for arrival, source in arriving]
-        if group is None:
-            fill_each(held, unit, channels, label)
-            return
-        if self._by_replicas(unit):
-            fill_from_first(held, unit, channels, label)
-            return
-        if groups.shard_size == 1 or group_ranks(groups.shard) != group_ranks(group):
-            held = [(its._replace(spans=None), source) for its, source in held]  # several ranks need the same
-        fill(held, channels.over(group, unit.device), label)
-
-    def _by_replicas(self, unit: Unit) -> bool:
-        """Whether what rank 0 alone has goes to the ranks of the first replica, each its part, and from them on."""
-        groups, ranks = unit.groups, 0 if self.group is None else self.group.size()
-        return groups.sharded and groups.replica is not None and groups.data_parallel_size == ranks
-
-    def as_it_is(self, name: str, state: str, what: Whole, device: torch.device) -> torch.Tensor:
-        """A state that is not sharded; ``device`` is where ``group`` can communicate."""
-        if self.group is None:
-            value = self.states[name][state]
-            return value if is_sharded(value) else value.detach().clone()
-        tensor = torch.empty(what.shape, dtype=what.dtype, device=device)
-        if self.group.rank() == 0:
-            tensor.copy_(self.states[name][state])
-        broadcast([tensor], self.group)
-        return tensor
+def _of_first(value: torch.Tensor | None, what: Whole, group: Any, device: torch.device) -> torch.Tensor:
+    """``value``, which rank 0 of ``group`` has; ``device`` is where that can communicate."""
+    tensor = torch.empty(what.shape, dtype=what.dtype, device=device)
+    if value is not None:
+        tensor.copy_(value)
+    broadcast([tensor], group)
+    return tensor
 
 
 # -- the whole of it ---------------------------------------------------------------------------------------------------
@@ -326,27 +282,19 @@ def optim_state_dict_to_load(
     group: Any = None,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """What ``given`` returns, a state dict by names, as one that this rank's optimizer can load. It stays as it is.
+    """``FullyShardedDataParallel.optim_state_dict_to_load`` of what ``given`` returns, which stays as it is.
 
     The result has this rank's parts, in memory of their own on the parameters' devices, under the optimizer's keys.
     Parameters that are not in the dict get no entry, nor do those that the optimizer does not hold. What belongs to no
-    parameter is copied under its name. Parameter groups are those of the optimizer, with the settings that the dict has
-    for their parameters. What ``optim`` then loads has the dtypes that the dict has.
+    parameter is copied under its name.
 
     Args:
-        optim: the optimizer that will load it; None for one built from ``optim_input``, or from ``model.parameters()``.
-        is_named: its keys are names, as those of torch's ``_NamedOptimizer``; these want state for parameters, too, of
-            which this rank holds nothing, and get what they have.
-        from_rank0: only rank 0 of ``group`` (None: the default one) has the dict, and only there ``given`` is called;
-            what it raises is raised on all ranks, which all have to call.
+        is_named: torch's ``_NamedOptimizer`` wants state for parameters, too, of which this rank holds nothing, and
+            gets what it has.
+        from_rank0: only on rank 0 of ``group`` ``given`` is called; what it raises is raised on all ranks.
         strict: without it, what the dict does not know stays as ``optim`` has it.
 
-    Raises, on every rank:
-        ValueError: there is no "state", its keys are not names, a state does not fit its parameter, or parameters of
-            one group were saved with different settings.
-        KeyError: a parameter group names parameters that the optimizer does not hold.
-        AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
-        RuntimeError: the dict has sharded values, and another rank cannot load its own, or has others.
+    Raises, on every rank: as that, and RuntimeError if another rank cannot load sharded values, or has others.
     """
     own = groups_of(optim, optim_input)
     params = ModelParams(model, [own])
@@ -355,7 +303,7 @@ def optim_state_dict_to_load(
     saved = None if from_rank0 else given()
     of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
     chunked = any(is_sharded(value) for state in of_params for value in state.values())
-    with alike_on_all_ranks(params.units if chunked else ()) as chunks:  # else nothing is exchanged
+    with alike_on_all_ranks(params.units if chunked else ()) as (chunks, _):  # else nothing is exchanged
 
         def look() -> Contents:
             nonlocal saved
@@ -367,21 +315,35 @@ def optim_state_dict_to_load(
         keys = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
             keys = {param: params.key_of_named(param) for param in keys}
-        groups = _keyed_groups(contents.groups, params, keys, own, strict=strict)
+        groups = contents.groups
+        if groups is not None:
+            groups = lay_out(own, groups, params, keys, strict=strict)
         kept = {} if strict or optim is None else optim.state
         plan = _Plan(params, contents, kept)
-        values = _Given((saved or {}).get("state", {}), group if from_rank0 else None)
-        arriving = {
-            unit: [(arrival, values.source(arrival, unit)) for arrival in arrivals]
-            for unit, arrivals in plan.arrivals.items()
-        }
-        chunks.update((unit, [*_chunks(of_unit)]) for unit, of_unit in arriving.items())
+        states: Mapping[str, Any] = {} if saved is None else saved["state"]
+        sources: dict[Unit, list[Source]] = {}
+        for unit, arrivals in plan.arrivals.items() if not from_rank0 else ():
+            sources[unit] = [_source(arrival, states, unit) for arrival in arrivals]
+            chunks[unit] = [
+                f"state {its.state!r} of {its.name!r} ({its.what.dtype}, {source.placement})"
+                for its, source in zip(arrivals, sources[unit])
+                if source.placement is not None  # it has to be exchanged
+            ]
     channels = Channels()
-    for unit, of_unit in arriving.items():
-        values.deliver(unit, of_unit, channels, f"optimizer state of {params.units[unit]}")
+    for unit, arrivals in plan.arrivals.items():
+        held, label = [arrival.held for arrival in arrivals], f"optimizer state of {params.units[unit]}"
+        if from_rank0:
+            values = [states[its.name][its.state].detach() if states else None for its in arrivals]
+            fill_from_first(zip(held, values), unit, channels, label, group=group)
+        else:
+            fill_each(zip(held, sources[unit]), unit, channels, label)
     channels.flush()
     for param, name, state, whole in plan.as_they_are:
-        value = values.as_it_is(name, state, whole, params.device)
+        value: Any = states[name][state] if states else None
+        if from_rank0:
+            value = _of_first(value, whole, group, params.device)
+        elif not is_sharded(value):
+            value = value.detach().clone()
         plan.local[param][state] = value if is_sharded(value) else value.to(param.device)
     if is_named and optim is not None:
         for param, holder in params.holders.items():
@@ -397,35 +359,3 @@ def optim_state_dict_to_load(
     if optim is not None:
         keep_dtypes(optim)
     return loadable
-
-
-def _chunks(arriving: Iterable[tuple[_Arrival, Source]]) -> Iterator[str]:
-    """What of one unit has to be exchanged, in words: equal on all ranks."""
-    for arrival, source in arriving:
-        if source.placement is not None:
-            yield f"state {arrival.state!r} of {arrival.name!r} ({arrival.what.dtype}, {source.placement})"
-
-
-def _keyed_groups(
-    groups: list[dict[str, Any]] | None,
-    params: ModelParams,
-    keys: Mapping[nn.Parameter, Key],
-    own: Sequence[Group] | None,
-    *,
-    strict: bool,
-) -> list[dict[str, Any]] | None:
-    """``groups`` by the optimizer's keys: in its ``own`` layout, or, if that is not known, as they are."""
-    if groups is None:
-        return None
-    key_of = {name: keys[param] for param in params.in_order if param in keys for name in params.names(param)}
-    unknown = [name for group in groups for name in group["params"] if name not in key_of]
-    if unknown:
-        raise KeyError(
-            f"the optimizer holds no parameter {', '.join(map(repr, unknown))}, which the parameter groups name"
-        )
-    if own is not None:
-        return lay_out(own, groups, params.names, keys, strict=strict)
-    return [
-        {key: sorted({key_of[name] for name in value}) if key == "params" else value for key, value in group.items()}
-        for group in groups
-    ]

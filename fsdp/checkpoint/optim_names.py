@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from fsdp.checkpoint.forms import Held
 from fsdp.checkpoint.ragged import elements_of
 from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.layout import ParamRecord, Piece
+from fsdp.flat.layout import ParamRecord
 from fsdp.flat.names import clean, joined, path_of, unit_name, unit_of
 from fsdp.flat.runs import Run, span
 from fsdp.flat.views import FlatViews
@@ -149,13 +149,9 @@ class Holder:
         """This rank's elements of ``member`` in an element-wise state: 1-D, in memory order, a view where it can be."""
         if not self.is_vector:
             return state if self.sharded else elements_of(state, member.record.stride)
-        piece = self.piece(member)
+        piece = self.handle.layout.piece(member.index, self.rank)
         start = piece.shard_offset - self._own_span[0]
         return state[start : start + piece.numel] if piece.numel else state[:0]
-
-    def piece(self, member: Member) -> Piece:
-        """Which elements of ``member`` this rank's shard holds, and where."""
-        return self.handle.layout.piece(member.index, self.rank)
 
     def __str__(self) -> str:
         return ", ".join(repr(member.name) for member in self.members)
@@ -273,13 +269,8 @@ class ModelParams:
 
     def by_current_name(self) -> dict[Key, nn.Parameter]:
         """Names now, wrapper parts and all, and where these lead nowhere else names in the plain model."""
-        found: dict[Key, nn.Parameter] = {}
-        for param, names in self._current_names.items():
-            found.update(dict.fromkeys(names, param))
-        for param, names in self._current_names.items():
-            for name in names:
-                found.setdefault(clean(name), param)
-        return found
+        now: dict[Key, nn.Parameter] = {n: param for param, names in self._current_names.items() for n in names}
+        return {clean(str(name)): param for name, param in reversed(now.items())} | now
 
 
 # -- the keys of an optimizer's state dict -----------------------------------------------------------------------------
@@ -350,28 +341,36 @@ _BY_PARAMETER = ("params", "param_names")  # what groups say of each parameter; 
 
 
 def lay_out(
-    own: Sequence[Group],
+    own: Sequence[Group] | None,
     saved: Sequence[Group],
-    names_of: Callable[[nn.Parameter], list[str]],
+    params: ModelParams,
     key_of: Mapping[nn.Parameter, Key],
     *,
     strict: bool,
 ) -> list[dict[str, Any]]:
-    """The groups ``own`` of an optimizer, with the settings that the groups ``saved`` have for their parameters.
+    """The groups ``own`` of an optimizer, with the settings that the groups ``saved`` have for their parameters; those
+    saved, if its own are not known.
 
     Args:
         own: "params" are parameters.
         saved: "params" are names.
-        names_of: the names that a parameter stands for, of which one has to be in ``saved``.
         key_of: what stands for a parameter in the result.
         strict: without it, groups of which ``saved`` knows no parameter have their own settings.
 
     Raises:
+        KeyError: a name is not one of the parameters that have keys.
         ValueError: parameters of one group were saved in groups with other settings; or ``saved`` does not know a
             parameter (``strict``).
     """
     group_of = {name: group for group in saved for name in group["params"]}
-    names = [[names_of(param) for param in group["params"]] for group in own]
+    keys = {name: key_of[param] for param in params.in_order if param in key_of for name in params.names(param)}
+    if strange := [name for name in group_of if name not in keys]:
+        raise KeyError(
+            f"the optimizer holds no parameter {', '.join(map(repr, strange))}, which the parameter groups name"
+        )
+    if own is None:
+        return [{**group, "params": sorted({keys[name] for name in group["params"]})} for group in saved]
+    names = [[params.names(param) for param in group["params"]] for group in own]
     unknown = [some[0] for of_group in names for some in of_group if not any(name in group_of for name in some)]
     if unknown and strict:
         raise ValueError(
@@ -464,18 +463,14 @@ def rekey(
     if not named:  # else what no group has belongs to no parameter
         named = list(optim_state_dict["state"])
     kinds = {type(key) for key in named}
-    wanted, other = (str, int) if key_type is OptimStateKeyType.PARAM_NAME else (int, str)
+    wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int
     if not kinds <= {str} and not kinds <= {int}:
         raise ValueError(f"Invalid parameter keys: expected all names or all ids, got {list(dict.fromkeys(named))}")
     if kinds <= {wanted}:
         return optim_state_dict
-    ids = params_by_id(model, groups_of(optim, optim_input))
-    if other is int:
-        names = param_to_name(model)
-        new_keys: dict[Any, Any] = {key: names[param] for key, param in ids.items()}
-    else:
-        numbers = {param: key for key, param in ids.items()}
-        new_keys = {name: numbers[param] for name, param in name_to_param(model).items() if param in numbers}
+    names, ids = param_to_name(model), params_by_id(model, groups_of(optim, optim_input))
+    pairs = [(key, names[param]) for key, param in ids.items() if param in names]
+    new_keys: dict[Any, Any] = dict(pairs) if wanted is str else {name: key for key, name in pairs}
     unknown = list(dict.fromkeys(key for key in named if key not in new_keys))
     taken = [key for key in optim_state_dict["state"] if key not in new_keys and key in new_keys.values()]
     if taken:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +26,6 @@ from torch.utils._pytree import tree_leaves
 from fsdp.checkpoint.forms import Form, Leaving, export, finish
 from fsdp.checkpoint.optim_names import (
     Holder,
-    Key,
     Member,
     ModelParams,
     OptimInput,
@@ -70,8 +70,11 @@ class Scalar(NamedTuple):
 States = dict[str, Any]  # of one parameter, by name: Elementwise, Scalar, or any other value as it is
 
 
-def _described(holder: Holder, state: Mapping[str, Any], problems: list[str]) -> States:
-    """What ``state``, this rank's of ``holder``, consists of. What cannot be handled is added to ``problems``."""
+def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], known: dict[Any, States]) -> States:
+    """What ``state``, this rank's of ``holder``, consists of. What cannot be handled is added to ``problems``.
+
+    Equal descriptions are one object, by way of ``known``: most parameters have the same, and pickle writes it once.
+    """
     found: States = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -89,16 +92,17 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str]) ->
                 f"state {name!r} of {holder} has shape {tuple(value.shape)}, and this rank's part of the parameter has "
                 f"{holder.local_shape}"
             )
-    return found
+    try:
+        return known.setdefault(tuple((name, type(value), value) for name, value in found.items()), found)
+    except TypeError:  # a value that cannot be hashed
+        return found
 
 
 def _merged(
     holder: Holder, by_rank: Sequence[States | None], ranks: Sequence[int], missing: list[str], different: list[str]
 ) -> States | None:
-    """What the ranks that own elements of ``holder`` agree on; None if none of them has state for it. What they do not
-    agree on is added to ``missing`` and ``different``.
-
-    ``by_rank`` are the states on each of the ``ranks`` that it is sharded over.
+    """What the ranks that own elements of ``holder`` agree on, of what each of the ``ranks`` has that it is sharded
+    over; None if none of them has state for it. What they do not agree on is added to ``missing`` and ``different``.
 
     The others may have state as well (some optimizers make it for empty parameters), which was never stepped.
     """
@@ -138,52 +142,53 @@ def _agree(
         RuntimeError: ranks lack states that others have.
         AssertionError: states differ between ranks.
     """
-    problems: list[str] = []
+    label, device, me = "agree on the optimizer's states", params.device, dist.get_rank()
+    problems, known = list[str](), dict[Any, States]()
     local = {
-        holder: _described(holder, state_of[param], problems) if param in state_of else None
+        holder: _described(holder, state_of[param], problems, known) if param in state_of else None
         for param, holder in params.holders.items()
     }
-    by_group: dict[Any, list[Holder]] = {}
+    failures = {me: failure} if (failure := _failure(unknown, problems)) is not None else {}
+
+    def said(of: Mapping[Holder, States | None], holders: list[Holder], group: Any) -> dict[int, list[States | None]]:
+        """What the ranks of ``group`` have of these, by rank; nothing where one has failed."""
+        own, sizes = [of.get(holder) for holder in holders], [len(holder.members) for holder in holders]
+        everyone = {me: (own, failures, sizes)}
+        if group is not None:
+            try:
+                packed = pickle.dumps((own, failures, sizes))
+            except Exception as error:  # whatever the values' own ways to be pickled raise
+                failure = _failure(unknown, [*problems, f"a state cannot be pickled: {error}"])
+                packed = pickle.dumps(([], {me: failure}, sizes))
+            several = all_gather_object(packed, group, label, device)  # they wait for it, whatever a rank holds
+            everyone = dict(zip(group_ranks(group), map(pickle.loads, several)))
+        for _, theirs, _ in everyone.values():
+            failures.update(theirs)
+        if not failures and (odd := [rank for rank, (_, _, theirs) in everyone.items() if theirs != sizes]):
+            text = "the optimizers of the ranks hold other neighbours as one parameter: the rule of flat_param_groups()"
+            failures[odd[0]] = Failure("RuntimeError", None, f"{text} has to be the same on all of them")
+        return {} if failures else {rank: states for rank, (states, _, _) in everyone.items()}
+
+    by_shards, by_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
     for holder in local:
-        group = holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None
-        by_group.setdefault(group, []).append(holder)
+        by_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
+        if holder.tp_owners:  # who has no part of a parameter has no state either, and is told
+            by_tp[holder.unit.groups.tp].append(holder)
     agreed: dict[Holder, States | None] = {}
-    failures: dict[int, Failure] = {}
-    missing: list[str] = []
-    different: list[str] = []
-    label, device = "agree on the optimizer's states", params.device
-    for group, holders in by_group.items():
-        own = [local[holder] for holder in holders]
-        sizes = [len(holder.members) for holder in holders]  # else their optimizers hold other runs
-        ranks, everyone = [dist.get_rank()], [(own, _failure(unknown, problems), sizes)]
+    missing, different = list[str](), list[str]()
+    for group, holders in by_shards.items():
         if group is not None:
             holders[0].unit.announce()
-            several = all_gather_object(_packed(own, unknown, problems, sizes), group, label, device)
-            ranks, everyone = group_ranks(group), [pickle.loads(theirs) for theirs in several]
-        failures.update({rank: failure for rank, (_, failure, _) in zip(ranks, everyone) if failure is not None})
-        for rank, (_, _, theirs) in zip(ranks, everyone):
-            if theirs != sizes and not failures:
-                failures[rank] = Failure(
-                    "RuntimeError",
-                    None,
-                    "the optimizers of the ranks hold other neighbours as one parameter: the rule of "
-                    "flat_param_groups() has to be the same on all of them",
-                )
-        for number, holder in enumerate(holders if not failures else ()):
-            agreed[holder] = _merged(holder, [states[number] for states, _, _ in everyone], ranks, missing, different)
-    cut_unevenly: dict[Any, list[Holder]] = {}
-    for holder in local:
-        if holder.tp_owners:
-            cut_unevenly.setdefault(holder.unit.groups.tp, []).append(holder)
-    for group, holders in cut_unevenly.items():  # who has no part of a parameter has no state either, and is told
-        own = [agreed.get(holder) for holder in holders]
-        everyone = [pickle.loads(its) for its in all_gather_object(_packed(own, None, [], []), group, label, device)]
-        failures.update({rank: failure for rank, (_, failure, _) in zip(group_ranks(group), everyone) if failure})
-        for number, holder in enumerate(holders if not failures else ()):
-            agreed[holder] = everyone[holder.tp_owners[0]][0][number]
+        by_rank = said(local, holders, group)
+        for holder, *of_ranks in zip(holders, *by_rank.values()) if by_rank else ():
+            agreed[holder] = _merged(holder, of_ranks, [*by_rank], missing, different)
+    for group, holders in by_tp.items():
+        by_rank = said(agreed, holders, group)
+        for holder, *of_ranks in zip(holders, *by_rank.values()) if by_rank else ():
+            agreed[holder] = of_ranks[holder.tp_owners[0]]
     error: Exception | None = None
     if failures:
-        error = joint_error(failures)
+        error = joint_error(dict(sorted(failures.items())))
     elif missing:
         error = RuntimeError(
             "expected the optimizers of all ranks to hold the same parameters, so that each rank has the states of "
@@ -192,8 +197,7 @@ def _agree(
     elif different:
         error = AssertionError("expected states without elements to agree, but " + "; ".join(different))
     of_units = [unit.groups for unit in params.units]
-    groups = dict.fromkeys(group for its in of_units for group in (its.shard, its.replica, its.tp))
-    several_groups = [group for group in groups if group is not None]
+    several_groups = [*dict.fromkeys(group for its in of_units for group in (its.shard, its.replica, its.tp) if group)]
     if len(several_groups) > 1:
         alike = {group: list(_words(local, agreed, group)) for group in several_groups}
         elsewhere = failures_in(several_groups, error, label, device, alike)
@@ -213,14 +217,6 @@ def _words(holders: Iterable[Holder], agreed: Mapping[Holder, States | None], gr
             yield f"state {name!r} of {holder}: {what}"
 
 
-def _packed(own: list[States | None], unknown: str | None, problems: list[str], sizes: list[int]) -> bytes:
-    """What this rank tells the others; they wait for it, whatever it holds."""
-    try:
-        return pickle.dumps((_shared_alike(own), _failure(unknown, problems), sizes))
-    except Exception as error:  # whatever the values' own ways to be pickled raise
-        return pickle.dumps(([], _failure(unknown, [*problems, f"a state cannot be pickled: {error}"]), sizes))
-
-
 def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
     if unknown is not None:
         return Failure("KeyError", None, unknown)
@@ -231,19 +227,6 @@ def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
         "optimizer (factored and block-quantized ones cannot)"
     )
     return Failure("NotImplementedError", None, f"{expected}, but {'; '.join(problems)}")
-
-
-def _shared_alike(own: list[States | None]) -> list[States | None]:
-    """Equal descriptions as one object: most parameters have the same, and pickle writes an object once."""
-    seen: dict[Any, States] = {}
-    result: list[States | None] = []
-    for states in own:
-        try:
-            key = None if states is None else tuple((name, type(value), value) for name, value in states.items())
-            result.append(None if states is None else seen.setdefault(key, states))
-        except TypeError:  # a value that cannot be hashed
-            result.append(states)
-    return result
 
 
 # -- out ---------------------------------------------------------------------------------------------------------------
@@ -259,15 +242,11 @@ def optim_state_dict(
     optim_input: OptimInput | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """``raw``, the optimizer's own state dict on this rank, by the names of the plain model. All ranks have to call.
-
-    The tensors are copies, each in memory of its own; scalars are on CPU.
+    """``FullyShardedDataParallel.optim_state_dict`` of ``raw``, the optimizer's own state dict on this rank, in this
+    form. The tensors are copies, each in memory of its own; scalars are on CPU.
 
     Args:
         optim: what ``raw`` is of; None for one built from ``optim_input``, or from ``model.parameters()``.
-        group: rank 0 of which gets the result of ``form.rank0_only``; None for the default one.
-
-    Raises: as ``ModelParams`` and ``_agree``, and KeyError if the optimizer holds parameters that are not in the model.
     """
     groups = groups_of(optim, optim_input)
     params = ModelParams(model, [groups])
@@ -309,7 +288,13 @@ def optim_state_dict(
         state[key] = copy.deepcopy(value)
     full: dict[str, Any] = {"state": state}
     if "param_groups" in raw:
-        full["param_groups"] = [_named_group(params, group_, by_key) for group_ in raw["param_groups"]]
+        full["param_groups"] = [
+            {
+                key: params.names_of_group(by_key[its] for its in value) if key == "params" else copy.deepcopy(value)
+                for key, value in group_.items()
+            }
+            for group_ in raw["param_groups"]
+        ]
     return full
 
 
@@ -336,11 +321,6 @@ def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:
     for name, (holder, _) in sorted(params.by_name.items()):
         units.setdefault(holder.unit, []).append(name)
     return [*sorted(params.others.values()), *(name for names in units.values() for name in names)]
-
-
-def _named_group(params: ModelParams, group: Mapping[str, Any], by_key: Mapping[Key, nn.Parameter]) -> dict[str, Any]:
-    names = params.names_of_group(by_key[key] for key in group["params"])
-    return {key: names if key == "params" else copy.deepcopy(value) for key, value in group.items()}
 
 
 def _plain(value: Any, *, to_cpu: bool) -> Any:

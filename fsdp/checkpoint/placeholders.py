@@ -139,20 +139,20 @@ class UnitLoading(UnitTensors):
         held, groups = self.held, self.unit.groups
         for key, source in self.sources.items():
             dtype, own = kind_of(source)[0], held[key].part.dtype
-            if assign and dtype != own:
-                problem: str | None = (
-                    f"assign=True would make it {dtype}, and the parameters it is sharded with are {own}; use "
-                    "assign=False"
-                )
-            else:
-                problem = (Local if self._is_local else form_of(source)).problem(source, held[key], groups)
-            if problem is not None:
-                yield f"While copying the parameter named {self.name(key)!r} of {self.unit.name}: {problem}."
+            try:
+                if assign and dtype != own:
+                    raise ValueError(
+                        f"assign=True would make it {dtype}, and the parameters it is sharded with are {own}; use "
+                        "assign=False"
+                    )
+                (Local if self._is_local else form_of(source)).read(source, held[key], groups)
+            except (AssertionError, ValueError) as error:
+                yield f"While copying the parameter named {self.name(key)!r} of {self.unit.name}: {error}."
 
     def commit(self) -> None:
         """Copy this rank's parts into its shards, by one collective where ranks have been given rows."""
         unit, held, channels = self.unit, self.held, Channels()
-        arriving = [(held[key], read(source, unit.groups)) for key, source in self.sources.items()]
+        arriving = [(held[key], read(source, held[key], unit.groups)) for key, source in self.sources.items()]
         if any(source.placement is not None for _, source in arriving):
             unit.announce()
         fill_each(arriving, unit, channels, f"gather {unit.name}")
@@ -173,11 +173,10 @@ def _as_given(source: torch.Tensor) -> torch.Tensor:
 
 
 class RestLoading:
-    """What no unit owns below a module: recorders for the parameters, and copies of what is loaded at once, to go back
+    """What no unit owns of some modules: recorders for the parameters, and copies of what is loaded at once, to go back
     to: buffers, extra state, and parameters that others look after (DTensors, modules that load themselves)."""
 
-    def __init__(self, opener: nn.Module) -> None:
-        modules = list(opener.modules())
+    def __init__(self, modules: list[nn.Module]) -> None:
         self.params: list[tuple[nn.Module, str, torch.Tensor, Recorder]] = []
         self._others: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for module, (attribute, param) in [(m, each) for m in modules for each in registered_params(m)]:

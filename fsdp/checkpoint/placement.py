@@ -90,17 +90,18 @@ class Placement:
     @classmethod
     @lru_cache(_KEPT)
     def intervals(
-        cls, shape: tuple[int, ...], stride: tuple[int, ...], spans: tuple[tuple[int, int, int], ...], ranks: int
+        cls,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        spans: tuple[tuple[int, int, int], ...],
+        ranks: int,
+        within: Box | None = None,
     ) -> Placement:
-        """Of each (rank, start, end) these elements, counted in memory order."""
+        """Of each (rank, start, end) these elements; see ``rectangles``."""
         boxes: list[tuple[Box, ...]] = [()] * ranks
         for rank, start, end in spans:
-            boxes[rank] = rectangles(shape, start, end, stride)
+            boxes[rank] = rectangles(shape, start, end, stride, within)
         return cls(tuple(boxes))
-
-    def moved(self, offsets: Sequence[int]) -> Placement:
-        """That of a part of a tensor, which begins there, as one of the whole."""
-        return Placement(tuple(tuple(box.moved(offsets) for box in boxes) for boxes in self.boxes))
 
     def inside(self, box: Box) -> Placement:
         """What of it lies in ``box``."""
@@ -173,16 +174,26 @@ def chunk_rows(rows: int, count: int) -> list[tuple[int, int]]:
 
 
 @lru_cache(_KEPT)
-def rectangles(shape: tuple[int, ...], start: int, end: int, stride: tuple[int, ...] | None = None) -> tuple[Box, ...]:
+def rectangles(
+    shape: tuple[int, ...],
+    start: int,
+    end: int,
+    stride: tuple[int, ...] | None = None,
+    within: Box | None = None,
+) -> tuple[Box, ...]:
     """The boxes that together are the elements ``start`` to ``end`` (half-open) of a tensor, in that order.
 
-    Elements are counted in memory order: row-major, or as ``stride``, that of a dense tensor of this shape, tells. Each
-    box's elements lie one after the other in memory. There are at most ``2 * len(shape) - 1`` of them, and none for an
-    empty interval; a scalar's only element is one box without dimensions.
+    Elements are counted in memory order: row-major, or as ``stride``, that of a dense tensor of this shape, tells; and
+    if the tensor is only a part of it, those of the box ``within``. Each box's elements lie one after the other in
+    memory. There are at most ``2 * len(shape) - 1`` of them, and none for an empty interval; a scalar's only element is
+    one box without dimensions.
 
     Raises:
         ValueError: the interval does not lie in the tensor.
     """
+    if within is not None and within.sizes != shape:
+        inner = dense_stride(within.sizes, memory_order(shape, stride))
+        return tuple(box.moved(within.offsets) for box in rectangles(within.sizes, start, end, inner))
     if not 0 <= start <= end <= math.prod(shape):
         raise ValueError(f"elements {start} to {end} are no interval of a tensor of shape {tuple(shape)}")
     order = memory_order(shape, stride)

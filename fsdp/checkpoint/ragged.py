@@ -1,11 +1,9 @@
 """A flat interval of a tensor as rectangles: sharded state without communication.
 
-A rank's shard of a flat vector holds one interval of a parameter's elements, counted in memory order. Such an interval
-is a few rectangles of the original tensor: the end of a row, whole rows, the start of a row, and so on inwards.
-``torch.distributed.checkpoint`` saves and loads rectangles, and on loading reads from any cover of a tensor any other,
-so each rank can write what it holds and read what it needs, and no two ranks have to talk about tensor data.
-
-:class:`RaggedTensor` is what stands in a state dict for a parameter then.
+A rank's shard of a flat vector holds one interval of a parameter's elements, which is a few rectangles of it (see
+:mod:`fsdp.checkpoint.placement`). ``torch.distributed.checkpoint`` saves and loads rectangles, and on loading reads
+from any cover of a tensor any other, so each rank can write what it holds and read what it needs, and no two ranks have
+to talk about tensor data. :class:`RaggedTensor` is what stands in a state dict for a parameter then.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fsdp.checkpoint.placement import Box, Part, box_view, dense_stride, memory_order, rectangles
+from fsdp.checkpoint.placement import Box, Part, box_view, rectangles
 from fsdp.flat.layout import contiguous_stride
 
 if TYPE_CHECKING:  # importing it loads torch's FSDP; whoever calls what needs it here has done so
@@ -69,13 +67,8 @@ class RaggedTensor(torch.Tensor):
             )
         shape = tuple(shape)
         strides = contiguous_stride(shape) if stride is None else tuple(stride)
-        if within is None or within.sizes == shape:
-            within = Box.whole(shape)
-            boxes = rectangles(shape, start, start + local.numel(), None if stride is None else strides)
-        else:
-            inner = dense_stride(within.sizes, memory_order(shape, strides))
-            of_part = rectangles(within.sizes, start, start + local.numel(), inner)
-            boxes = tuple(box.moved(within.offsets) for box in of_part)
+        within = within or Box.whole(shape)
+        boxes = rectangles(shape, start, start + local.numel(), strides, within)
         self: RaggedTensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, strides, 0, dtype=local.dtype, device=local.device
         )

@@ -150,10 +150,6 @@ class Channel:
         self.flush()
         self._finish = finish
 
-    def _goes_directly(self, item: Item, box: Box) -> bool:
-        """Whether these elements travel by themselves, without being copied on the way."""
-        return box.numel * item.dtype.itemsize >= self._direct_min
-
     # -- the three ways to move a batch: each starts, and returns what waits and puts in place -------------------------
 
     def _exchange(self, items: list[Item], label: str) -> Callable[[], None]:
@@ -165,7 +161,7 @@ class Channel:
         direct = max(large) >= self._direct_min
         for item in items:
             for giver, taker, box in overlaps(item.source, item.target, self.rank):
-                goes_directly = self._goes_directly(item, box)
+                goes_directly = box.numel * item.dtype.itemsize >= self._direct_min  # without a copy on the way
                 if giver == self.rank:
                     if goes_directly:
                         transfers.append(self._transfer(True, taker, self._leaving(item, box)))
@@ -282,18 +278,15 @@ def redistribute(items: Sequence[Item], channel: Channel, label: str, *, limit: 
     One collective per ``limit`` bytes, or per item that is larger; none for what does not travel. All has arrived when
     the channel has been flushed, and nobody touches the values before.
     """
-    travelling: list[Item] = []
+    batch: list[Item] = []
     for item in items:
         if item.source == item.target or channel.size == 1:
             copy_parts(item.has, item.gets)
         elif item.source.numel > 0 and any(item.target.boxes):
-            travelling.append(item)
-    batch: list[Item] = []
-    for item in travelling:
-        if batch and sum(other.nbytes for other in batch) + item.nbytes > limit:
-            channel.send(batch, label)
-            batch = []
-        batch.append(item)
+            if batch and sum(other.nbytes for other in batch) + item.nbytes > limit:
+                channel.send(batch, label)
+                batch = []
+            batch.append(item)
     if batch:
         channel.send(batch, label)
 
