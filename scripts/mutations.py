@@ -1181,8 +1181,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        stale = [slot for slot, written in zip(target.slots, self._written) if not "
-        "written and slot.numel()]\n",
+        "        stale = [slot for index, slot in enumerate(target.slots) if index not in self._written and "
+        "slot.numel()]\n",
         "        stale = []\n",
         "slots that nobody wrote keep what the memory held",
         _tests("reliability_numerics", "r05_nothing_of_poisoned_memory_gets_into_the_training[2-FULL_SHARD]"),
@@ -1203,8 +1203,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        self._written = [False] * len(self._written)\n        accumulator",
-        "        accumulator",
+        "        self._written = {index for position in",
+        "        self._written |= {index for position in",
         "a slot counts as written by an earlier backward",
         _tests(
             "parity",
@@ -1475,7 +1475,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        if self._written[index]:\n            slot.add_(grad)\n        else:\n",
+        "        if index in self._written:\n            slot.add_(grad)\n        else:\n",
         "        if False:\n            slot.add_(grad)\n        else:\n",
         "the second gradient of a leaf replaces the first",
         _tests("backward", "structures"),
@@ -2134,8 +2134,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/order.py",
-        "        self._recorded, self._current = self._current, []\n",
-        "        self._recorded, self._current = self._current or self._recorded, []\n",
+        "        self._latest[backward, first] = self._current\n",
+        "        self._latest[backward, first] = self._current or self._recorded\n",
         "a pass that gathered nothing is no record",
         _tests("prefetch", "a_pass_in_which_nothing_was_gathered_is_a_record_too"),
     ),

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
-from fsdp.runtime.order import Sequence
+from fsdp.runtime.order import ExecutionOrder
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.lockstep import assert_at_rest
 from tests.harness.oracle import assert_bit_equal, clean_name
@@ -264,18 +264,22 @@ def orders(delayed: bool) -> None:
 def test_a_pass_in_which_nothing_was_gathered_is_a_record_too() -> None:
     """After it nothing is gathered ahead; a unit at another place than recorded moves on from there."""
     first, second, third = units = ["first", "second", "third"]
-    sequence: Sequence[str] = Sequence()
-    sequence.start()
+    order: ExecutionOrder[str] = ExecutionOrder()
+    order.start(first, backward=False)
     for unit in units:
-        sequence.record(unit)
-    sequence.start()
-    assert sequence.upcoming(1) == [first]
-    sequence.record(second)
-    assert sequence.upcoming(2) == [third]
-    sequence.start()
-    assert sequence.upcoming(2) == [second]
-    sequence.start()
-    assert sequence.upcoming(2) == []
+        order.record(unit)
+    order.stop()
+    order.record(third)  # for nobody
+    order.start(first, backward=True)
+    assert order.upcoming(1) == []
+    order.start(first, backward=False)
+    assert order.upcoming(1) == [first]
+    order.record(second)
+    assert order.upcoming(2) == [third]
+    order.start(first, backward=False)
+    assert order.upcoming(2) == [second]
+    order.start(first, backward=False)
+    assert order.upcoming(2) == []
 
 
 @pytest.mark.parametrize("delayed", [False, True])

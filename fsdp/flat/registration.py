@@ -128,11 +128,17 @@ class Home:
 class _Writes:
     """Tensors, and the places (dictionaries and keys) that they are put in, all at once."""
 
-    __slots__ = ("_by_owner", "_keys", "_owners", "tensors")
+    __slots__ = ("_by_owner", "_careful", "_keys", "_owners", "tensors")
 
-    def __init__(self, places: Sequence[tuple[dict[str, Any], str]], tensors: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        places: Sequence[tuple[dict[str, Any], str]],
+        tensors: Sequence[Any],
+        careful: Sequence[tuple[Slot, Any]] = (),
+    ) -> None:
+        """``careful``: slots that have to be told of their tensors."""
         self._owners, self._keys = [owner for owner, _ in places], [key for _, key in places]
-        self.tensors = tensors
+        self.tensors, self._careful = tensors, careful
         self._by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         for (owner, key), tensor in zip(places, tensors, strict=True):
             self._by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
@@ -140,6 +146,8 @@ class _Writes:
     def put(self) -> None:
         for owner, its in self._by_owner.values():
             owner.update(its)
+        for slot, tensor in self._careful:
+            slot.put(tensor)
 
     def there(self) -> list[Any]:
         """What stands in each of the places now."""
@@ -197,7 +205,6 @@ class Registration:
                 slot.module.__dict__["flatten_parameters"] = _keep_layout
         self.name = "" if home is None else home.free_name()
         self._orders = {} if home is None else {slot.module: home.orders[slot.module] for slot in self._slots}
-        self._careful = [slot for slot in self._slots if not slot.plain]
         self._copy: FullCopy | None = None  # whose leaves the next line holds
         self._leaf_writes = _Writes([], [])
         self.resting: list[Any] = []
@@ -215,7 +222,7 @@ class Registration:
         if self._home is not None:
             places.append((self._home.module._parameters, self.name))
             values.append(flat)
-        return _Writes(places, values)
+        return _Writes(places, values, [(slot, tensors[slot.index]) for slot in self._slots if not slot.plain])
 
     # -- switching -----------------------------------------------------------------------------------------------------
 
@@ -235,8 +242,6 @@ class Registration:
             return
         self._shown = self._resting_writes
         self._resting_writes.put()
-        for slot in self._careful:
-            slot.put(self.resting[slot.index])
         for dictionary, key, guard in self._guards:
             dictionary[key] = guard
 
@@ -255,8 +260,6 @@ class Registration:
             self._unregister_originals()
         self._shown = self._leaf_writes
         self._leaf_writes.put()
-        for slot in self._careful:
-            slot.put(copy.leaves[slot.index])
         self._unguard()
 
     def _unguard(self) -> None:
@@ -393,8 +396,7 @@ class Registration:
             module.__dict__[_InUnit.ATTRIBUTE] = _InUnit(self, module, index)
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
-        """The modules are about to be copied; ``handle`` is the copy of this one's. Says what to put for what is on
-        them."""
+        """See ``CommonViews.announce_copies``."""
         memo[id(self.handle.flat_param)] = handle.flat_param
         memo.update({id(slot.module.__dict__.get(_InUnit.ATTRIBUTE)): None for slot in self._slots})
         if self._home is not None:

@@ -49,9 +49,8 @@ class Run:
         self._handle, self.members = handle, members
         self.start, self.end = span(layout, members, rank)
         self.missing: str | None = None
-        pieces = [layout.piece(index, rank) for index in members]
-        self._here = [position for position, piece in enumerate(pieces) if piece.numel]
-        self._starts = [piece.start for piece in pieces]
+        self._pieces = layout.pieces(rank)[members.start : members.stop]
+        self._here = [position for position, piece in enumerate(self._pieces) if piece.numel]
         inside = [(max(start, self.start), min(end, self.end)) for start, end in layout.shard_runs(rank)]
         self._solid = [(start - self.start, end - self.start) for start, end in inside if start < end]
         self._trained = param.requires_grad
@@ -139,14 +138,12 @@ class Run:
         record = self._handle.layout.params[self.members[position]]
         if grad.shape == record.shape:
             return record.offset, record.stride
-        return record.offset + self._starts[position], (1,)
+        return record.offset + self._pieces[position].start, (1,)
 
     def _part(self, grad: torch.Tensor, position: int) -> torch.Tensor:
         """A member's part of a gradient of this rank's part of the run."""
-        index = self.members[position]
-        groups, layout = self._handle.groups, self._handle.layout
-        piece, record = layout.piece(index, groups.shard_rank), layout.params[index]
-        shape, stride = ((piece.numel,), (1,)) if groups.sharded else (record.shape, record.stride)
+        piece, record = self._pieces[position], self._handle.layout.params[self.members[position]]
+        shape, stride = ((piece.numel,), (1,)) if self._handle.groups.sharded else (record.shape, record.stride)
         return grad.as_strided(shape, stride, grad.storage_offset() + piece.shard_offset - self.start)
 
     def _joined(self, params: Sequence[nn.Parameter]) -> torch.Tensor | None:

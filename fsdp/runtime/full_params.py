@@ -138,11 +138,7 @@ def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list
     for param, part in zip(params, unit.views[bucket].sharded_grads(local)):
         if param.grad is not None:
             part.copy_(param.grad)
-    if not handle.groups.sharded:
-        return local, present.tolist()
-    full = torch.empty(handle.layout.padded_numel, dtype=local.dtype, device=local.device)
-    unit.gather_now(bucket, full, local)
-    return full, present.tolist()
+    return unit.gather_now(bucket, local), present.tolist()
 
 
 def full_params(module: nn.Module, writeback: bool = False) -> Iterator[tuple[str, nn.Parameter]]:

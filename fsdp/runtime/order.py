@@ -8,26 +8,29 @@ moves the cursor, and where the record says nothing, nothing is gathered ahead.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Units
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
-class Sequence(Generic[T]):
-    """The order of one kind of pass: the last whole one, and the one under way."""
-
-    __slots__ = ("_current", "_cursor", "_recorded")
+class ExecutionOrder(Generic[T]):
+    """One per kind of pass: of forwards by the unit that was called, of backwards by the first unit reached."""
 
     def __init__(self) -> None:
+        self._latest: dict[tuple[bool, T], list[T]] = {}  # of each kind the last pass, or the one under way
         self._recorded: list[T] = []
         self._current: list[T] = []
         self._cursor = 0
 
-    def start(self) -> None:
+    def start(self, first: T, *, backward: bool) -> None:
         """A pass begins; the one before it becomes the record, also if nothing had to be gathered in it."""
-        self._recorded, self._current = self._current, []
-        self._cursor = 0
+        self._recorded, self._current, self._cursor = self._latest.get((backward, first), []), [], 0
+        self._latest[backward, first] = self._current
+
+    def stop(self) -> None:
+        """The pass is over; what runs until the next one is recorded for nobody."""
+        self._recorded, self._current = [], []
 
     def record(self, unit: T) -> None:
         """``unit`` runs now."""
@@ -42,26 +45,6 @@ class Sequence(Generic[T]):
         return self._recorded[self._cursor : self._cursor + count]
 
 
-class ExecutionOrder(Generic[T]):
-    """One sequence per kind of pass: forwards by the unit that was called, backwards by the first unit reached.
-
-    Attributes:
-        active: that of the pass under way.
-    """
-
-    def __init__(self) -> None:
-        self._sequences: dict[tuple[bool, T], Sequence[T]] = {}
-        self.active: Sequence[T] = Sequence()
-
-    def start(self, first: T, *, backward: bool) -> None:
-        self.active = self._sequences.setdefault((backward, first), Sequence())
-        self.active.start()
-
-    def stop(self) -> None:
-        """The pass is over; what runs until the next one is recorded for nobody."""
-        self.active = Sequence()
-
-
 class PrefetchLimits:
     """How many units a tree gathers ahead, readable and writable by the names that tools know from FSDP1.
 
@@ -69,7 +52,7 @@ class PrefetchLimits:
     gather ahead there at all.
     """
 
-    def __init__(self, units: Units[Any], in_backward: Units[Any]) -> None:
+    def __init__(self, units: Sequence[Any], in_backward: Sequence[Any]) -> None:
         self._units = units
         self._in_backward = in_backward
 
@@ -90,7 +73,7 @@ class PrefetchLimits:
         self._set(self._in_backward, backward_prefetch=count)
 
     @staticmethod
-    def _set(units: Units[Any], **count: int) -> None:
+    def _set(units: Sequence[Any], **count: int) -> None:
         for value in count.values():
             if not isinstance(value, int) or value < 0:
                 raise ValueError(f"a prefetch limit is a number of units, 0 or more, but got {value!r}")

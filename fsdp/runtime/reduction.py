@@ -164,7 +164,8 @@ class BucketGradients:
         self.target: SlotBuffer | None = None
         self.hooked = False  # whether hooks of users', or tensor parallelism, have their say before that
         self._continues = False  # whether that is the accumulator of earlier backwards
-        self._written = [False] * len(self.handle.copy.all_leaves)
+        self._leaves = set(range(len(self.handle.copy.all_leaves)))  # all of them, by index
+        self._written: set[int] = set()  # the leaves, by index, whose slots this backward has written
         self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
         self._accumulator = Accumulator(views)
         self._partial: torch.Tensor | None = None  # what earlier backwards have reduced, but not over replicas
@@ -200,7 +201,7 @@ class BucketGradients:
 
     def note_used(self, used: set[int]) -> None:
         """What is ``used`` on any rank, in what was reduced so far. Without this it counts as all."""
-        self._unused.update(set(range(len(self._written))) - used)
+        self._unused |= self._leaves - used
         self._unused = set()  # of the next backward
 
     def use_hook(self, hook: CommHook) -> None:
@@ -223,10 +224,8 @@ class BucketGradients:
         """Take a buffer for this backward; what users left of the accumulator is continued."""
         layout, device = self.handle.layout, self.handle.device
         self.hooked = self.views.has_hooks
-        self._written = [False] * len(self._written)
         accumulator, self._adopted = self._accumulator.reuse()
-        for member in (member for position in self._adopted for member in self.views.visible[position].members):
-            self._written[member] = True
+        self._written = {index for position in self._adopted for index in self.views.visible[position].members}
         self._continues = accumulator is not None
         if accumulator is not None:
             self.target = SlotBuffer(layout, accumulator)
@@ -251,11 +250,11 @@ class BucketGradients:
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         slot = self.target.slots[index]
-        if self._written[index]:
+        if index in self._written:
             slot.add_(grad)
         else:
             slot.copy_(grad)
-            self._written[index] = True
+            self._written.add(index)
 
     def reduce(
         self,
@@ -270,7 +269,7 @@ class BucketGradients:
         has had it. Where it is not to go ``to_replicas``, it is kept until one does, which it is added to."""
         unused: set[int] = set()
         if self._finds_unused:
-            self.used |= self._written_leaves()
+            self.used |= self._written
             if not self._is_awaited:  # else it is attached before the ranks can agree
                 unused = self._unused
             if not self.handle.groups.reduces:
@@ -373,7 +372,7 @@ class BucketGradients:
 
         It is ``complete`` where nothing has to be reduced.
         """
-        unused = set(range(len(self._written))) - self._written_leaves() if self._finds_unused else set()
+        unused = self._leaves - self._written if self._finds_unused else set()
         self._accumulator.expose(self._seal(), unused, continues=self._continues, hides_sharded=self.reduces)
         if complete:
             self._announce()
@@ -390,17 +389,13 @@ class BucketGradients:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _written_leaves(self) -> set[int]:
-        return {index for index, written in enumerate(self._written) if written}
-
     def _seal(self) -> SlotBuffer:
         """End writing: slots that nobody wrote, and the padding, hold whatever the memory held before; zero them."""
         target, self.target = self.target, None
         assert target is not None
         stale: list[torch.Tensor] = []
-        if not all(self._written[: len(target.slots)]):
-            stale = [slot for slot, written in zip(target.slots, self._written) if not written and slot.numel()]
-            self._written = [True] * len(self._written)  # zeros count as written if the buffer lives on
+        if len(self._written) < len(target.slots):
+            stale = [slot for index, slot in enumerate(target.slots) if index not in self._written and slot.numel()]
         stale += target.padding
         if stale:
             torch._foreach_zero_(stale)

@@ -147,7 +147,7 @@ class Residency(Residences[UnitBuffers]):
             earlier, gathered = refill and unit.generation != self.generation, unit.is_gathered
             stale = earlier and unit.kept_versions != unit.versions
             if not gathered or earlier or self._of.get(unit) is Residence.PREFETCHED:
-                self.order.active.record(unit)
+                self.order.record(unit)
             if not gathered:
                 self.make_room(unit)
                 self.gather(unit)
@@ -164,8 +164,7 @@ class Residency(Residences[UnitBuffers]):
         self.becomes(unit, Residence.IN_USE)
 
     def gather_by_hand(self, unit: UnitBuffers) -> None:
-        """Start gathering ``unit`` for the next forward, which will use it: what changes a shard in between comes too
-        late for it."""
+        """See :meth:`Unit.unshard_by_hand`."""
         if not unit.is_gathered:
             self.make_room(unit)
         self._gather_as_it_is(unit, Residence.PREFETCHED)
@@ -391,7 +390,7 @@ class Residency(Residences[UnitBuffers]):
         listed = unit.listed(self.passes.in_backward) if unit.listed is not None else None
         if listed is not None and not begins:
             return
-        for candidate in self.order.active.upcoming(self._distance(unit)) if listed is None else listed:
+        for candidate in self.order.upcoming(self._distance(unit)) if listed is None else listed:
             if candidate in self._of or candidate.is_gathered:
                 continue
             if self.passes.in_backward and not candidate.policy.unshard_in_backward:

@@ -117,14 +117,11 @@ def full_tensor(param: torch.Tensor) -> torch.Tensor:
     if place is None:
         return _alone(param)
     place.check("full_tensor()")
-    unit, handle = place.unit, place.handle
+    unit = place.unit
     with join(unit).calling("full_tensor()", often=True):
         unit.follow_parameters()
-        full = handle.shard
-        if handle.groups.sharded:
-            full = torch.empty(handle.layout.padded_numel, dtype=full.dtype, device=unit.device)
-            unit.gather_now(place.bucket, full, handle.shard.to(unit.device))
-        return place.part_of(full).to(unit.device, copy=True)
+        full = unit.gather_now(place.bucket, place.handle.shard.to(unit.device))
+        return place.part_of(full).clone()
 
 
 @torch.no_grad()
@@ -154,10 +151,10 @@ def num_params(module: nn.Module, *, only_trainable: bool = False) -> int:
     several: list[tuple[int, nn.Parameter]] = []
     for unit in units_of(module):
         for handle, views in zip(unit.handles, unit.views):
+            wholes = [tp or record for tp, record in zip(handle.tp, handle.layout.params)]
             for visible in views.visible:
-                both = enumerate(zip(handle.tp, handle.layout.params))
-                numels = [(tp or record).numel for index, (tp, record) in both if index in visible.members]
-                several.append((sum(numels), visible.param))
+                its = slice(visible.members[0], visible.members[-1] + 1)
+                several.append((sum(whole.numel for whole in wholes[its]), visible.param))
     managed = {param for _, param in several}
     several += [(param.numel(), param) for param in module.parameters() if param not in managed]
     return sum(numel for numel, param in several if param.requires_grad or not only_trainable)

@@ -10,6 +10,7 @@ not count.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ _Batch = TypeVar("_Batch")
 _NOTHING: Any = object()  # where a batch would be
 
 
+@dataclass(eq=False, repr=False)
 class UnevenBatches(Generic[_Batch]):
     """What :func:`join` returns.
 
@@ -34,12 +36,13 @@ class UnevenBatches(Generic[_Batch]):
         num_active: how many ranks have one of their own in this step.
     """
 
-    def __init__(
-        self, model: nn.Module, batches: Iterable[_Batch], *, divides_by_all: bool, enable: bool, throws: bool
-    ) -> None:
-        self.active, self.num_active = True, 0
-        self._model, self._batches = model, batches
-        self._divides_by_all, self._enable, self._throws = divides_by_all, enable, throws
+    _model: nn.Module
+    _batches: Iterable[_Batch]
+    _divides_by_all: bool
+    _enable: bool
+    _throws: bool
+    active: bool = field(default=True, init=False)
+    num_active: int = field(default=0, init=False)
 
     def __iter__(self) -> Iterator[_Batch]:
         return self._together() if self._enable else iter(self._batches)
@@ -152,13 +155,7 @@ def join(
     if batches is None or not isinstance(batches, Iterable):
         raise TypeError(f"join() takes the loop's batches, got {type(batches).__name__}. {REMEDY}")
     _first_unit(model)
-    return UnevenBatches(
-        model,
-        batches,
-        divides_by_all=divide_by_initial_world_size,
-        enable=enable,
-        throws=throw_on_early_termination,
-    )
+    return UnevenBatches(model, batches, divide_by_initial_world_size, enable, throw_on_early_termination)
 
 
 REMEDY = (

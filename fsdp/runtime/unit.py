@@ -502,7 +502,6 @@ class Unit(UnitBuffers):
             context.passes.failed = True
 
     def end_backward(self) -> None:
-        """The whole backward is over; nothing of it may stay."""
         context: RootContext = self._tree()
         if self.synchronize and not any(map(_target_of, self.gradients)):
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised

@@ -266,11 +266,16 @@ class UnitBuffers(Member):
 
     # -- communicating outside of a step -------------------------------------------------------------------------------
 
-    def gather_now(self, bucket: int, full: torch.Tensor, shard: torch.Tensor) -> None:
-        """Fill ``full`` with every rank's ``shard``, outside of the step's schedule."""
+    def gather_now(self, bucket: int, shard: torch.Tensor) -> torch.Tensor:
+        """The full vector of which each rank gives its ``shard``, outside of the step's schedule; ``shard`` itself if
+        that is all of it."""
+        if not self.groups.sharded:
+            return shard
         assert self.communicator is not None
         self.announce(replicas=False)
+        full = torch.empty(self.handles[bucket].layout.padded_numel, dtype=shard.dtype, device=shard.device)
         self.communicator.gather([Gather(full, shard)], self.tag(bucket, "gather")).wait()
+        return full
 
     def announce(self, *, replicas: bool = True) -> None:
         """The call under way is about to communicate over the unit's groups, other than by ``gather``; without
