@@ -63,6 +63,7 @@ from fsdp.runtime.build import (
     Membership,
     UnitOptions,
     build_unit,
+    copy_unit,
     inside_checkpoint,
     outermost_of,
     shard_info,
@@ -71,7 +72,6 @@ from fsdp.runtime.build import (
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.copies import copy_unit
 from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph, untraced
 from fsdp.runtime.nested import to_device

@@ -570,7 +570,7 @@ MUTATIONS = [
         _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
     ),
     Mutation(
-        "fsdp/runtime/copies.py",
+        "fsdp/runtime/build.py",
         "    unit.follow_parameters()\n",
         "",
         "what was replaced before the model is copied is lost",

@@ -24,19 +24,12 @@ Computed = TypeVar("Computed")
 
 
 class ParamSpec(NamedTuple):
-    """A parameter before it has a place.
+    """A parameter before it has a place."""
 
-    Attributes:
-        name: fully qualified name relative to the unit.
-        shape: sizes; ``()`` for a scalar, and sizes may be 0.
-        stride: None for row-major, else the strides of a dense tensor in another order (channels_last, transposed).
-        aliases: further names of the same parameter, if it is shared.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None = None
-    aliases: tuple[str, ...] = ()
+    name: str  # fully qualified, relative to the unit
+    shape: tuple[int, ...]  # ``()`` for a scalar, and sizes may be 0
+    stride: tuple[int, ...] | None = None  # None for row-major, else of a dense tensor (channels_last, transposed)
+    aliases: tuple[str, ...] = ()  # further names of the same parameter, if it is shared
 
 
 @dataclass(frozen=True)

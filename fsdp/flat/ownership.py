@@ -41,17 +41,12 @@ class Place:
 
 @dataclass
 class OwnedParam:
-    """A parameter of the unit and every place where it is registered; the first place names it.
-
-    Attributes:
-        tp: how tensor parallelism has placed it, if it has; ``param`` is this rank's part then.
-        dtensor: what was registered, in the place of which ``param`` comes.
-    """
+    """A parameter of the unit and every place where it is registered; the first place names it."""
 
     param: nn.Parameter
     places: list[Place]
-    tp: TensorParallel | None = None
-    dtensor: nn.Parameter | None = None
+    tp: TensorParallel | None = None  # how tensor parallelism has placed it, if it has; ``param`` is this rank's part
+    dtensor: nn.Parameter | None = None  # what was registered, in the place of which ``param`` comes
 
     @property
     def name(self) -> str:

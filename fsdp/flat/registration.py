@@ -159,20 +159,13 @@ class _Writes:
 
 @dataclass(eq=False)
 class Layer:
-    """Tensors that are registered over what rests there, one per parameter of the layout.
-
-    Attributes:
-        values: the memory of those that are in the place of the parameters; what users put in theirs goes there.
-        flat: where the only tensor is registered, if it stands for the whole flat vector.
-        before: how they looked, and which required grad; None where changes do not count.
-        compared: whether a change of values counts that nothing else shows, as through ``.data``.
-    """
+    """Tensors that are registered over what rests there, one per parameter of the layout."""
 
     tensors: list[Any]
-    values: Sequence[torch.Tensor] | None = None
-    flat: tuple[nn.Module, str] | None = None
-    before: tuple[list[Any], list[Any]] | None = None
-    compared: bool = False
+    values: Sequence[torch.Tensor] | None = None  # the parameters' memory; what users put in their places goes there
+    flat: tuple[nn.Module, str] | None = None  # where the only tensor is, if it stands for the whole flat vector
+    before: tuple[list[Any], list[Any]] | None = None  # looks and flags; None where changes do not count
+    compared: bool = False  # whether a change of values counts that nothing else shows, as through ``.data``
 
 
 class Registration:

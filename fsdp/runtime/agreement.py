@@ -184,7 +184,16 @@ class Agreement:
         self._host_may_wait = streams.asynchronous_work
         self._members = [weakref.ref(member) for member in members]
         self._places = weakref.WeakKeyDictionary({member: place for place, member in enumerate(members)})
-        self._steps: dict[tuple[str, int, bool], tuple[str, int]] = {}  # see ``_step``
+        # what is said of each collective of a member: words, and a number; the members are there as long as it is used
+        self._steps = {
+            (kind, id(member), full): (
+                f"{kind} {member.name}{' in full precision' if full else ''}",
+                (place * len(KINDS) + number) * 2 + full,
+            )
+            for place, member in enumerate(members)
+            for number, kind in enumerate(KINDS)
+            for full in (False, True)
+        }
         self.ref = weakref.ref(self)
         self.others: list[weakref.ref[Agreement]] = []  # of the same tree
         self._board = Board(group, None)  # of this tree once the layout is agreed on; nobody is heard before
@@ -409,19 +418,9 @@ class Agreement:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        step = self._steps.get((kind, id(member), member.in_full_precision))
-        self._next(*(step or self._step(kind, member)))
+        self._next(*self._steps[kind, id(member), member.in_full_precision])
         if self._detailed and kind == GATHER:
             self._compare_handles(member)
-
-    def _step(self, kind: str, member: Member) -> tuple[str, int]:
-        """What is said of it: words, and a number."""
-        key = kind, id(member), member.in_full_precision  # the members are those of the tree as long as it is used
-        if key not in self._steps:
-            event = (self._places[member] * len(KINDS) + KINDS.index(kind)) * 2 + member.in_full_precision
-            dtypes = " in full precision" if member.in_full_precision else ""
-            self._steps[key] = f"{kind} {member.name}{dtypes}", event
-        return self._steps[key]
 
     def _compare_handles(self, member: Member) -> None:
         """Compare what is gathered in the form in which torch's FSDP1 does at debug level DETAIL, in the first forward

@@ -69,7 +69,7 @@ class Negotiation(Agreement):
 
     def about_to(self, kind: str, member: Member) -> None:
         if not self._follows:
-            self._propose(*self._step(kind, member))
+            self._propose(*self._steps[kind, id(member), member.in_full_precision])
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""

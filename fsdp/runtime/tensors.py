@@ -212,7 +212,6 @@ def flat_param_groups(
         RuntimeError: a forward or backward of a unit is under way, or it is inside ``summon_full_params``.
     """
     units_in(module)  # which refuses what is no model
-    groups: list[dict[str, Any]] = []
     options: list[Mapping[str, Any]] = []
     labels: dict[tuple[Unit, int], dict[int, int]] = {}  # of each bucket's parameters the number of the group
     members: list[tuple[int, _Place | None, nn.Parameter]] = []
@@ -238,7 +237,7 @@ def flat_param_groups(
         members.append((options.index(given), place, param))
         if place is not None:
             labels.setdefault((place.unit, place.bucket), {})[place.position] = members[-1][0]
-    groups = [{**given, "params": []} for given in options]
+    groups: list[dict[str, Any]] = [{**given, "params": []} for given in options]
     held: dict[tuple[Unit, int], dict[int, nn.Parameter]] = {}
     for (unit, bucket), of in labels.items():
         views = unit.views[bucket]

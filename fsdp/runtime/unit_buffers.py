@@ -35,46 +35,30 @@ _RESIDENT = frozenset([BufferState.RESIDENT])
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """When a unit is resharded and which ones are prefetched while it computes.
+    """When a unit is resharded and which ones are prefetched while it computes."""
 
-    Attributes:
-        reshard_after_forward: whether it is gathered again for backward; None: unless it is the root.
-        reshard_ranks: over how many ranks, nearby ones, it stays sharded after forward; 0: all that it is sharded over.
-        keep_gathered_nbytes: how much of the tree's full buffers, the root's apart, stays gathered all the same.
-        reshard_after_backward: whether it is gathered again for the next forward, whatever was written.
-        unshard_in_backward: whether its backward reads parameters.
-        forward_prefetch, backward_prefetch: how many of the next units to gather. The default is one: asked for
-            only after the unit before it was resharded, a gather would get that unit's memory and wait for its
-            compute, even where the host runs ahead.
-        prefetch_after_gradients: in backward, prefetch only once the gradients under way are computed.
-        limit_gathers: no more full buffers than this unit's and those to prefetch. Without it nothing is
-            held back, and nothing idle resharded, for want of room.
-        reduce_unused: whether a rank may skip the unit where others do not. Nothing is prefetched then, as what
-            comes next may not be what came last time.
-        broadcast_buffers: whether forwards begin with the buffers of the first rank.
-        gradient_divide_factor: what sums of gradients over all ranks are divided by; None: their number.
-        requires_all_reduce: whether a backward's reductions go on to the replicas.
-        is_last_backward: whether the tree's backwards wait for its reductions; the root's counts.
-        reduce_buffers: how many full gradients of the tree may wait for their reduction; the root's counts.
-        use_orig_params: whether users see their own parameters, or flat ones.
-    """
-
-    reshard_after_forward: bool | None = None
-    reshard_ranks: int = 0
-    keep_gathered_nbytes: int = 0
-    reshard_after_backward: bool = True
-    unshard_in_backward: bool = True
+    reshard_after_forward: bool | None = None  # whether it is gathered again for backward; None: unless it is the root
+    reshard_ranks: int = 0  # over how many ranks, nearby ones, it stays sharded after forward; 0: all
+    keep_gathered_nbytes: int = 0  # how much of the tree's full buffers, the root's apart, stays gathered all the same
+    reshard_after_backward: bool = True  # whether it is gathered again for the next forward, whatever was written
+    unshard_in_backward: bool = True  # whether its backward reads parameters
+    # How many of the next units to gather. The default is one: asked for only after the unit before it was resharded, a
+    # gather would get that unit's memory and wait for its compute, even where the host runs ahead.
     forward_prefetch: int = 1
     backward_prefetch: int = 1
-    prefetch_after_gradients: bool = False
+    prefetch_after_gradients: bool = False  # in backward, only once the gradients under way are computed
+    # No more full buffers than this unit's and those to prefetch. Without it nothing is held back, and nothing idle
+    # resharded, for want of room.
     limit_gathers: bool = True
+    # Whether a rank may skip the unit where others do not. Nothing is prefetched then, as what comes next may not be
+    # what came last time.
     reduce_unused: bool = False
-    broadcast_buffers: bool = False
-    gradient_divide_factor: float | None = None
-    requires_all_reduce: bool = True
-    is_last_backward: bool = True
-    reduce_buffers: int = 2
-    use_orig_params: bool = False
+    broadcast_buffers: bool = False  # whether forwards begin with the buffers of the first rank
+    gradient_divide_factor: float | None = None  # of sums of gradients over all ranks; None: their number
+    requires_all_reduce: bool = True  # whether a backward's reductions go on to the replicas
+    is_last_backward: bool = True  # whether the tree's backwards wait for its reductions; the root's counts
+    reduce_buffers: int = 2  # how many full gradients of the tree may wait for their reduction; the root's counts
+    use_orig_params: bool = False  # whether users see their own parameters, or flat ones
 
     def within(self, groups: Groups) -> UnitPolicy:
         """The policy of a unit that is sharded over ``groups``: that of the nearby ranks is made, if it is another one.
