@@ -171,7 +171,7 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
         state = state_of(rank, size, units)
         model = {key.removeprefix(MODEL): value for key, value in state.items() if key.startswith(MODEL)}
         with ranks.call("load"):
-            return _fetched(ranks, root, lambda: _Like(model, model), _Reading(True, False, False), optimizer=True)
+            return _fetched(ranks, root, lambda: _Like(model, model), _Reading(True, False, False))
 
     measure(save)
     measure(save)

@@ -468,12 +468,12 @@ def _part_of(
     return {"state": taken, "param_groups": groups}
 
 
-def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] | None) -> dict[str, torch.Tensor]:
+def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dict[str, torch.Tensor]:
     """By the plain model's names, what this rank has of each parameter that the optimizers hold: of a sharded one as
     ``RaggedTensor``."""
     model = inside(model)
     plain = PlainNames(model).plain
-    several = _several(optimizers) if optimizers is not None else []
+    several = _several(optimizers)
     held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
     params = ModelParams(model, [optimizer.param_groups for optimizer in several])
     parts: dict[str, torch.Tensor] = {}

@@ -61,10 +61,11 @@ class Plain(NamedTuple):
 
 class _Like(NamedTuple):
     """What is to be loaded into: on this rank, the model's state by its keys, and the parameters that the optimizers
-    train by their names. Sharded values are ``RaggedTensor`` or ``DTensor``; None stands for whatever there is."""
+    train by their names, if there are any. Sharded values are ``RaggedTensor`` or ``DTensor``; None stands for whatever
+    there is."""
 
     model: dict[str, Any]
-    trained: dict[str, Any]
+    trained: dict[str, Any] | None
 
 
 def load(
@@ -127,7 +128,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
     reading = _Reading(True, trusted, progress)
 
     def read(directory: Path, manifest: Manifest) -> Plain:
-        contents = _Contents(directory, manifest, None, reading, optimizer=True)
+        contents = _Contents(directory, manifest, None, reading)
         _verify(directory, contents.unread(manifest.files), progress)
         return Plain(*contents.read(manifest.files), [*Extras(directory, manifest.ranks)])
 
@@ -151,16 +152,15 @@ def _load(
 
     def like() -> _Like:
         values = get_model_state_dict(model, options=StateDictOptions(ragged=True))
-        return _Like(values, trained_parts(model, optimizer))
+        return _Like(values, None if optimizer is None else trained_parts(model, optimizer))
 
     ranks.together("check what is to be loaded", check)
-    (values, optimizer_state), extras = _fetched(ranks, path, like, reading, optimizer=optimizer is not None)
+    (values, optimizer_state), extras = _fetched(ranks, path, like, reading)
     options = StateDictOptions(ragged=True, strict=reading.strict)
 
     def plan() -> list[tuple[Optimizer, dict[str, Any]]]:
-        if optimizer is None:
+        if optimizer is None or optimizer_state is None:
             return []
-        assert optimizer_state is not None
         return optimizers_to_load(model, optimizer, optimizer_state, options=options)
 
     def attempt() -> Loading:
@@ -178,9 +178,7 @@ def _load(
     return extras
 
 
-def _fetched(
-    ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Reading, *, optimizer: bool
-) -> tuple[_Read, Extras]:
+def _fetched(ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Reading) -> tuple[_Read, Extras]:
     """What this rank needs of a checkpoint. All files are verified, by some rank each."""
     whole: dict[str, Entry] = {}  # the files of the checkpoint, on rank 0
 
@@ -205,8 +203,9 @@ def _fetched(
 
         def look() -> list[str]:
             nonlocal contents
-            contents = _Contents(directory, manifest, like(), reading, optimizer=optimizer)
-            if optimizer and not contents.has_optimizer:
+            own = like()
+            contents = _Contents(directory, manifest, own, reading)
+            if own.trained is not None and not contents.has_optimizer:
                 raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
             return [*contents.files, files.extra_name(ranks.rank)]
 
@@ -297,9 +296,7 @@ class _Contents:
         files: what has to be read, if not everything.
     """
 
-    def __init__(
-        self, directory: Path, manifest: Manifest, like: _Like | None, reading: _Reading, *, optimizer: bool
-    ) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, like: _Like | None, reading: _Reading) -> None:
         """
         Raises:
             RuntimeError: names or shapes do not fit, or there is more than is trained, or the index is damaged, or a
@@ -309,7 +306,7 @@ class _Contents:
         self._metadata, table = self._look_up(manifest)
         in_file = self._metadata.state_dict_metadata
         self._of_model = {key.removeprefix(MODEL): key for key in in_file if key.startswith(MODEL)}
-        self.has_optimizer = optimizer and GROUPS in in_file
+        self.has_optimizer = GROUPS in in_file and (like is None or like.trained is not None)
         self._of_state = {key: param_and_state(key) for key in in_file if self.has_optimizer and key.startswith(STATE)}
         if like is None:
             like = _Like(dict.fromkeys(self._of_model), {name: None for name, _ in self._of_state.values()})
@@ -320,10 +317,11 @@ class _Contents:
                     f"the checkpoint {directory} does not fit the model, and nothing was loaded: {problems}"
                 )
         likes = [(key, like.model[name]) for name, key in self._of_model.items() if name in like.model]
-        likes += [(key, like.trained[name]) for key, (name, _) in self._of_state.items() if name in like.trained]
+        trained = like.trained or {}
+        likes += [(key, trained[name]) for key, (name, _) in self._of_state.items() if name in trained]
         self._wanted = {key: _empty(in_file[key], its) for key, its in likes}
         self._wanted |= dict.fromkeys(key for key in (GROUPS, OTHERS) if self.has_optimizer and key in in_file)
-        left = list(dict.fromkeys(name for name, _ in self._of_state.values() if name not in like.trained))
+        left = list(dict.fromkeys(name for name, _ in self._of_state.values() if name not in trained))
         if left and reading.strict:
             raise RuntimeError(
                 f"the checkpoint {directory} has optimizer state of {', '.join(map(repr, left))}, which no optimizer "

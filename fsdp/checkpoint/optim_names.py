@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint.forms import Held
-from fsdp.checkpoint.ragged import elements_of
+from fsdp.checkpoint.placement import elements_of
 from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord

@@ -21,6 +21,7 @@ from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.sharded_tensors import check_no_mesh, is_sharded, kind_of
 from fsdp.checkpoint.state_dict import Key, UnitTensors
 from fsdp.flat.registration import register_instead, registered_params
+from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.unit import Unit
 
 _SAME_VALUES: tuple[Any, ...] = (getattr(torch.Tensor.data, "__get__"), torch.Tensor.detach)  # noqa: B009, mypy
@@ -183,7 +184,7 @@ class RestLoading:
             if isinstance(param, Recorder) or is_lazy(param):
                 continue
             if _loads_itself(module, param):
-                self._others.append((module, attribute, param, _local_part(param).to("cpu", copy=True)))
+                self._others.append((module, attribute, param, local_of(param.detach()).to("cpu", copy=True)))
             else:
                 recorder = Recorder(param.dtype, param.shape, param.device, requires_grad=param.requires_grad)
                 self.params.append((module, attribute, param, recorder))
@@ -232,7 +233,7 @@ class RestLoading:
         """Give back what was loaded at once."""
         for owner, attribute, param, values in self._others:
             register_instead(owner, attribute, param)
-            _local_part(param).copy_(values)
+            local_of(param.detach()).copy_(values)
         while self._extra_state:
             module, state = self._extra_state.pop()
             try:
@@ -245,10 +246,6 @@ class RestLoading:
                 )
         for module, attribute, buffer, values in self._buffers:
             module._buffers[attribute] = buffer.copy_(values) if buffer.shape == values.shape else values
-
-
-def _local_part(param: torch.Tensor) -> torch.Tensor:
-    return param.to_local().detach() if isinstance(param, DTensor) else param.detach()
 
 
 def _loads_itself(module: nn.Module, param: torch.Tensor) -> bool:

@@ -241,6 +241,11 @@ def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(stride)
 
 
+def elements_of(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """All elements of ``values``, a box of a tensor with ``stride``, 1-D in memory order: a view if they lie so."""
+    return values.permute(memory_order(values.shape, stride)).contiguous().as_strided((values.numel(),), (1,))
+
+
 def box_view(local: torch.Tensor, box: Box, position: int, stride: Sequence[int]) -> torch.Tensor:
     """``box`` of a tensor with ``stride``, as a view of ``local`` (1-D), where they begin at ``position``."""
     order = memory_order(box.sizes, stride)

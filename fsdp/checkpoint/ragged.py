@@ -162,13 +162,6 @@ class RaggedTensor(torch.Tensor):
         return self.parts if self.numel() else [(Box.whole(self.shape), self.local.view(self.shape))]
 
 
-def elements_of(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """All elements of ``value``, 1-D, in its own memory if they lie there as ``stride`` tells."""
-    if value.stride() != stride and value.numel() > 0:
-        value = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-    return value.as_strided((value.numel(),), (1,))
-
-
 _aten = torch.ops.aten
 _ELEMENTWISE: set[Callable[..., Any]] = {
     _aten.detach.default,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, memory_order, overlaps
+from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, elements_of, memory_order, overlaps
 from fsdp.comm.collectives import (
     Communicator,
     Gather,
@@ -63,7 +63,8 @@ class Item(NamedTuple):
         """Where the elements of ``box`` can arrive on ``device``, 1-D and in the order of a message."""
         for needed, memory in self.gets:
             if needed.overlap(box) == box and memory.device == device and memory.dtype == self.dtype:
-                return _in_one_run(needed.cut(box, memory), self.stride)
+                in_order = needed.cut(box, memory).permute(memory_order(box.sizes, self.stride))
+                return in_order.as_strided((box.numel,), (1,)) if in_order.is_contiguous() else None
         return None
 
 
@@ -164,7 +165,8 @@ class Channel:
                 goes_directly = box.numel * item.dtype.itemsize >= self._direct_min  # without a copy on the way
                 if giver == self.rank:
                     if goes_directly:
-                        transfers.append(self._transfer(True, taker, self._leaving(item, box)))
+                        elements = elements_of(item.read(box).to(self.device, item.dtype), item.stride)
+                        transfers.append(self._transfer(True, taker, elements))
                     else:
                         outgoing[taker].append(item, box)
                 elif goes_directly:
@@ -195,14 +197,6 @@ class Channel:
 
     def _sizes(self, messages: Mapping[int, _Message]) -> list[int]:
         return [messages[rank].nbytes if rank in messages else 0 for rank in range(self.size)]
-
-    def _leaving(self, item: Item, box: Box) -> torch.Tensor:
-        values = item.read(box).to(self.device, item.dtype)
-        elements = _in_one_run(values, item.stride)
-        if elements is None:
-            elements = torch.empty(box.numel, dtype=item.dtype, device=self.device)
-            box_view(elements, box, 0, item.stride).copy_(values)
-        return elements
 
     def _arriving(self, item: Item, box: Box, late: list[tuple[Item, Box, torch.Tensor]]) -> torch.Tensor:
         elements = item.memory(box, self.device)
@@ -289,9 +283,3 @@ def redistribute(items: Sequence[Item], channel: Channel, label: str, *, limit: 
             batch.append(item)
     if batch:
         channel.send(batch, label)
-
-
-def _in_one_run(values: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor | None:
-    """``values``, a box of a tensor of this stride, as a 1-D view in memory order; None if they do not lie so."""
-    in_order = values.permute(memory_order(values.shape, stride))
-    return in_order.as_strided((values.numel(),), (1,)) if in_order.is_contiguous() else None

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from fsdp.checkpoint.forms import Form, Held, Leaving, export, finish
-from fsdp.checkpoint.placement import Box, dense_stride, memory_order
-from fsdp.checkpoint.ragged import RaggedTensor, elements_of
+from fsdp.checkpoint.placement import Box, dense_stride, elements_of, memory_order
+from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channels
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, clean, joined, members_of, own_modules, unit_of, wrappers_in
