@@ -2730,8 +2730,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/placeholders.py",
-        "torch.detach(source)",
-        "source.detach()",
+        "torch.detach(given)",
+        "given.detach()",
         "what loads itself has no such method",
         _tests("store_promises", "fd29_tensors_that_load_themselves"),
     ),

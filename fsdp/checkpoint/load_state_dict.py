@@ -27,7 +27,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from fsdp.api import FullStateDictConfig, StateDictType
 from fsdp.checkpoint.forms import fill_from_first
-from fsdp.checkpoint.placeholders import Opaque, RestLoading, UnitLoading, persistent_buffers
+from fsdp.checkpoint.placeholders import Recorder, RestLoading, UnitLoading, persistent_buffers
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, held_tensors
@@ -321,7 +321,7 @@ class LoadingHooks(StateHooks):
             self.active.prefix = prefix
         for key, value in state_dict.items():
             if isinstance(value, ShardedTensor):
-                state_dict[key] = Opaque(value)
+                state_dict[key] = Recorder.of(value)
         if unit_of(module) is not None:  # a wrapper: the names that nn.Module goes by have the wrapper's part
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)

@@ -28,9 +28,10 @@ _SAME_VALUES: tuple[Any, ...] = (getattr(torch.Tensor.data, "__get__"), torch.Te
 
 
 class Recorder(torch.Tensor):
-    """Stands for a parameter while a state dict is loaded: ``copy_`` notes its argument as ``source``."""
+    """Stands for a parameter while a state dict is loaded: ``copy_`` notes its argument as ``source``. Or for a
+    ``ShardedTensor`` in the dict, its source: that type warns when ``nn.Module`` asks it for its shape."""
 
-    source: torch.Tensor | None
+    source: Any
     _is_param: bool
 
     @staticmethod
@@ -44,6 +45,12 @@ class Recorder(torch.Tensor):
         recorder._is_param = True  # an nn.Parameter, as far as nn.Module is concerned
         return recorder
 
+    @staticmethod
+    def of(sharded: ShardedTensor) -> Recorder:
+        recorder = Recorder(*kind_of(sharded), torch.device("cpu"), requires_grad=False)
+        recorder.source = sharded
+        return recorder
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_ and isinstance(args[0], Recorder):
@@ -51,7 +58,7 @@ class Recorder(torch.Tensor):
             if into.shape != source.shape:
                 raise RuntimeError(f"a tensor of shape {tuple(source.shape)} for one of shape {tuple(into.shape)}")
             if source is not into:
-                into.source = torch.detach(source)  # what is not loaded yet has no such method
+                into.source = _values(source)
             return into
         if func in _SAME_VALUES:  # what is copied into these counts as well
             return args[0]
@@ -61,36 +68,13 @@ class Recorder(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise RuntimeError(
-            f"{func} on a parameter while a state dict is loaded into a sharded module: only copy_() of the whole "
-            "parameter is possible. For more, load inside FullyShardedDataParallel.summon_full_params"
+            f"{func} on a parameter, or a ShardedTensor, while a state dict is loaded into a sharded module: only "
+            "copy_() of the whole parameter is possible. For more, load inside "
+            "FullyShardedDataParallel.summon_full_params"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Recorder(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class Opaque(torch.Tensor):
-    """A ``ShardedTensor`` as ``nn.Module`` may look at it: that type warns when it is asked for its shape."""
-
-    sharded: ShardedTensor
-
-    @staticmethod
-    def __new__(cls, sharded: ShardedTensor) -> Opaque:
-        metadata = sharded.metadata()
-        opaque: Opaque = torch.Tensor._make_wrapper_subclass(
-            cls, metadata.size, dtype=metadata.tensor_properties.dtype, device=torch.device("cpu")
-        )
-        opaque.sharded = sharded
-        return opaque
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func is torch.ops.aten.detach.default:
-            return Opaque(args[0].sharded)
-        raise RuntimeError(f"{func} on a ShardedTensor that is being loaded")
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Opaque(ShardedTensor of shape {tuple(self.shape)})"
 
 
 # -- one unit ----------------------------------------------------------------------------------------------------------
@@ -120,9 +104,9 @@ class UnitLoading(UnitTensors):
         """Note what was copied or assigned; the parameters are registered again."""
         for key, current in self.registered().items():
             recorder = self._recorders[key]
-            source = torch.detach(current) if current is not None and current is not recorder else recorder.source
-            if source is not None:
-                self.sources[key] = _as_given(source)
+            source = _values(current) if current is not None and current is not recorder else recorder.source
+            if source is not None:  # of what is whole on this rank, the values
+                self.sources[key] = source if is_sharded(source) else local_of(source)
         self.restore()
 
     def given(self) -> Iterator[str]:
@@ -163,11 +147,9 @@ class UnitLoading(UnitTensors):
             views.note_writes(range(len(views.handle.layout.params)) if bucket in written else ())
 
 
-def _as_given(source: torch.Tensor) -> torch.Tensor:
-    """What stood in the state dict; of what is whole on this rank, the values."""
-    if isinstance(source, Opaque):
-        return source.sharded
-    return source.to_local().detach() if isinstance(source, DTensor) and not is_sharded(source) else source
+def _values(given: torch.Tensor) -> Any:
+    """What was in the state dict, without its history."""
+    return given.source if isinstance(given, Recorder) else torch.detach(given)  # which may have no method detach()
 
 
 # -- the rest of the tree ----------------------------------------------------------------------------------------------
