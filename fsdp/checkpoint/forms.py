@@ -39,7 +39,7 @@ from fsdp.checkpoint.sharded_tensors import (
 from fsdp.comm.groups import Groups, group_ranks
 from fsdp.comm.host_memory import empty_strided
 from fsdp.flat.layout import contiguous_stride
-from fsdp.flat.tensor_parallel import TensorParallel
+from fsdp.flat.tensor_parallel import TensorParallel, local_of
 from fsdp.runtime.unit import Unit
 
 
@@ -89,8 +89,7 @@ class Source(NamedTuple):
         spread = None if tp is None else (tp, Placement.whole(shape, tp.size(), only=0))
         if value is None:
             return cls(placement, [], spread=spread)
-        whole = value.to_local() if isinstance(value, DTensor) else value
-        return cls(placement, [(Box.whole(shape), whole)], spread=spread)
+        return cls(placement, [(Box.whole(shape), local_of(value))], spread=spread)
 
 
 @dataclass(frozen=True)
@@ -194,8 +193,7 @@ class Full(Form):
     def read(value: Any, held: Held, groups: Groups) -> Source:
         if value.layout != torch.strided or value.is_meta:
             raise ValueError(f"expected a dense tensor with values, but got {value.layout} on {value.device}")
-        whole = value.to_local() if isinstance(value, DTensor) else value
-        return Source(None, [(Box.whole(value.shape), whole.detach())])
+        return Source(None, [(Box.whole(value.shape), local_of(value).detach())])
 
 
 class Rows(Form):

@@ -50,6 +50,7 @@ from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.torch_storage import SavePlanner, Writer, compact
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import Event, default_device, streams_for
+from fsdp.flat.tensor_parallel import local_of
 
 _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
 LISTED = 1 << 17  # parts of tensors on ranks, all together, up to which ``torch.distributed.checkpoint`` gets its list
@@ -456,11 +457,8 @@ def _aligned(nbytes: int) -> int:
 
 def held_nbytes(value: Any) -> int:
     """The bytes of a tensor in a state dict that this process holds."""
-    if isinstance(value, RaggedTensor):
-        return value.local.nbytes
-    if isinstance(value, DTensor):
-        return value.to_local().nbytes
-    return value.nbytes if isinstance(value, torch.Tensor) else 0
+    local = value.local if isinstance(value, RaggedTensor) else local_of(value)
+    return local.nbytes if isinstance(local, torch.Tensor) else 0
 
 
 def _packed(extra: Any) -> bytes:
