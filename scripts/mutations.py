@@ -1005,7 +1005,7 @@ MUTATIONS = [
         _tests("streams", "each_stream_waits_for_a_gather_before_it_reads"),
     ),
     Mutation(
-        "fsdp/runtime/expected.py",
+        "fsdp/runtime/backward.py",
         "            with context.joined():\n                unit.leaf_ready(",
         "            if True:\n                unit.leaf_ready(",
         "a leaf's gradient is written on the stream on which the leaf was made",
@@ -1721,8 +1721,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        "        if recorded is None or self._detailed:\n            if Vote(",
-        "        if recorded is None or self._detailed:\n            if False and Vote(",
+        '            self._check(Vote(event, self._group, self._device, f"agree to {words}"))\n',
+        "            pass\n",
         "nobody is asked in the first step",
         _tests("agreement", "registration_order"),
     ),

@@ -10,6 +10,7 @@ hold the shard (``use_orig_params=True``), or :class:`ShardedPlaceholder` s besi
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -118,11 +119,8 @@ class Home:
 
     def free_name(self) -> str:
         """The first of ``_flat_param``, ``_flat_param_1``, ... that is free."""
-        name, count = "_flat_param", 0
-        while name in self.module._parameters:
-            count += 1
-            name = f"_flat_param_{count}"
-        return name
+        names = itertools.chain(["_flat_param"], (f"_flat_param_{count}" for count in itertools.count(1)))
+        return next(name for name in names if name not in self.module._parameters)
 
 
 class _Writes:

@@ -341,8 +341,14 @@ class Agreement:
 
     def _look_at_answers(self) -> None:
         while self._questions and (self._host_may_wait or self._questions[0].is_completed()):
-            if self._questions.popleft().result() is None:
-                raise self._out_of_step(self._what_differs(self._exchange_reports(HEARING)))
+            self._check(self._questions.popleft())
+
+    def _check(self, vote: Vote) -> None:
+        """Raises what the ranks do differently, or else what each does, where they have not voted alike."""
+        if vote.result() is None:
+            reports = self._exchange_reports(HEARING)
+            each = "; ".join(f"rank {rank} is at {words.where}" for rank, words in sorted(reports.items()))
+            raise self._out_of_step(self._first_mismatch(reports) or self._in_words(each, reports))
 
     def give_up(self, words: str) -> None:
         """The pass under way has failed here, or one of the tree that has not come to this group; it is called
@@ -440,8 +446,7 @@ class Agreement:
         self._recent.append((self._passes, self._position, event, words))  # for the other ranks
         recorded = self._record.get(self._before)
         if recorded is None or self._detailed:
-            if Vote(event, self._group, self._device, f"agree to {words}").result() is None:
-                raise self._out_of_step(self._what_differs(self._exchange_reports(HEARING)))
+            self._check(Vote(event, self._group, self._device, f"agree to {words}"))
         elif recorded != event:
             self._announce(words, self._position, event)
         if recorded != event:
@@ -546,11 +551,6 @@ class Agreement:
         if any(words.is_call and words.number >= self._passes for words in reports.values()):
             return f"The ranks do not make the same calls: {found}. {CALLS_REMEDY}"
         return f"Forward order differs across ranks, or what follows from it in backward: {found}. {self.REMEDY}"
-
-    def _what_differs(self, reports: dict[int, Report]) -> str:
-        """What the ranks do differently, or else what each does."""
-        each = "; ".join(f"rank {rank} is at {words.where}" for rank, words in sorted(reports.items()))
-        return self._first_mismatch(reports) or self._in_words(each, reports)
 
     def _out_of_step(self, message: str) -> OutOfStep:
         """For this rank to raise; the others are told."""

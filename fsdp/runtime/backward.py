@@ -21,17 +21,20 @@ gradient before them is a *side output*, which the program has to mark: see :fun
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fsdp.comm.versions import set_frame_callback
 from fsdp.flat.common_views import Marks
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
+from fsdp.runtime.expected import LeafKey
 from fsdp.runtime.ranges import profiled
 
 
@@ -58,7 +61,13 @@ class Place(NamedTuple):
 
 
 class CalledUnit(Protocol):
-    """What a call reports its backward to: a unit."""
+    """What calls and leaves report a backward to: a unit."""
+
+    _tree: Callable[[], Any]  # its context
+
+    def leaf_ready(self, context: Any, key: LeafKey, leaf: torch.Tensor) -> None: ...
+
+    def backward_failed(self, error: BaseException, event: str) -> None: ...
 
     def backward_reached(self, call: ForwardCall) -> None: ...
 
@@ -115,7 +124,7 @@ class ForwardCall:
         """Tell where the backward is when ``tensor``'s gradient is there, whoever else may have been given it: sooner
         than the unit that runs next in backward, where parameters of a unit around lie between the two."""
         if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf would collect hooks
-            hooks.on_gradient(tensor, _InputReached(self))
+            hooks.on_gradient(tensor, functools.partial(_input_reached, weakref.ref(self)))
 
     def enter(self) -> None:
         """The backward has reached an output of the call; calls that it is behind are closed."""
@@ -141,21 +150,36 @@ class ForwardCall:
         self.unit.backward_passed(self)
 
 
-class _InputReached:
-    """Hook of an argument of a call. The graph of an input may outlive the one of the call."""
+@hooks.breaks_graph
+def leaf_arrived(unit_ref: Callable[[], CalledUnit | None], key: LeafKey, leaf: torch.Tensor) -> None:
+    """The gradient of leaf ``key`` is complete. Each leaf of a step comes by, so it is ``untraced`` by itself."""
+    before = set_frame_callback(None)
+    unit = unit_ref()
+    try:
+        if unit is None:
+            return
+        context = unit._tree()
+        if context.compute is None:  # no stream to join
+            unit.leaf_ready(context, key, leaf)
+        else:
+            with context.joined():
+                unit.leaf_ready(context, key, leaf)
+    except BaseException as error:
+        if unit is not None:
+            unit.backward_failed(error, "gradient of a parameter")
+        raise
+    finally:
+        set_frame_callback(before)
 
-    __slots__ = ("_call_ref",)
 
-    def __init__(self, call: ForwardCall) -> None:
-        self._call_ref = weakref.ref(call)
-
-    @hooks.untraced
-    def __call__(self, grad: torch.Tensor) -> None:
-        call = self._call_ref()
-        inside = call is not None and call.entered is not None
-        close_passed(Place.now())
-        if call is not None and inside and call.entered is None:
-            call.unit.backward_left(call)
+@hooks.untraced
+def _input_reached(call_ref: weakref.ref[ForwardCall], grad: torch.Tensor) -> None:
+    """The gradient of an argument of a call is there. The graph of an input may outlive the one of the call."""
+    call = call_ref()
+    inside = call is not None and call.entered is not None
+    close_passed(Place.now())
+    if call is not None and inside and call.entered is None:
+        call.unit.backward_left(call)
 
 
 _NO_THREAD = -1

@@ -42,17 +42,13 @@ from fsdp.runtime.context import RootContext
 from fsdp.runtime.hooks import forward_refused, own_operations
 from fsdp.runtime.mistakes import warn_of_hooks
 from fsdp.runtime.precision import UnitPrecision
-from fsdp.runtime.unit import Unit, units_below, units_in
+from fsdp.runtime.unit import Unit, units_below, units_in, units_of
 from fsdp.runtime.unit_buffers import UnitPolicy
 
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """What a unit is to be like; see the arguments of ``FullyShardedDataParallel``.
-
-    Attributes:
-        synchronized: whether all start with the values of the first rank; otherwise each has its own.
-    """
+    """What a unit is to be like; see the arguments of ``FullyShardedDataParallel``."""
 
     groups: Groups
     policy: UnitPolicy
@@ -60,7 +56,7 @@ class UnitOptions:
     cpu_offload: CPUOffload
     param_init_fn: Callable[[nn.Module], None] | None
     device_id: int | str | torch.device | None
-    synchronized: bool
+    synchronized: bool  # whether all start with the values of the first rank; otherwise each has its own
 
 
 def inside_checkpoint(module: nn.Module) -> nn.Module:
@@ -80,7 +76,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     Raises: as the constructor of ``FullyShardedDataParallel``.
     """
     use_orig_params = options.policy.use_orig_params
-    inner = [unit for _, unit, _ in units_in(module)]
+    inner = units_of(module)
     for unit in inner:
         unit.parent_is_built = True
     try:
@@ -241,15 +237,11 @@ def shard_info(module: nn.Module) -> list[UnitInfo]:
 
 
 class Membership:
-    """A unit's place in its tree. The wrapper alone holds it: that of a root keeps the whole tree's context alive.
-
-    Attributes:
-        is_root: None where that is not decided.
-    """
+    """A unit's place in its tree. The wrapper alone holds it: that of a root keeps the whole tree's context alive."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.is_root: bool | None = None
+        self.is_root: bool | None = None  # None where that is not decided
         self._context: RootContext | None = None  # of the tree below, if this is its root
         unit.membership = weakref.ref(self)
 

@@ -43,10 +43,7 @@ class _EndOfBackward:
 
 
 class RootContext:
-    """What the units of one tree share: streams, order, memory pools, reductions, and where in a step they are.
-
-    Owned by the root's wrapper; units refer to it weakly. The graph of a forward keeps it alive.
-    """
+    """Owned by the root's wrapper; units refer to it weakly. The graph of a forward keeps it alive."""
 
     def __init__(self, root: UnitBuffers, units: Iterable[tuple[str, UnitBuffers, frozenset[int]]]) -> None:
         """Takes the units over from the contexts they were in. ``units`` are (name, unit, the units around it)."""

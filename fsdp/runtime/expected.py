@@ -6,30 +6,15 @@ See [Note: When a unit's backward is over] in ``backward.py``.
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from fsdp.comm.versions import set_frame_callback
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.runtime import hooks
 
 LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
-
-
-class Trained(Protocol):
-    """A unit, as its leaves report to it."""
-
-    handles: list[FlatParamHandle]
-    _tree: Callable[[], Any]  # its context
-
-    def leaf_ready(self, context: Any, key: LeafKey, leaf: torch.Tensor) -> None:
-        """A leaf's gradient of the running graph task is complete."""
-
-    def backward_failed(self, error: BaseException, event: str) -> None:
-        """A hook raises ``error``: the backward ends here."""
 
 
 class ExpectedLeaves:
@@ -40,10 +25,9 @@ class ExpectedLeaves:
             it is not asked again.
     """
 
-    def __init__(self, unit: Trained) -> None:
-        """``unit`` is told of each leaf whose gradient of the running graph task is complete."""
-        self._handles = unit.handles
-        self._unit_ref = weakref.ref(unit)
+    def __init__(self, handles: Sequence[FlatParamHandle], arrived: Callable[[LeafKey, torch.Tensor], None]) -> None:
+        """``arrived`` is told of each leaf whose gradient of the running graph task is complete."""
+        self._handles, self._arrived = handles, arrived
         self.of_task: dict[int, set[LeafKey]] = {}
         self._hooked: set[int] = set()  # the ids of the leaves that are, frozen ones among them
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
@@ -58,7 +42,7 @@ class ExpectedLeaves:
                     self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
                     if id(leaf) not in self._hooked:
                         self._hooked.add(id(leaf))
-                        hooks.on_accumulated(leaf, functools.partial(_arrived, self._unit_ref, key))
+                        hooks.on_accumulated(leaf, functools.partial(self._arrived, key))
 
     def renew(self) -> None:
         """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
@@ -89,25 +73,3 @@ class ExpectedLeaves:
     def forget(self) -> None:
         """The backward is over, or failed."""
         self.of_task.clear()
-
-
-@hooks.breaks_graph
-def _arrived(unit_ref: weakref.ref[Trained], key: LeafKey, leaf: torch.Tensor) -> None:
-    """The gradient of leaf ``key`` is complete. Each leaf of a step comes by, so it is ``untraced`` by itself."""
-    before = set_frame_callback(None)
-    unit = unit_ref()
-    try:
-        if unit is None:
-            return
-        context = unit._tree()
-        if context.compute is None:  # no stream to join
-            unit.leaf_ready(context, key, leaf)
-        else:
-            with context.joined():
-                unit.leaf_ready(context, key, leaf)
-    except BaseException as error:
-        if unit is not None:
-            unit.backward_failed(error, "gradient of a parameter")
-        raise
-    finally:
-        set_frame_callback(before)

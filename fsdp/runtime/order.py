@@ -62,7 +62,7 @@ class PrefetchLimits:
 
     @_forward_prefetch_limit.setter
     def _forward_prefetch_limit(self, count: int) -> None:
-        self._set(self._units, forward_prefetch=count)
+        self._set(self._units, "forward_prefetch", count)
 
     @property
     def _backward_prefetch_limit(self) -> int:
@@ -70,12 +70,11 @@ class PrefetchLimits:
 
     @_backward_prefetch_limit.setter
     def _backward_prefetch_limit(self, count: int) -> None:
-        self._set(self._in_backward, backward_prefetch=count)
+        self._set(self._in_backward, "backward_prefetch", count)
 
     @staticmethod
-    def _set(units: Sequence[Any], **count: int) -> None:
-        for value in count.values():
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"a prefetch limit is a number of units, 0 or more, but got {value!r}")
+    def _set(units: Sequence[Any], name: str, count: Any) -> None:
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"a prefetch limit is a number of units, 0 or more, but got {count!r}")
         for unit in units:
-            unit.policy = dataclasses.replace(unit.policy, **count)
+            unit.policy = dataclasses.replace(unit.policy, **{name: count})

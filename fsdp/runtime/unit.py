@@ -24,7 +24,7 @@ from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed
+from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, leaf_arrived
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves, LeafKey
@@ -49,37 +49,28 @@ class Phase(Enum):
 
 @dataclass(eq=False)
 class Unit(UnitBuffers):
-    """One wrapped module and the parameters it owns.
-
-    Attributes:
-        gradients: one per bucket.
-        comm_hook: the user's reduction, in the place of the communicator's; see ``use_hook``.
-        membership: its place in its tree, which its wrapper holds; see :class:`fsdp.runtime.build.Membership`.
-        parent_is_built: what is done to modules around it is not meant for it now.
-        has_parent: one of this package's.
-        mesh: the device mesh that it was made with.
-        state_settings: the kind of state dict that it makes and takes.
-    """
+    """One wrapped module and the parameters it owns."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.comm_hook: CommHook | None = None
+        self.comm_hook: CommHook | None = None  # the user's reduction, in the place of the communicator's
         keep_low = self.precision.asked.keep_low_precision_grads
         finds = self.policy.reduce_unused
-        self.gradients = [
+        self.gradients = [  # one per bucket
             BucketGradients(views, keep_low_precision=keep_low, finds_unused=finds) for views in self.views
         ]
         self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None  # what else is done to reduced gradients
         self.follow_divisor()
-        self.membership: Callable[[], Any] = lambda: None
-        self.parent_is_built = self.has_parent = False
-        self.mesh: DeviceMesh | None = None
-        self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
+        self.membership: Callable[[], Any] = lambda: None  # its place in its tree, which its wrapper holds
+        self.parent_is_built = False  # what is done to modules around it is not meant for it now
+        self.has_parent = False  # one of this package's
+        self.mesh: DeviceMesh | None = None  # that it was made with
+        self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)  # of what it makes and takes
         self.ref = weakref.ref(self)
         self._depth = 0  # forwards of this unit under way
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
         self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
-        self.expected = ExpectedLeaves(self)
+        self.expected = ExpectedLeaves(self.handles, functools.partial(leaf_arrived, self.ref))
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.units.add(self)
         hooks.watch_optimizers()
@@ -134,10 +125,9 @@ class Unit(UnitBuffers):
         return torch.tensor(flags, dtype=torch.uint8, device="cpu")
 
     def note_used(self, flags: list[int]) -> None:
+        its = iter(flags)
         for each in self.gradients:
-            count = len(each.handle.leaves)
-            each.note_used({index for index, flag in enumerate(flags[:count]) if flag})
-            flags = flags[count:]
+            each.note_used({index for index in range(len(each.handle.leaves)) if next(its)})
 
     def check_gradients(self, call: str) -> None:
         """Raises RuntimeError if gradients of backwards that are over wait to be reduced, or to be shown."""
