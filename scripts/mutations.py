@@ -1489,8 +1489,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "        return list(map(address_of, self.params)) == self._addresses and self.registration.rests\n",
-        "        return self.registration.rests\n",
+        "        return not self.check_writeback or (in_place and self.registration.rests)\n",
+        "        return not self.check_writeback or self.registration.rests\n",
         "an optimizer steps other memory than what it was given for a parameter",
         _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
     ),
@@ -1847,8 +1847,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        '            self._board.post("report", self._report())\n\n    @property',
-        "            pass\n\n    @property",
+        '            self._board.post("report", self._report())\n\n    def come',
+        "            pass\n\n    def come",
         "a rank that gives up tells nobody",
         _tests("out_of_step", "rank_that_stays_away"),
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -200,10 +199,9 @@ class CommonViews:
         if summoned is not None:
             ours, values = summoned.tensors, summoned.values
             pointers = memories_of(values or ())
-        replaced = self.registration.replaced()
-        if (first := next(replaced, None)) is not None:
+        if replaced := list(self.registration.replaced()):
             with torch.no_grad():
-                for index, new in itertools.chain([first], replaced):
+                for index, new in replaced:
                     self._check_fits(index, new, values[index] if values is not None else ours[index])
                     self._adopt(index, new, self._write(index, new))
         if values is None or (found := memories_of(ours)) == pointers:

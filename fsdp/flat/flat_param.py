@@ -51,7 +51,7 @@ from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
-from fsdp.flat.released import CheckedLeaf, new_leaves
+from fsdp.flat.released import PLAIN_KINDS, CheckedLeaf, new_leaves
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
 
 LOST_WRITE = (
@@ -348,7 +348,7 @@ class FlatParamHandle:
         end = start + self.copy.pooled.nbytes
         for tensor in tensors:
             plain = tensor if type(tensor) is torch.Tensor else local_of(tensor)
-            if type(plain) in _STORED and plain.layout == torch.strided and start <= plain.data_ptr() < end:
+            if type(plain) in PLAIN_KINDS and plain.layout == torch.strided and start <= plain.data_ptr() < end:
                 return True
         return False
 
@@ -580,7 +580,6 @@ def _cuts(layout: FlatLayout, rank: int) -> tuple[list[int], list[int]]:
     return [*cuts, layout.shard_numel - end], places
 
 
-_STORED = (torch.Tensor, nn.Parameter, CheckedLeaf)
 _KEPT = (
     "This reference was kept from inside a forward; where a backward came by it, through a tensor that the forward "
     "stored, or that a hook took, and did not return: mark that one inside the forward by fsdp.mark_side_output(tensor)"

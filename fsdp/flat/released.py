@@ -172,7 +172,9 @@ class CheckedLeaf(torch.Tensor):
                 error = value.explain(any(value is other for other in written))
                 if error is not None:
                     raise RuntimeError(f"{func}: {error}")
-        if any(isinstance(value, torch.Tensor) and type(value) not in _OWN for value in pytree.tree_leaves(args)):
+        if any(
+            isinstance(value, torch.Tensor) and type(value) not in PLAIN_KINDS for value in pytree.tree_leaves(args)
+        ):
             args = pytree.tree_map(_unchecked, args)  # a tensor of another kind has its own say
             return func(*args, **(kwargs or {}))
         with torch._C._DisableTorchDispatch():
@@ -193,7 +195,7 @@ class CheckedLeaf(torch.Tensor):
         return f"CheckedLeaf(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-_OWN = (torch.Tensor, torch.nn.Parameter, CheckedLeaf)
+PLAIN_KINDS = (torch.Tensor, torch.nn.Parameter, CheckedLeaf)
 
 
 def _unchecked(value: Any) -> Any:

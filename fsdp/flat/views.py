@@ -68,18 +68,15 @@ class OriginalViews(CommonViews):
     def is_as_left(self) -> bool:
         """Whether users have done nothing to the parameters that the next ``refresh`` follows: as far as that can be
         seen at once, and but for those of which this rank has no elements."""
+        in_place = list(map(address_of, self.params)) == self._addresses
         if self.runs:
-            if list(map(address_of, self.params)) != self._addresses:
-                return False
             for run in self.runs:
                 if not run.in_step(self.params):
                     return False
-            return True
+            return in_place
         if any(self.handle.tp) or list(map(flag_of, self.params)) != self.handle.copy.flags:
             return False
-        if not self.check_writeback:
-            return True
-        return list(map(address_of, self.params)) == self._addresses and self.registration.rests
+        return not self.check_writeback or (in_place and self.registration.rests)
 
     def refresh(self) -> bool:
         if not self.runs:

@@ -209,7 +209,8 @@ class Agreement:
         self.under_way: Pass | None = None
         self._announces: int | None = None  # the position that this rank waits for the others to announce
         self._announced: deque[tuple[int, int]] = deque(maxlen=4)  # the latest announcements of all: pass and position
-        self._gave_up: tuple[int, int, str] | None = None  # a pass failed: its number, how far it had come, and words
+        # a pass failed, and the ranks have to meet: its number, how far it had come, and words
+        self.gave_up: tuple[int, int, str] | None = None
         self._recoveries = 0  # how often the ranks have met after that
         self._accused = False  # this rank has been told that the ranks are out of step
         self._trained = False  # a forward in training mode has begun
@@ -357,21 +358,16 @@ class Agreement:
         ledger.hold(self._group)
         if not self._layout_agreed:
             return
-        if self._gave_up is None:
+        if self.gave_up is None:
             here = (self._passes, self._position) if self.under_way is not None else (self._passes + 1, 0)
-            self._gave_up = (*here, words)
+            self.gave_up = (*here, words)
         self.under_way = None
         if not self._accused:  # else the others are told why
             self._board.post("report", self._report())
 
-    @property
-    def given_up(self) -> bool:
-        """Whether the ranks have to meet."""
-        return self._gave_up is not None
-
     def come(self) -> None:
         """The first half of ``meet``: in all groups before the second in any."""
-        if self._gave_up is not None:
+        if self.gave_up is not None:
             self._board.post(f"issued/{self._recoveries}", self._issued())
 
     def _issued(self) -> list[Any]:
@@ -384,7 +380,7 @@ class Agreement:
         Raises:
             RuntimeError: some have not, and have told so; or they do not come; or they cannot come together.
         """
-        if self._gave_up is None:
+        if self.gave_up is None:
             return
         self._meet(f"come/{self._recoveries}", "after a pass that failed")
         self._raise_if_broken()  # others may have come without this rank having looked around
@@ -396,7 +392,7 @@ class Agreement:
         self._record.clear()
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
-        self._gave_up, self._accused, self._compared = None, False, True
+        self.gave_up, self._accused, self._compared = None, False, True
         self._recoveries += 1
 
     def _meet(self, key: str, why: str, sign: str = "count") -> None:
@@ -492,7 +488,7 @@ class Agreement:
     def _raise_if_broken(self) -> None:
         """Raises what another rank has found out; once, if this one has given up."""
         broken = self._board.read(f"broken/{self._recoveries}")
-        if broken is not None and not (self._accused and self._gave_up is not None):
+        if broken is not None and not (self._accused and self.gave_up is not None):
             raise self._told(f"rank {self._rank} is at {self._report().where}. {broken}", broken)
 
     # -- words ---------------------------------------------------------------------------------------------------------
@@ -510,7 +506,7 @@ class Agreement:
         """What this rank reports to the others."""
         what = self._kind, self._pass.words, bool(self._pass.call), self._begun
         recent = [Entry(*entry) for entry in self._recent]
-        return Report(self._recoveries, self._passes, *what, self._gave_up, self._announces, recent)
+        return Report(self._recoveries, self._passes, *what, self.gave_up, self._announces, recent)
 
     def _exchange_reports(self, patience: timedelta | None = None) -> dict[int, Report]:
         """Report to the other ranks what this one did last in the pass, and get what they report within ``patience``;

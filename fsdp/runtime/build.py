@@ -287,8 +287,7 @@ class Membership:
 
 def join(unit: Unit) -> RootContext:
     """The context of the tree that ``unit`` is in; see :meth:`Membership.join`."""
-    membership: Membership | None = unit.membership()
-    assert membership is not None  # its wrapper is there
+    membership: Membership = unit.membership()  # its wrapper is there
     return membership.join()
 
 

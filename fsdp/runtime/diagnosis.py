@@ -78,10 +78,9 @@ def first_difference(texts: Mapping[int, str]) -> str:
 
 def different_passes(here: Mapping[int, Report]) -> str | None:
     """Ranks in passes of the same number that are not the same, or that do not follow on the same."""
-    if len({words.kind for words in here.values()}) > 1:
-        return "; ".join(f"rank {rank} runs {words.doing}" for rank, words in sorted(here.items()))
-    if len({words.begun for words in here.values()}) > 1:
-        return "; ".join(f"rank {rank} runs {words.doing} after something else" for rank, words in sorted(here.items()))
+    for what, before in (("kind", ""), ("begun", " after something else")):
+        if len({getattr(words, what) for words in here.values()}) > 1:
+            return "; ".join(f"rank {rank} runs {words.doing}{before}" for rank, words in sorted(here.items()))
     return None
 
 

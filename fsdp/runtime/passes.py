@@ -148,7 +148,7 @@ class Passes:
     @property
     def given_up(self) -> bool:
         """Whether the ranks have to meet."""
-        return any(agreement.given_up for agreement in self._by_group.values())
+        return any(agreement.gave_up is not None for agreement in self._by_group.values())
 
     def meet(self) -> None:
         """After a failure, wait for all ranks; see :meth:`Agreement.meet`."""
