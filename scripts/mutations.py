@@ -794,6 +794,20 @@ MUTATIONS = [
         _tests("shared_memory", "a_dead_rank_is_seen_within_a_second_where_nobody_looks_around"),
     ),
     Mutation(
+        "fsdp/flat/memory.py",
+        "            segment.trim_when_idle()\n",
+        "            pass\n",
+        "what a step leaves for the next one stays when none comes",
+        _tests("shared_memory", "what_a_step_leaves_for_the_next_goes_when_none_comes"),
+    ),
+    Mutation(
+        "fsdp/flat/memory.py",
+        "            segment.trim_when_idle()\n",
+        "            self.trim()\n",
+        "each step gives its memory back, and asks for it again",
+        _tests("shared_memory", "what_a_step_leaves_for_the_next_goes_when_none_comes"),
+    ),
+    Mutation(
         "fsdp/comm/segment.py",
         "        self.mapping.give_back(block.offset, block.nbytes)\n",
         "",
@@ -1242,14 +1256,14 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
-        "            self.residency.forget_kept()\n            self.residency.trim()\n",
+        "            self.residency.forget_kept()\n            self.residency.rest()\n",
         "            self.residency.forget_kept()\n",
         "an evaluation leaves memory in the pool",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        self.outlast_backward = False\n        self.pool.trim()\n",
+        "        self.outlast_backward = False\n        self.pool.rest()\n",
         "        self.outlast_backward = False\n",
         "the reduce buffers' memory stays after the backward",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
-from fsdp.comm import ledger, shared_memory
+from fsdp.comm import ledger, segment, shared_memory
 from fsdp.comm.collectives import Communicator, Gather, Tag, Vote
 from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.segment import HEADER, Segment
@@ -75,11 +75,16 @@ def own_segment() -> Segment:
     return segment
 
 
+def held() -> int:
+    """Bytes behind the segment, beyond those before."""
+    return own_segment().held_nbytes - _held_before
+
+
 def held_at_rest() -> int:
-    """Bytes behind the segment, once all ranks are at rest, beyond those before."""
+    """As ``held``, once all ranks are at rest."""
     dist.barrier()
     own_segment().trim()
-    return own_segment().held_nbytes - _held_before
+    return held()
 
 
 class Unit(nn.Module):
@@ -501,7 +506,7 @@ def measure_backward() -> None:
     whole = 301 * 300 * 4
     found: list[int] = []
     for unit in units:
-        unit[0].register_full_backward_hook(lambda *_: found.append(own_segment().held_nbytes - _held_before))
+        unit[0].register_full_backward_hook(lambda *_: found.append(held()))
     for _ in range(5):
         model(torch.ones(2, 300, requires_grad=True)).sum().backward()
         model.zero_grad()
@@ -510,11 +515,11 @@ def measure_backward() -> None:
     for dropped in (True, False):
         with model.no_sync():
             model(torch.ones(2, 300, requires_grad=True)).sum().backward()
-        accumulated = own_segment().held_nbytes - _held_before
+        accumulated = held_at_rest()
         assert 8 * whole <= accumulated < 8 * whole + HEADERS, accumulated / whole
         if dropped:
             model.zero_grad()
-            assert own_segment().held_nbytes - _held_before < HEADERS
+            assert held() < HEADERS
     found.clear()
     model(torch.ones(2, 300, requires_grad=True)).sum().backward()
     assert max(found) < 10 * whole + HEADERS, max(found) / whole  # what is reduced is not copied
@@ -524,6 +529,53 @@ def measure_backward() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_memory_of_a_backward_is_bounded(world_size: int) -> None:
     run_ranks(world_size, measure_backward)
+
+
+def train_and_rest() -> None:
+    """What a step used stays for the next one, which gives hardly any back and so asks for hardly any; without a next
+    one it goes as well."""
+    share()
+    units = [nn.Sequential(nn.Linear(300, 300)) for _ in range(6)]
+    model = wrap(nn.Sequential(*units), wrap_policy=ModuleWrapPolicy({nn.Sequential}), process_group=new_group())
+    whole = 301 * 300 * 4
+
+    def step() -> None:
+        model(torch.ones(2, 300)).sum().backward()
+
+    step()
+    gradients = held_at_rest()  # which users hold
+    with mock.patch.object(segment, "IDLE", 0.2):
+        step()
+        deadline = time.monotonic() + 60
+        while held() > gradients and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert held() == gradients, "nothing is given back by itself"
+    with mock.patch.object(segment, "IDLE", 5.0):
+        for _ in range(3):  # a rank that is ahead may need more than one that is not
+            step()
+        assert whole < held() - gradients < 5 * whole + HEADERS
+        dist.barrier()
+        with mock.patch.object(Segment, "_give_back", autospec=True) as give_back:
+            step()
+        assert len(give_back.call_args_list) <= 2, "memory comes and goes"
+    assert held_at_rest() == gradients
+
+
+def test_what_a_step_leaves_for_the_next_goes_when_none_comes() -> None:
+    run_ranks(2, train_and_rest)
+
+
+def test_nothing_trims_a_segment_that_is_in_the_middle_of_a_call() -> None:
+    """What the collector finds there gives its memory back on the same thread, which must not wait for itself."""
+    own = Segment()
+    own.leave(own.take(1 << 20))
+    held = own.held_nbytes
+    with own._lock:
+        own.keep(0, 0)
+        own.trim()
+    assert own.held_nbytes == held
+    own.keep(0, 0)
+    assert own.held_nbytes < held
 
 
 def interrupt_the_decision() -> None:

@@ -3,7 +3,8 @@
 [Note: Nothing is left]
 A segment is a sparse file without a name. Only processes of the same user can open it, and it goes with the last
 process that maps it. Its pages are reserved before they are written (a page that the system cannot give would else kill
-the process) and given back while nothing trains.
+the process) and given back once nothing has asked for any for a second: so steps that follow each other find it as they
+left it, and what rests, or does something else, holds none.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import select
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +27,7 @@ import torch
 
 from fsdp.comm import waiting
 
+IDLE = 1.0  # seconds without a request for memory, after which what is spare is given back
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
 HEADER = 1 << 13  # bytes for the posts of a channel
 
@@ -142,6 +145,7 @@ class Segment:
         self._free: list[Block] = []  # the one that came back first is the first
         self._lent: dict[int, Block] = {}  # by address
         self._lock = threading.Lock()  # a model may be collected anywhere, which gives memory back
+        self._asked, self._waits = 0.0, False  # when for memory; whether a thread waits
 
     def new_header(self) -> Header:
         """For a new channel: all zeros, or one that an earlier channel had, which nobody looks at any more."""
@@ -193,6 +197,7 @@ class Segment:
     def take(self, nbytes: int) -> Block:
         """A block of at least ``nbytes``, for the caller to ``leave``."""
         with self._lock:
+            self._asked = time.monotonic()
             return self._take(nbytes)
 
     def _take(self, nbytes: int) -> Block:
@@ -230,20 +235,27 @@ class Segment:
         """Bytes that there is memory behind, headers included."""
         return os.fstat(self.file).st_blocks * 512
 
+    # What follows does nothing in the middle of another call: of one on another thread, or on this one, where what the
+    # collector has found gives its memory back.
+
     def keep(self, nbytes: int, block_nbytes: int) -> None:
         """Keep of the memory that nothing holds no more than ``nbytes``, in blocks of up to ``block_nbytes``."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
             for block in [block for block in self._free if block.reserved and block.nbytes > block_nbytes]:
                 block.wait()
                 if block.is_read:
                     self._give_back(block)
             self._shrink_to(nbytes)
+        finally:
+            self._lock.release()
 
     def trim(self, *, patient: bool = False) -> None:
         """Give back the memory that nothing holds and nobody reads. ``patient``: the others are about to have read
         it."""
         if not self._lock.acquire(blocking=False):
-            return  # in the middle of ``take``
+            return
         try:
             for block in tuple(self._free) if patient else ():
                 block.wait()
@@ -254,6 +266,21 @@ class Segment:
                 self._end = block.offset
         finally:
             self._lock.release()
+
+    def trim_when_idle(self) -> None:
+        """``trim`` once nothing has asked for memory for :data:`IDLE` seconds."""
+        self._asked = time.monotonic()
+        if not self._waits:
+            self._waits = True
+            waiting.in_thread(self._wait_until_idle)
+
+    def _wait_until_idle(self) -> None:
+        while (left := self._asked + IDLE - time.monotonic()) > 0:
+            time.sleep(left)
+        self._waits = False
+        self.trim()
+        if any(block.reserved for block in tuple(self._free)):
+            self.trim_when_idle()  # slower ranks have yet to read it
 
     def _shrink_to(self, nbytes: int) -> None:
         total = sum(block.nbytes for block in self._free if block.reserved)

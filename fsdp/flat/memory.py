@@ -122,6 +122,10 @@ class MemoryPool:
         if self._device.type == "cpu" and (segment := shared_memory.segment()) is not None:
             segment.trim(patient=shared_memory.segment_of(self._group) is not None)
 
+    def rest(self) -> None:
+        """``trim``, but what the next pass will want may stay for a while."""
+        self.trim()
+
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor of such memory as the buffers have, for users to hold."""
         return host_memory.empty(numel, dtype=dtype, device=device)
@@ -160,12 +164,19 @@ class SharedPool(MemoryPool):
             memory.keep(0, 0)
         super().trim()
 
+    def rest(self) -> None:
+        segment = shared_memory.segment_of(self._group)
+        if segment is None or self._in_common:  # all ranks forget at once what they have in common
+            self.trim()
+        else:
+            segment.trim_when_idle()
+
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
         if buffer.nbytes and (segment := shared_memory.segment_of(self._group)) is not None:
             buffer.detach()
             for memory in self._in_common.values():
                 memory.keep(max(self.kept_nbytes, _NO_MATTER), max(self.kept_block_nbytes, _NO_MATTER))
-            segment.keep(self.kept_nbytes, self.kept_block_nbytes)
+            segment.keep(2 * self.kept_nbytes, self.kept_block_nbytes)  # for the pool of the tree's reductions as well
         else:
             super().free(buffer, last_use)
 

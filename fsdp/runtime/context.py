@@ -189,7 +189,7 @@ class RootContext:
         self.residency.settle_offloaded()  # in any case: no backward may come, and the shards may be written
         if not backward_follows:
             self.residency.forget_kept()
-            self.residency.trim()
+            self.residency.rest()
         self.passes.end(wait=False)  # last: where a wait fails for what was prefetched, the pass has failed
 
     # -- backward ------------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class RootContext:
         self.residency.order.stop()
         self.residency.forget_kept()
         self.residency.settle_offloaded()
-        self.residency.trim()
+        self.residency.rest()
 
     def reset(self) -> None:
         """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet

@@ -138,7 +138,7 @@ class ReductionQueue:
             if attach:
                 item.finish()
         self.outlast_backward = False
-        self.pool.trim()
+        self.pool.rest()
 
 
 class BucketGradients:

@@ -290,6 +290,11 @@ class Residency(Residences[UnitBuffers]):
         with self._streams.on_gather_stream():
             self.pool.trim()
 
+    def rest(self) -> None:
+        """The pass is over: what the next one will not want goes back at once, and the rest if none comes soon."""
+        with self._streams.on_gather_stream():
+            self.pool.rest()
+
     # -- precision -----------------------------------------------------------------------------------------------------
 
     def compute_in(self, unit: UnitBuffers, full_precision: bool) -> None:
