@@ -414,6 +414,7 @@ def run_out_of_memory(way: str) -> None:
         step(debugged)
     debugged.zero_grad()
     for tried in (model, debugged):
+        held_at_rest()  # nothing is left of the last step, so that the next one has to ask
         no_room = pytest.raises(OSError, match="bytes that the ranks of this host share")
         with mock.patch.object(os, "posix_fallocate", full_system), no_room as error:
             step(tried)
