@@ -259,7 +259,7 @@ def _growth() -> None:
             # torch's flight recorder keeps about 1 KiB of each of the last 2000 collectives, and gloo's threads hold
             # what they have sent for a little longer. A unit's buffer has 720 KB.
             deadline = time.monotonic() + 2.0
-            while (found := meter.live() - before) > 500_000 and time.monotonic() < deadline:  # noqa: B023
+            while (found := meter.resting() - before) > 500_000 and time.monotonic() < deadline:  # noqa: B023
                 time.sleep(0.01)
             return found
 

@@ -62,7 +62,7 @@ def excess(meter: Meter, base: int, patience: float = 1.0) -> int:
     """Bytes beyond `base`, once they are within the noise or for good: a thread of the backend lets go of its last call
     a moment after that is over."""
     deadline = time.monotonic() + patience
-    while meter.live() - base > NOISE and time.monotonic() < deadline:
+    while meter.resting() - base > NOISE and time.monotonic() < deadline:
         time.sleep(0.002)
     return meter.live() - base
 

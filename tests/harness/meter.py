@@ -41,11 +41,10 @@ def _find_mallinfo2() -> Callable[[], _Mallinfo2] | None:
 _mallinfo2 = _find_mallinfo2()
 
 
-def _shared_nbytes() -> int:
-    """Behind what this process shares with other ranks, if the package is there and shares anything."""
+def _segment() -> Any:
+    """What this process shares with other ranks, if the package is there and shares anything."""
     package = sys.modules.get("fsdp.comm.shared_memory")
-    segment = None if package is None else package.segment()
-    return 0 if segment is None else segment.held_nbytes
+    return None if package is None else package.segment()
 
 
 def meter_available(device: str = "cpu") -> bool:
@@ -95,7 +94,13 @@ class Meter:
             return torch.cuda.memory_allocated(self.device)
         assert _mallinfo2 is not None
         info = _mallinfo2()
-        return info.uordblks + info.hblkhd + _shared_nbytes()
+        return info.uordblks + info.hblkhd + (0 if (segment := _segment()) is None else segment.held_nbytes)
+
+    def resting(self) -> int:
+        """As `live`, without what a step leaves for the next one and a second of idleness would give back."""
+        if self.device == "cpu" and (segment := _segment()) is not None:
+            segment.trim()
+        return self.live()
 
     def at_rest(self, quiet: float = 0.06) -> int:
         """Bytes to measure from: the lowest reading that stood for `quiet` seconds.
@@ -103,10 +108,10 @@ class Meter:
         A thread of the backend lets go of its last call a moment after that is over, and what it still holds when a
         measurement begins would be missing at the end.
         """
-        lowest, since = self.live(), time.monotonic()
+        lowest, since = self.resting(), time.monotonic()
         while time.monotonic() - since < quiet:
             time.sleep(0.012)
-            if (now := self.live()) < lowest:
+            if (now := self.resting()) < lowest:
                 lowest, since = now, time.monotonic()
         return lowest
 
