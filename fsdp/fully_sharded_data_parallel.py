@@ -57,7 +57,6 @@ from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, has_meta, owned_params
 from fsdp.module_groups import has_groups
-from fsdp.private_names import UnshardHandle
 from fsdp.runtime.backward import Running
 from fsdp.runtime.build import (
     Membership,
@@ -76,6 +75,7 @@ from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph, untraced
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.unit import Phase, register_comm_hook, units_in, units_of
+from fsdp.switches import UnshardHandle
 from fsdp.switches import register_forward_method as register_forward_method
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,19 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.api import BackwardPrefetch, MixedPrecision, TrainingState
 from fsdp.comm.collectives import predivisor
 from fsdp.runtime.build import Membership
-from fsdp.runtime.order import PrefetchLimits
 from fsdp.runtime.unit import Phase, Unit, units_in
-
-
-class UnshardHandle:
-    """What ``_unshard(async_op=True)`` returns."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait = wait
-
-    def wait(self) -> None:
-        """Let the current stream (on CPU the host) wait until the parameters are gathered; idempotent."""
-        self._wait()
 
 
 class PrivateNames(nn.Module):
@@ -86,21 +75,6 @@ class PrivateNames(nn.Module):
         """Make this instance undecided about its root again."""
         self._membership.leave()
 
-    def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Start gathering this unit's parameters for its next forward.
-
-        Returns:
-            with ``async_op`` a handle whose ``wait()`` makes the current stream wait for them, else None.
-
-        Raises:
-            AssertionError: a forward or backward of the unit is under way.
-        """
-        handle = UnshardHandle(self._fsdp_unit.unshard_by_hand(self._membership.join()))
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Gathers from now on see what the current stream has written: needed between an optimizer step and
         ``_unshard``."""
@@ -151,10 +125,7 @@ class PrivateNames(nn.Module):
 
     @property
     def _exec_order_data(self) -> PrefetchLimits:
-        """How many units this instance, and those below it, prefetch: readable and writable."""
-        wrappers = [module for module in self.modules() if isinstance(module, PrivateNames)]
-        ahead = [wrapper._fsdp_unit for wrapper in wrappers if wrapper.backward_prefetch is not None]
-        return PrefetchLimits([wrapper._fsdp_unit for wrapper in wrappers], ahead)
+        return PrefetchLimits(self)
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
         return self.mixed_precision.buffer_dtype is not None
@@ -173,3 +144,38 @@ class PrivateNames(nn.Module):
     def _comm_hook_state(self) -> Any:
         hook = self._fsdp_unit.comm_hook
         return hook.state if hook is not None else None
+
+
+class PrefetchLimits:
+    """How many units a tree gathers ahead, readable and writable by the names that tools know from FSDP1.
+
+    Reading tells of the first unit, writing goes to all of them; what is written for the backward, only to those that
+    gather ahead there at all.
+    """
+
+    def __init__(self, first: PrivateNames) -> None:
+        self._first = first
+
+    @property
+    def _forward_prefetch_limit(self) -> int:
+        return int(self._first._fsdp_unit.policy.forward_prefetch)
+
+    @_forward_prefetch_limit.setter
+    def _forward_prefetch_limit(self, count: int) -> None:
+        self._set("forward_prefetch", count)
+
+    @property
+    def _backward_prefetch_limit(self) -> int:
+        return int(self._first._fsdp_unit.policy.backward_prefetch)
+
+    @_backward_prefetch_limit.setter
+    def _backward_prefetch_limit(self, count: int) -> None:
+        self._set("backward_prefetch", count)
+
+    def _set(self, name: str, count: Any) -> None:
+        if not isinstance(count, int) or count < 0:
+            raise ValueError(f"a prefetch limit is a number of units, 0 or more, but got {count!r}")
+        choice: dict[str, Any] = {name: count}
+        for module in self._first.modules():
+            if isinstance(module, PrivateNames) and (name != "backward_prefetch" or module.backward_prefetch):
+                module._fsdp_unit.policy = dataclasses.replace(module._fsdp_unit.policy, **choice)

@@ -21,12 +21,23 @@ from fsdp.api import as_flag
 from fsdp.checkpoint.state_dict import check_idle
 from fsdp.flat.names import ModuleGroup, members_of
 from fsdp.module_groups import declare_group
-from fsdp.private_names import PrivateNames, UnshardHandle
+from fsdp.private_names import PrivateNames
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Unit, units_of
 
 # of the constructor's arguments
 _NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states", "coalesce_nbytes"}
+
+
+class UnshardHandle:
+    """What ``unshard(async_op=True)`` returns."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Let the current stream (on CPU the host) wait until the parameters are gathered; idempotent."""
+        self._wait()
 
 
 class Switches(PrivateNames):
@@ -96,7 +107,13 @@ class Switches(PrivateNames):
         Raises:
             AssertionError: a forward or backward of the unit is under way, or it is inside ``summon_full_params``.
         """
-        return self._unshard(async_op)
+        handle = UnshardHandle(self._fsdp_unit.unshard_by_hand(self._membership.join()))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    _unshard = unshard  # in FSDP1
 
     def reshard(self) -> None:
         """Give the memory of this unit's full parameters back, whatever keeps them; they are gathered when they are

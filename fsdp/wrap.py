@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from fsdp.flat.names import members_of
+from fsdp.flat.ownership import ONE_UNIT_ONLY
 from fsdp.module_groups import coalesced, forget, groups_in, inner_first
 from fsdp.runtime.hooks import around_forward
 
@@ -404,9 +405,7 @@ def _check_ties(
             if first is not unit:
                 raise ValueError(
                     f"parameter {path + attribute!r} is shared with {name!r}, and auto_wrap_policy puts the two into "
-                    f"different units ({type(unit).__name__} and {type(first).__name__}). A parameter can be sharded "
-                    "by one unit only: make the two modules that have it one unit by FullyShardedDataParallel.group(), "
-                    "or wrap the lowest module that contains both, and neither of the two apart"
+                    f"different units ({type(unit).__name__} and {type(first).__name__}). {ONE_UNIT_ONLY}"
                 )
         children = [(child, unit, f"{path}{name}.") for name, child in module._modules.items() if child is not None]
         pending += reversed(children)

@@ -26,6 +26,10 @@ from fsdp.flat.layout import FlatLayout, ParamSpec
 from fsdp.flat.names import WRAPPED_MODULE, joined, own_modules
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
 
+ONE_UNIT_ONLY = (
+    "A parameter can be sharded by one unit only: make the two modules that have it one unit by "
+    "FullyShardedDataParallel.group(), or wrap the lowest module that contains both, and neither of the two apart"
+)
 _TORCH = "torch.distributed.fsdp"  # never imported
 ALIGNMENT = 16  # bytes; collectives and kernels fall back to slow paths on what is not aligned so
 
@@ -141,9 +145,7 @@ def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
     if getattr(param, "_fsdp_flattened", False):
         other = getattr(param, "_fsdp_owner", "another unit")
         raise ValueError(
-            f"parameter {name!r} of {unit_name} is shared with {other}, which already owns it. A parameter can be "
-            "sharded by one unit only: make the two modules that have it one unit by FullyShardedDataParallel.group(), "
-            "or wrap the lowest module that contains both of its places as one unit, and none of the two apart"
+            f"parameter {name!r} of {unit_name} is shared with {other}, which already owns it. {ONE_UNIT_ONLY}"
         )
     for place in places:
         if isinstance(place.module, torch.jit.ScriptModule):

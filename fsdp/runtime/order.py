@@ -7,9 +7,7 @@ moves the cursor, and where the record says nothing, nothing is gathered ahead.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -43,38 +41,3 @@ class ExecutionOrder(Generic[T]):
     def upcoming(self, count: int) -> list[T]:
         """The next ``count`` units, as far as the record tells."""
         return self._recorded[self._cursor : self._cursor + count]
-
-
-class PrefetchLimits:
-    """How many units a tree gathers ahead, readable and writable by the names that tools know from FSDP1.
-
-    Reading tells of the first unit, writing goes to all of them; what is written for the backward, only to those that
-    gather ahead there at all.
-    """
-
-    def __init__(self, units: Sequence[Any], in_backward: Sequence[Any]) -> None:
-        self._units = units
-        self._in_backward = in_backward
-
-    @property
-    def _forward_prefetch_limit(self) -> int:
-        return int(self._units[0].policy.forward_prefetch)
-
-    @_forward_prefetch_limit.setter
-    def _forward_prefetch_limit(self, count: int) -> None:
-        self._set(self._units, "forward_prefetch", count)
-
-    @property
-    def _backward_prefetch_limit(self) -> int:
-        return int(self._units[0].policy.backward_prefetch)
-
-    @_backward_prefetch_limit.setter
-    def _backward_prefetch_limit(self, count: int) -> None:
-        self._set(self._in_backward, "backward_prefetch", count)
-
-    @staticmethod
-    def _set(units: Sequence[Any], name: str, count: Any) -> None:
-        if not isinstance(count, int) or count < 0:
-            raise ValueError(f"a prefetch limit is a number of units, 0 or more, but got {count!r}")
-        for unit in units:
-            unit.policy = dataclasses.replace(unit.policy, **{name: count})
