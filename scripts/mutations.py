@@ -74,8 +74,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/tools/migrate.py",
-        "return not any(isinstance(outer, ast.If) for node in self._wraps()",
-        "return True or any(() for node in self._wraps()",
+        "return not any(isinstance(outer, ast.If) for node in self._wrapped.values()",
+        "return True or any(() for node in self._wrapped.values()",
         "methods of the wrapper are proposed for a model that may be plain",
         MIGRATE,
     ),

@@ -119,16 +119,16 @@ class Script:
             return f"{base}.{node.attr}" if base else ""
         return ""
 
-    def _assigned_from(self, *makers: str) -> dict[str, int]:
-        """What is assigned from calls of ``makers``, as it is written, and the line of each."""
-        lines: dict[str, int] = {}
+    def _assigned_from(self, *makers: str) -> dict[str, ast.Assign]:
+        """What is assigned from calls of ``makers``, as it is written, and where."""
+        found: dict[str, ast.Assign] = {}
         for node in self._nodes:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
                 made = self._full(node.value.func)
                 for target in map(ast.unparse, node.targets):
                     if made in makers or ("torch.optim." in makers and _is_optimizer(made, target)):
-                        lines[target] = node.lineno
-        return lines
+                        found[target] = node
+        return found
 
     def _is_inside(self, node: ast.AST) -> bool:
         """Whether it is ``model.module`` of a wrapped ``model``."""
@@ -150,11 +150,12 @@ class Script:
     @property
     def _always_wrapped(self) -> bool:
         """Whether the model is wrapped under no condition."""
-        return not any(isinstance(outer, ast.If) for node in self._wraps() for _, outer in self._around(node))
+        return not any(isinstance(outer, ast.If) for node in self._wrapped.values() for _, outer in self._around(node))
 
-    def _wraps(self) -> list[ast.Assign]:
-        lines = set(self._wrapped.values())
-        return [node for node in self._nodes if isinstance(node, ast.Assign) and node.lineno in lines]
+    @property
+    def _first_wrapped(self) -> int:
+        """The line where something is wrapped first."""
+        return min(node.lineno for node in self._wrapped.values())
 
     def _around(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
         """What is around it, innermost first, each behind that of its own that it is around."""
@@ -195,14 +196,14 @@ class Script:
                 yield from self._shapes(node)
         if self._from_ddp and not self._always_wrapped:
             yield Finding(
-                min(self._wrapped.values()),
+                self._first_wrapped,
                 "wrap the model in any case, as one process can, too: what follows calls methods of the wrapper. Only "
                 "then more than this can be proposed as a diff",
             )
-        for name, line in self._optimizers.items():
-            if self._from_ddp and self._wrapped and line < min(self._wrapped.values()):
+        for name, made in self._optimizers.items():
+            if self._from_ddp and self._wrapped and made.lineno < self._first_wrapped:
                 yield Finding(
-                    line,
+                    made.lineno,
                     f"{name} is made before the model is wrapped: that works with use_orig_params=True, where "
                     "parameters stay the same objects. Without it, make the optimizer after wrapping",
                 )
@@ -476,9 +477,8 @@ class Script:
 
     def _is_late(self, node: ast.expr) -> bool:
         """Whether the model may be wrapped by then: in a function of its own, or below the wrapping."""
-        lines = set(self._wrapped.values())
-        wrapping = set(map(self._function_of, self._wraps()))
-        return bool(lines) and (node.lineno > min(lines) or self._function_of(node) not in wrapping)
+        wrapping = set(map(self._function_of, self._wrapped.values()))
+        return bool(wrapping) and (node.lineno > self._first_wrapped or self._function_of(node) not in wrapping)
 
     def _function_of(self, node: ast.AST) -> ast.AST | None:
         functions = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -148,8 +148,8 @@ class Trace:
         path.write_text(writers[path.suffix]())
         return path
 
-    def _rows(self) -> list[tuple[str, Event]]:
-        """Each event with its row: its lane, or one more where what is in that is not over and not around it."""
+    def _rows(self) -> tuple[list[str], list[tuple[str, Event]]]:
+        """All rows; each event with its row: its lane, or one more where what is in that is not over or around it."""
         rows: dict[str, list[Event]] = {}
         placed = []
         for event in self.events:
@@ -162,27 +162,23 @@ class Trace:
                 number += 1
             rows[row] = [*open_ones, event]
             placed.append((row, event))
-        return placed
+        return sorted(rows, key=lambda row: (LANES.index(row.split()[0]), row)), placed
 
     def _as_json(self) -> str:
-        placed = self._rows()
-        order = {
-            row: i for i, row in enumerate(sorted({row for row, _ in placed}, key=lambda r: LANES.index(r.split()[0])))
-        }
+        rows, placed = self._rows()
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", "pid": self.rank, "tid": number, "args": {"name": row}}
-            for row, number in order.items()
+            for number, row in enumerate(rows)
         ]
         events.append({"ph": "M", "name": "process_name", "pid": self.rank, "args": {"name": f"rank {self.rank}"}})
         for row, event in placed:
-            times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+            place = {"tid": rows.index(row), "ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
             args = {"unit": event.unit, "phase": event.phase, "bytes": event.nbytes}
-            events.append({"ph": "X", "name": event.title, "pid": self.rank, "tid": order[row], **times, "args": args})
+            events.append({"ph": "X", "name": event.title, "pid": self.rank, **place, "args": args})
         return json.dumps({"traceEvents": events})
 
     def _as_svg(self) -> str:
-        placed = self._rows()
-        rows = sorted({row for row, _ in placed}, key=lambda row: (LANES.index(row.split()[0]), row))
+        rows, placed = self._rows()
         first, last = min(e.start for e in self.events), max(e.end for e in self.events)
         left, height, scale = 90, 24, 900 / max(last - first, 1e-9)
         bottom = height * len(rows)
