@@ -45,6 +45,13 @@ def _tests(file: str, *names: str) -> tuple[str, ...]:
 
 MUTATIONS = [
     Mutation(
+        "fsdp/checkpoint/load_state_dict.py",
+        "        messages += self.rest.problems(assign=self.assign)\n",
+        "",
+        "a part of a parameter that no unit owns is refused when the units have been written",
+        _tests("state_dict", "a_part_of_what_no_unit_owns_is_refused_before_anything_is_written"),
+    ),
+    Mutation(
         "fsdp/runtime/residency.py",
         "            if not gathered or earlier or self._of.get(unit) is Residence.PREFETCHED:\n",
         "            if not gathered or self._of.get(unit) is Residence.PREFETCHED:\n",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp import (
@@ -539,6 +539,37 @@ def _live_and_copied(mode: bool) -> None:
 def test_r41_what_was_saved_stays_and_is_compact(mode: bool) -> None:
     """R41, T6, T10-T12, AA22: copies of what is sharded; buffers, ignored parameters and shards are live."""
     run_ranks(2, _live_and_copied, mode)
+
+
+def _sharded_values_of_what_no_unit_owns() -> None:
+    def make(**options: Any) -> FullyShardedDataParallel:
+        inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        return wrap(inner, use_orig_params=True, wrap_policy=None, **options)
+
+    whole = torch.arange(16.0).view(4, 4)
+    given: list[Any] = [distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])]
+    for kind in ("sharded", "ragged"):
+        with kind_of(other := make(), kind):
+            given.append(other.state_dict()["1.weight"])
+    assert [type(value).__name__ for value in given] == ["DTensor", "ShardedTensor", "RaggedTensor"]
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = wrap(inner, use_orig_params=True, wrap_policy=None, ignored_states=[*inner[1].parameters()])
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    for value in given:
+        for everywhere in (True, False):
+            state: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in before.items()}
+            if everywhere or dist.get_rank() == 1:
+                state["1.weight"] = value
+            with pytest.raises(RuntimeError, match=rf"'1.weight': no unit .* {type(value).__name__} was given"):
+                model.load_state_dict(state)
+            assert_bit_equal(model.state_dict(), before)
+    replicated = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Replicate()])
+    model.load_state_dict({**before, "1.weight": replicated})
+    assert torch.equal(model.state_dict()["1.weight"], whole)
+
+
+def test_a_part_of_what_no_unit_owns_is_refused_before_anything_is_written() -> None:
+    run_ranks(2, _sharded_values_of_what_no_unit_owns)
 
 
 class Curious(nn.Module):

@@ -144,7 +144,7 @@ class Loading:
         self.error_messages: list[str] | None = None  # those of nn.Module, once it has come to the opener
         self.prefix = ""  # of the opener, in the names that nn.Module goes by
         self.units: list[UnitLoading] = []
-        self.rest = RestLoading([])
+        self.rest = RestLoading({})
         self._hooks = list(dict.fromkeys(hooks_of_units))  # one for each unit
         for hooks in self._hooks:
             join(hooks.unit)
@@ -155,7 +155,7 @@ class Loading:
                 hooks.active = self
                 if hooks.unit.phase is not Phase.SUMMONED:  # else nn.Module copies into the whole parameters
                     self.units.append(UnitLoading(hooks.unit, opener))
-            self.rest = RestLoading([*opener.modules()])
+            self.rest = RestLoading(dict(opener.named_modules()))
         except BaseException:
             self.abandon()
             raise
@@ -182,6 +182,7 @@ class Loading:
         for hooks in self._hooks:
             hooks.active = None
         messages += [problem for unit in self.units for problem in unit.problems(assign=self.assign)]
+        messages += self.rest.problems(assign=self.assign)
         messages[:] = map(clean_text, messages)
         if self.alone:
             return
@@ -245,7 +246,7 @@ def problem_elsewhere(
 
 
 @contextlib.contextmanager
-def alike_on_all_ranks(units: Iterable[Unit]) -> Iterator[tuple[dict[Unit, list[str]], contextlib.ExitStack]]:
+def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[tuple[dict[Unit, list[str]], contextlib.ExitStack]]:
     """What raises inside on one rank of the units' groups raises on all, after the callbacks of the stack that is
     yielded. So does what differs between ranks in the dict: what each was given for each unit, in words."""
     given: dict[Unit, list[str]] = {}

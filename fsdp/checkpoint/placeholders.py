@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from fsdp.api import StateDictType
 from fsdp.checkpoint.forms import Local, fill_each, form_of, read
+from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.sharded_tensors import check_no_mesh, is_sharded, kind_of
 from fsdp.checkpoint.state_dict import Key, UnitTensors
+from fsdp.flat.names import joined
 from fsdp.flat.registration import register_instead, registered_params
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.unit import Unit
@@ -159,7 +161,9 @@ class RestLoading:
     """What no unit owns of some modules: recorders for the parameters, and copies of what is loaded at once, to go back
     to: buffers, extra state, and parameters that others look after (DTensors, modules that load themselves)."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, named: Mapping[str, nn.Module]) -> None:
+        self._names = {module: name for name, module in named.items()}
+        modules = list(self._names)
         self.params: list[tuple[nn.Module, str, torch.Tensor, Recorder]] = []
         self._others: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         for module, (attribute, param) in [(m, each) for m in modules for each in registered_params(m)]:
@@ -202,6 +206,14 @@ class RestLoading:
         for module in self._noted:
             module.__dict__.pop("set_extra_state", None)
 
+    def problems(self, *, assign: bool) -> Iterator[str]:
+        """What cannot be loaded, in words."""
+        for (module, attribute, *_), source in zip(self.params, self.sources):
+            if isinstance(source, (ShardedTensor, RaggedTensor, Recorder)) or (not assign and is_sharded(source)):
+                given = type(source.source if isinstance(source, Recorder) else source).__name__
+                name = joined(self._names[module], attribute)
+                yield f"While copying the parameter named {name!r}: no unit shards it, and a {given} was given."
+
     def commit(self, *, assign: bool) -> None:
         for (module, attribute, param, _), source in zip(self.params, self.sources):
             if source is None:
@@ -209,7 +221,7 @@ class RestLoading:
             if assign:
                 setattr(module, attribute, source)
             else:
-                param.copy_(source)
+                param.copy_(local_of(source))
 
     def undo(self) -> None:
         """Give back what was loaded at once."""

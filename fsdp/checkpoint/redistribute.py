@@ -272,14 +272,17 @@ def redistribute(items: Sequence[Item], channel: Channel, label: str, *, limit: 
     One collective per ``limit`` bytes, or per item that is larger; none for what does not travel. All has arrived when
     the channel has been flushed, and nobody touches the values before.
     """
-    batch: list[Item] = []
-    for item in items:
+    travelling: list[Item] = []
+    for item in items:  # all that stays first: where a copy raises, nothing has been sent
         if item.source == item.target or channel.size == 1:
             copy_parts(item.has, item.gets)
         elif item.source.numel > 0 and any(item.target.boxes):
-            if batch and sum(other.nbytes for other in batch) + item.nbytes > limit:
-                channel.send(batch, label)
-                batch = []
-            batch.append(item)
+            travelling.append(item)
+    batch: list[Item] = []
+    for item in travelling:
+        if batch and sum(other.nbytes for other in batch) + item.nbytes > limit:
+            channel.send(batch, label)
+            batch = []
+        batch.append(item)
     if batch:
         channel.send(batch, label)
