@@ -778,7 +778,7 @@ COUNT, BIG = 6, 511
 def _settled(meter: Meter, base: int, bound: int) -> int:
     """Bytes beyond `base`, once the backend's threads have let go of what is over."""
     patience = 200
-    while meter.resting() - base > bound and patience:
+    while meter.live() - base > bound and patience:
         patience -= 1
         time.sleep(0.005)
     return meter.live() - base
