@@ -566,6 +566,38 @@ def test_what_a_step_leaves_for_the_next_goes_when_none_comes() -> None:
     run_ranks(2, train_and_rest)
 
 
+def drop_what_is_under_way() -> None:
+    """Each rank drops what it has posted before it sees that the others have posted it as well, as where a pass fails
+    and its model goes."""
+    share()
+    group = new_group()
+    rank, (nbytes, part) = dist.get_rank(), (1 << 20, 1 << 19)
+    communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
+    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Tag("first", 1)).wait()
+    before = held_at_rest()
+    gathered = own_segment().allocate(nbytes)
+    full = torch.empty(0).set_(gathered)  # type: ignore[call-overload]
+    for turn in range(2):
+        if rank == turn:
+            pending = communicator.gather([Gather(full, torch.ones(part // 4))], Tag("under way", 2))
+        dist.barrier()
+    del full, gathered
+    own_segment().trim()
+    assert held() >= before + nbytes, "a rank may not have read it yet"
+    dist.barrier()
+    del pending
+    dist.barrier()
+    own_segment().trim()
+    assert held() == before
+    total = torch.empty(4)
+    communicator.gather([Gather(total, torch.full((2,), float(rank)))], Tag("next", 3)).wait()
+    assert total.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_what_nobody_waits_for_any_more_is_not_kept_for_readers() -> None:
+    run_ranks(2, drop_what_is_under_way)
+
+
 def test_nothing_trims_a_segment_that_is_in_the_middle_of_a_call() -> None:
     """What the collector finds there gives its memory back on the same thread, which must not wait for itself."""
     own = Segment()

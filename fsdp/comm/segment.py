@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import platform
+import queue
 import random
 import select
 import sys
@@ -145,7 +146,9 @@ class Segment:
         self._free: list[Block] = []  # the one that came back first is the first
         self._lent: dict[int, Block] = {}  # by address
         self._lock = threading.Lock()  # a model may be collected anywhere, which gives memory back
-        self._asked, self._waits = 0.0, False  # when for memory; whether a thread waits
+        self._asked, self._waits = 0.0, False  # when for memory; whether the thread waits to trim
+        self._wait: queue.SimpleQueue[None] = queue.SimpleQueue()  # which a collection may interrupt
+        waiting.in_thread(self._trim_whenever_idle)
 
     def new_header(self) -> Header:
         """For a new channel: all zeros, or one that an earlier channel had, which nobody looks at any more."""
@@ -173,7 +176,7 @@ class Segment:
         def come_back() -> None:
             if not keep and block.is_read:
                 self._give_back(block)
-            self._free.append(block)
+            self.leave(block)
 
         return self.lend(block, self.mapping.memory[block.offset : block.offset + block.nbytes], come_back)
 
@@ -229,6 +232,7 @@ class Segment:
 
     def leave(self, block: Block) -> None:
         self._free.append(block)
+        self._trim_when_idle()
 
     @property
     def held_nbytes(self) -> int:
@@ -267,20 +271,23 @@ class Segment:
         finally:
             self._lock.release()
 
-    def trim_when_idle(self) -> None:
-        """``trim`` once nothing has asked for memory for :data:`IDLE` seconds."""
+    def _trim_when_idle(self) -> None:
+        """``trim`` once nothing has asked for memory, or given any back, for :data:`IDLE` seconds. This starts no
+        thread: the collector may call it in the middle of a start."""
         self._asked = time.monotonic()
         if not self._waits:
             self._waits = True
-            waiting.in_thread(self._wait_until_idle)
+            self._wait.put(None)
 
-    def _wait_until_idle(self) -> None:
-        while (left := self._asked + IDLE - time.monotonic()) > 0:
-            time.sleep(left)
-        self._waits = False
-        self.trim()
-        if any(block.reserved for block in tuple(self._free)):
-            self.trim_when_idle()  # slower ranks have yet to read it
+    def _trim_whenever_idle(self) -> None:
+        while True:
+            self._wait.get()
+            while (left := self._asked + IDLE - time.monotonic()) > 0:
+                time.sleep(left)
+            self._waits = False
+            self.trim()
+            if any(block.reserved for block in tuple(self._free)):
+                self._trim_when_idle()  # slower ranks have yet to read it
 
     def _shrink_to(self, nbytes: int) -> None:
         total = sum(block.nbytes for block in self._free if block.reserved)

@@ -143,7 +143,7 @@ class Posts:
         holds = functools.partial(self.is_read, number) if until_read else lambda: words[done] >= number
         work = Condition(self._channel, holds, finish)
         self.number = number
-        self._under_way.append(_UnderWay(number, event, nbytes, label, weakref.ref(work)))
+        self._under_way.append(_UnderWay(number, event, nbytes, label, weakref.ref(work, self._note_dropped)))
         words[at] = number
         return work
 
@@ -183,6 +183,14 @@ class Posts:
                     work.finish()
                 words[done] = what.number  # from here on it is over, for this rank and for the others
             self._under_way.popleft()
+
+    def _note_dropped(self, _: object) -> None:
+        """Nobody waits for what is under way any more: the others need not keep what this rank will not read."""
+        place = self._place + _DONE
+        for what in tuple(self._under_way):
+            if what.work() is not None or not self._channel.usable:
+                return
+            self._own.words[place] = max(self._own.words[place], what.number)
 
     @property
     def progress(self) -> tuple[int, int]:

@@ -165,11 +165,8 @@ class SharedPool(MemoryPool):
         super().trim()
 
     def rest(self) -> None:
-        segment = shared_memory.segment_of(self._group)
-        if segment is None or self._in_common:  # all ranks forget at once what they have in common
-            self.trim()
-        else:
-            segment.trim_when_idle()
+        if self._in_common or shared_memory.segment_of(self._group) is None:
+            self.trim()  # all ranks forget at once what they have in common
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
         if buffer.nbytes and (segment := shared_memory.segment_of(self._group)) is not None:
