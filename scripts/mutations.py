@@ -1224,8 +1224,16 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
-        "                values[start:end].zero_()\n",
-        "                pass\n",
+        "        shard = torch.cat([*parts, zeros(layout.shard_numel - end)])\n",
+        "        shard = torch.cat([*map(torch.clone, params), *parts, zeros(layout.shard_numel - end)])\n"
+        "        shard = shard[-layout.shard_numel :].clone()\n",
+        "wrapping copies whole parameters to keep a part of them",
+        _tests("host_cost", "wrapping_copies_no_more_than_the_shards"),
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
+        "        zeros = functools.partial(torch.zeros, ",
+        "        zeros = functools.partial(torch.empty, ",
         "the padding of the shard is born with what the memory held",
         _tests("reliability_numerics", "r05_nothing_of_poisoned_memory_gets_into_the_training[2-FULL_SHARD]"),
     ),

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -110,11 +111,39 @@ def calls_of_wrapping(units: int, layers: int, *, use_orig_params: bool) -> int:
     return len(calls)
 
 
+class Written(TorchDispatchMode):
+    """How many elements are written inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        several = result if isinstance(result, (list, tuple)) else [args[0] if result is None else result]
+        if "empty" not in func.name():
+            for out, described in zip(several, func._schema.returns or [None]):
+                if described is None or described.alias_info is None or described.alias_info.is_write:
+                    self.numel += sum(each.numel() for each in (out if isinstance(out, list) else [out]))
+        return result
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_wrapping_copies_no_more_than_the_shards(group_of_eight: None, use_orig_params: bool) -> None:
+    plain = nn.Sequential(*(Block(nn.Linear(200, 300), nn.Linear(300, 200)) for _ in range(3)))
+    numel = sum(param.numel() for param in plain.parameters())
+    with Written() as written:
+        FullyShardedDataParallel(
+            plain, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id="cpu", use_orig_params=use_orig_params
+        )
+    assert numel / 8 <= written.numel < 1.05 * numel / 8, written.numel / numel
+
+
 class Block(nn.Sequential):
     pass
 
 
-@pytest.mark.parametrize(("use_orig_params", "bounds"), [(True, (340, 82)), (False, (359, 79))])
+@pytest.mark.parametrize(("use_orig_params", "bounds"), [(True, (343, 82)), (False, (362, 79))])
 def test_calls_of_wrapping(group_of_eight: None, use_orig_params: bool, bounds: tuple[int, int]) -> None:
     few, some, many = (calls_of_wrapping(units, 1, use_orig_params=use_orig_params) for units in (4, 8, 12))
     assert many - some == some - few, "what a unit costs grows with the number of units"

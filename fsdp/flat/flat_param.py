@@ -48,7 +48,7 @@ from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import place
 from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
-from fsdp.flat.layout import FlatLayout
+from fsdp.flat.layout import FlatLayout, ParamRecord, Piece
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.metadata import for_tools
 from fsdp.flat.released import PLAIN_KINDS, CheckedLeaf, new_leaves
@@ -148,11 +148,9 @@ class FlatParamHandle:
         tp: Sequence[TensorParallel | None],
         *,
         with_whole: bool,
-        donated: tuple[torch.Tensor, list[torch.Tensor]] | None = None,
     ) -> None:
         """Takes ``shard`` over. ``params`` tell what requires grad, and what users have hung on it; ``with_whole``:
-        there are leaves for the whole vector as well; ``donated`` is memory of the size of a full buffer that may
-        become one, with its views."""
+        there are leaves for the whole vector as well."""
         self.layout = layout
         self.groups = groups
         self.device = device
@@ -174,7 +172,7 @@ class FlatParamHandle:
         self.flat_param.__dict__.update(for_tools(layout, groups.shard_rank), _local_shard=self._shard)
         self._copies: dict[torch.dtype, FullCopy] = {}
         like = [*params, self.flat_param] if with_whole else params
-        self.copy = self._make_copy(layout.compute_dtype, self._new_leaves(layout.compute_dtype, like), donated)
+        self.copy = self._make_copy(layout.compute_dtype, self._new_leaves(layout.compute_dtype, like))
 
     @staticmethod
     def flatten(
@@ -188,20 +186,16 @@ class FlatParamHandle:
         with_whole: bool,
     ) -> FlatParamHandle:
         """A handle with the values of ``params``, which stay as they are."""
-        values = torch.empty(layout.padded_numel, dtype=layout.dtype, device=device)
-        with torch.no_grad():
-            for start, end in layout.gaps:  # padding is born zero
-                values[start:end].zero_()
-            views = parameter_views(layout, values)
-            torch._foreach_copy_(views, list[torch.Tensor](params))
-        shard = values
-        if groups.sharded:
-            start, end = layout.shard_range(groups.shard_rank)
-            shard = values[start:end].clone()
-        donated = values, views
-        return FlatParamHandle(
-            layout, shard, params, groups, device, offload, tp, with_whole=with_whole, donated=donated
-        )
+        zeros = functools.partial(torch.zeros, dtype=layout.dtype, device=device)
+        parts, end = list[torch.Tensor](), 0
+        for record, piece, param in zip(layout.params, layout.pieces(groups.shard_rank), params):
+            if piece.numel:
+                if piece.shard_offset > end:
+                    parts.append(zeros(piece.shard_offset - end))
+                parts.append(_piece_of(record, piece, param))
+                end = piece.shard_offset + piece.numel
+        shard = torch.cat([*parts, zeros(layout.shard_numel - end)])
+        return FlatParamHandle(layout, shard, params, groups, device, offload, tp, with_whole=with_whole)
 
     def clone(self) -> FlatParamHandle:
         """One with the same values, in memory of its own."""
@@ -228,19 +222,12 @@ class FlatParamHandle:
             leaves[index].__dict__.update(param.__dict__)  # what users hang on their parameters is there in forward too
         return leaves
 
-    def _make_copy(
-        self,
-        dtype: torch.dtype,
-        leaves: list[nn.Parameter],
-        donated: tuple[torch.Tensor, list[torch.Tensor]] | None,
-    ) -> FullCopy:
-        """``donated``, which may become the buffer: the flattened values have just its size."""
+    def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter]) -> FullCopy:
         resident = not self.groups.sharded and (dtype, self.device) == (self._shard.dtype, self._shard.device)
-        if donated is None or (donated[0] is not self._shard if resident else donated[0].dtype != dtype):
-            size = self.layout.padded_numel
-            buffer = self._shard if resident else torch.empty(size, dtype=dtype, device=self.device)
-            donated = buffer, parameter_views(self.layout, buffer)
-        self._copies[dtype] = copy = FullCopy(self.layout, *donated, leaves, resident=resident)
+        size = self.layout.padded_numel
+        buffer = self._shard if resident else torch.empty(size, dtype=dtype, device=self.device)
+        views = parameter_views(self.layout, buffer)
+        self._copies[dtype] = copy = FullCopy(self.layout, buffer, views, leaves, resident=resident)
         for index, memory in enumerate(copy.memories):
             if isinstance(memory, CheckedLeaf):
                 memory.explain = functools.partial(_why_not, weakref.ref(self), weakref.ref(copy), index)
@@ -253,7 +240,7 @@ class FlatParamHandle:
         copy = self._copies.get(dtype)
         if copy is None:
             with torch.inference_mode(False):  # it outlives this forward, and the next one may want gradients
-                copy = self._make_copy(dtype, self._new_leaves(dtype, self.copy.all_leaves), None)
+                copy = self._make_copy(dtype, self._new_leaves(dtype, self.copy.all_leaves))
         self.copy = copy
 
     @property
@@ -500,7 +487,7 @@ class FlatParamHandle:
         if any(self.tp):
             renewed = self._new_leaves(self.layout.compute_dtype, before)
             leaves = [old if tp is None else new for tp, old, new in itertools.zip_longest(self.tp, before, renewed)]
-        self.copy = self._make_copy(self.layout.compute_dtype, leaves, None)
+        self.copy = self._make_copy(self.layout.compute_dtype, leaves)
 
     # -- the shard's views ---------------------------------------------------------------------------------------------
 
@@ -517,13 +504,12 @@ class FlatParamHandle:
     def part_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
         """What :meth:`sharded_views` has of parameter ``index``, of a tensor in its true shape, or with tensor
         parallelism in that of this rank's part of it."""
-        record, piece, tp = self.layout.params[index], self.layout.piece(index, self.groups.shard_rank), self.tp[index]
+        record, tp = self.layout.params[index], self.tp[index]
         if tp is not None and whole.shape != record.shape:
             whole = tp.part_of(whole)
         if not self.groups.sharded:
             return whole
-        in_memory_order = torch.empty_strided(record.shape, record.stride, dtype=whole.dtype, device=whole.device)
-        return in_memory_order.copy_(whole).as_strided((record.numel,), (1,))[piece.start : piece.end]
+        return _piece_of(record, self.layout.piece(index, self.groups.shard_rank), whole)
 
 
 def gather(
@@ -564,6 +550,15 @@ def gather(
     for handle in handles:
         if handle.copy.state is BufferState.GATHERING:
             handle.copy.pending = pending
+
+
+def _piece_of(record: ParamRecord, piece: Piece, whole: torch.Tensor) -> torch.Tensor:
+    """What is to lie in a shard of ``whole``, a parameter's values: 1-D, maybe a view."""
+    whole = whole.detach()
+    if whole.stride() != record.stride:
+        in_memory_order = torch.empty_strided(record.shape, record.stride, dtype=whole.dtype, device=whole.device)
+        whole = in_memory_order.copy_(whole)
+    return whole.as_strided((piece.numel,), (1,), whole.storage_offset() + piece.start)
 
 
 def _cuts(layout: FlatLayout, rank: int) -> tuple[list[int], list[int]]:
