@@ -1225,7 +1225,7 @@ MUTATIONS = [
     Mutation(
         "fsdp/flat/flat_param.py",
         "        shard = torch.cat([*parts, zeros(layout.shard_numel - end)])\n",
-        "        shard = torch.cat([*map(torch.clone, params), *parts, zeros(layout.shard_numel - end)])\n"
+        "        shard = torch.cat([*(p.detach().flatten().clone() for p in params), *parts, zeros(layout.shard_numel - end)])\n"
         "        shard = shard[-layout.shard_numel :].clone()\n",
         "wrapping copies whole parameters to keep a part of them",
         _tests("host_cost", "wrapping_copies_no_more_than_the_shards"),
