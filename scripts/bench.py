@@ -13,7 +13,9 @@ sleep:
 * ``communication``: one of 118 million, 16 tokens per rank;
 * ``tiny``: 121 units of two layers with 2,000 parameters each;
 * ``lora``: one of 63 million that are frozen, with adapters of rank 8, 64 tokens per rank;
-* ``accumulation``: the first one, with four batches of 64 tokens in a step, three of them under ``no_sync``.
+* ``accumulation``: the first one, with four batches of 64 tokens in a step, three of them under ``no_sync``;
+* ``wrapping`` and ``from-meta``: no training, but the second one is made, and wrapping it is timed, once a round. The
+  modules of the last begin on the meta device and are given their values meanwhile: of its own time most is theirs.
 
 Prints for each the median time of a step on the slowest rank, with the fastest and slowest round; processor time, page
 faults and the highest proportional share of memory (PSS) per rank; the collectives of a step and the bytes that a rank
@@ -24,6 +26,7 @@ without a network and with up to 4096 ranks, is for ``bench_scale.py``.
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -131,6 +134,7 @@ class Workload(NamedTuple):
     model: Callable[[], nn.Module]
     batch: Callable[[], Tensor]
     batches: int = 1  # in a step
+    wraps_from: str = ""  # the device on which the model is made, where a step is to wrap it
 
 
 WORKLOADS = {
@@ -139,6 +143,10 @@ WORKLOADS = {
     "tiny": Workload(lambda: nn.Sequential(*(Tiny() for _ in range(120))), lambda: torch.randn(4, 32)),
     "lora": Workload(lambda: adapted(GPT(768, 8, 4000)), lambda: torch.randint(0, 4000, (1, 64))),
     "accumulation": Workload(lambda: GPT(512, 8, 4000), lambda: torch.randint(0, 4000, (1, 64)), batches=4),
+}
+WORKLOADS |= {
+    name: WORKLOADS["communication"]._replace(wraps_from=device)
+    for name, device in (("wrapping", "cpu"), ("from-meta", "meta"))
 }
 
 
@@ -172,8 +180,19 @@ class Bound(nn.Module):
         return y
 
 
+def give_values(module: nn.Module) -> None:
+    """To the parameters of its own, which are on the meta device."""
+    module.to_empty(device="cpu", recurse=False)
+    if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
+        module.reset_parameters()
+
+
 def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
     units: Any = {Block, Tiny} if use_orig_params else {Block, Tiny, Adapter}  # a flat parameter is trained or frozen
+    on_meta = next(model.parameters()).is_meta
+    if on_meta and contender in ("plain", "bound", "ddp"):
+        for module in model.modules():
+            give_values(module)
     if contender == "plain":
         return model
     if contender == "bound":
@@ -185,9 +204,14 @@ def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
         for unit in model.modules():
             if type(unit) in units:
                 dist.fsdp.fully_shard(unit, mesh=mesh)
-        return dist.fsdp.fully_shard(model, mesh=mesh)
+        dist.fsdp.fully_shard(model, mesh=mesh)
+        for module in model.modules() if on_meta else ():
+            give_values(module)
+        return model
     engine: Any = torch.distributed.fsdp if contender == "fsdp1" else fsdp
     options: dict[str, Any] = {"use_orig_params": use_orig_params, "device_id": torch.device("cpu")}
+    if on_meta:
+        options["param_init_fn"] = give_values
     if contender == "coalesced":
         options["coalesce_nbytes"] = 1 << 17
     return engine.FullyShardedDataParallel(model, auto_wrap_policy=engine.wrap.ModuleWrapPolicy(units), **options)
@@ -258,15 +282,11 @@ def highest_pss(step: Callable[[], None]) -> int:
     return max(found)
 
 
-def rank_process(rank: int, options: argparse.Namespace, contender: str, workload: str, port: int, pipe: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if contender in OURS:
-        os.environ["FSDP_COLLECTIVES"] = "auto" if contender == "coalesced" else contender
-    warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")  # FSDP1's
-    torch.set_num_threads(options.threads)
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+Measured = tuple[Callable[[], None], Callable[[], None], Callable[[], tuple[int, float]]]  # before it, it, its traffic
+
+
+def training(options: argparse.Namespace, contender: str, workload: str) -> Measured:
     made = WORKLOADS[workload]
-    torch.manual_seed(0)
     model = wrapped(made.model(), contender, options.use_orig_params)
     trained = [model.shard] if isinstance(model, Bound) else [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1e-3)
@@ -282,18 +302,48 @@ def rank_process(rank: int, options: argparse.Namespace, contender: str, workloa
 
     for _ in range(3):
         step()
-    moved = traffic(model, contender, step)
+    return lambda: None, step, lambda: traffic(model, contender, step)
+
+
+def wrapping(options: argparse.Namespace, contender: str, workload: str) -> Measured:
+    made, plain, done = WORKLOADS[workload], list[nn.Module](), list[nn.Module]()
+
+    def prepare() -> None:
+        done.clear()
+        gc.collect()
+        with torch.device(made.wraps_from):
+            plain[:] = [made.model()]
+
+    def step() -> None:
+        done.append(wrapped(plain.pop(), contender, options.use_orig_params))
+
+    return prepare, step, lambda: (0, 0.0)
+
+
+def rank_process(rank: int, options: argparse.Namespace, contender: str, workload: str, port: int, pipe: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if contender in OURS:
+        os.environ["FSDP_COLLECTIVES"] = "auto" if contender == "coalesced" else contender
+    warnings.filterwarnings("ignore", message=".*has both parameters with requires_grad=True and False")  # FSDP1's
+    torch.set_num_threads(options.threads)
+    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    torch.manual_seed(0)
+    prepare, step, traffic_of = (wrapping if WORKLOADS[workload].wraps_from else training)(options, contender, workload)
+    moved = traffic_of()
     dist.barrier()
     pipe.send(None)
+    n = 1 if WORKLOADS[workload].wraps_from else options.steps
     while pipe.recv():
+        prepare()
+        dist.barrier()
         before, started = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-        for _ in range(options.steps):
+        for _ in range(n):
             step()
         wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        prepare()
         highest = highest_pss(step)
         dist.barrier()
-        n = options.steps
         pipe.send((wall / n, cpu / n, (after.ru_minflt - before.ru_minflt) / n, highest, *moved))
     dist.destroy_process_group()
 

@@ -1225,8 +1225,8 @@ MUTATIONS = [
     Mutation(
         "fsdp/flat/flat_param.py",
         "        shard = torch.cat([*parts, zeros(layout.shard_numel - end)])\n",
-        "        shard = torch.cat([*(p.detach().flatten().clone() for p in params), *parts, zeros(layout.shard_numel - end)])\n"
-        "        shard = shard[-layout.shard_numel :].clone()\n",
+        "        values = torch.cat([*(p.flatten() for p in params), *parts, zeros(layout.shard_numel - end)])\n"
+        "        shard = values[-layout.shard_numel :].detach().clone()\n",
         "wrapping copies whole parameters to keep a part of them",
         _tests("host_cost", "wrapping_copies_no_more_than_the_shards"),
     ),
