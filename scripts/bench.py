@@ -6,8 +6,9 @@ starts ``--ranks`` fresh processes for every contender: ``plain`` (one model per
 machine can do), ``bound`` (the plain model with what sharding cannot do without, see :class:`Bound`), ``ddp``,
 ``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared``, ``common`` or ``auto`` (the
 values of ``FSDP_COLLECTIVES``), or as ``coalesced`` (``auto`` with ``coalesce_nbytes`` of 128 KiB). They take turns,
-``--rounds`` times, in ``--steps`` steps of each workload, while the others
-sleep:
+``--rounds`` times, in ``--steps`` steps of each workload, while the others sleep. A step before these is not counted:
+memory that lay idle is slower, or is not there any more, and in a training steps follow each other.
+The workloads:
 
 * ``compute``: a GPT of 29 million parameters, 256 tokens per rank;
 * ``communication``: one of 118 million, 16 tokens per rank;
@@ -302,7 +303,7 @@ def training(options: argparse.Namespace, contender: str, workload: str) -> Meas
 
     for _ in range(3):
         step()
-    return lambda: None, step, lambda: traffic(model, contender, step)
+    return step, step, lambda: traffic(model, contender, step)
 
 
 def wrapping(options: argparse.Namespace, contender: str, workload: str) -> Measured:
