@@ -202,9 +202,8 @@ def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
         return nn.parallel.DistributedDataParallel(model)
     if contender == "fsdp2":
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        for unit in model.modules():
-            if type(unit) in units:
-                dist.fsdp.fully_shard(unit, mesh=mesh)
+        for unit in reversed([unit for unit in model.modules() if type(unit) in units]):  # inner ones first
+            dist.fsdp.fully_shard(unit, mesh=mesh)
         dist.fsdp.fully_shard(model, mesh=mesh)
         for module in model.modules() if on_meta else ():
             give_values(module)
