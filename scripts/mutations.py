@@ -1224,6 +1224,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
+        "    if whole.stride() != record.stride:\n",
+        "    if False:\n",
+        "a parameter that is not dense is cut as if it were",
+        _tests("reliability_numerics", "r04_parameters_of_every_kind_train_like_plain_ones[2-strided]"),
+    ),
+    Mutation(
+        "fsdp/flat/flat_param.py",
         "        shard = torch.cat([*parts, zeros(layout.shard_numel - end)])\n",
         "        values = torch.cat([*(p.flatten() for p in params), *parts, zeros(layout.shard_numel - end)])\n"
         "        shard = values[-layout.shard_numel :].detach().clone()\n",
