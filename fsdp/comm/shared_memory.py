@@ -13,7 +13,8 @@ for, how many bytes and where; a reader compares the first three with its own, s
 once. The number is written last, and processors on which this file works (x86-64) show stores in their order. Posting
 waits for nothing but a slot, of which there are many, and whoever waits, for whatever, finishes all that it has issued
 as far as the others have posted: so no wait depends on itself. Collectives end in order; ``_DONE`` is the number of the
-last one that a rank has read, and tells the others that the memory behind their posts is theirs again.
+last one that a rank has read, or dropped and never will, and tells the others that the memory behind their posts is
+theirs again.
 
 What the ranks ask each other (:class:`fsdp.comm.collectives.Vote`) goes the same way, in :class:`Posts` of its own:
 different questions that meet are no error here, but an answer.
