@@ -1,12 +1,20 @@
-"""Random programs in which one rank differs at one place; `scripts/fuzz_ranks.py` runs many more of them.
+"""Random programs in which one rank differs at one place; `scripts/fuzz_ranks.py` runs many more of them. And a loop
+that goes on with the next step after one that failed.
 
 Every living rank is told within seconds, with both sides named, and they go on together and train right.
 """
 
 from __future__ import annotations
 
-import pytest
+import copy
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp import FullyShardedDataParallel
+from tests.harness.agreeing import UNEQUAL, WIDTH, Chain, build, impatient, new_group
 from tests.harness.differing import Program, faults, run_programs
 from tests.harness.pool import Died, run_fresh, run_ranks
 
@@ -31,3 +39,57 @@ def test_one_rank_ends() -> None:
     assert by_rank[program.odd] == Died(3)
     outcomes = [None if isinstance(found, Died) else found[0] for found in by_rank]
     assert not (found := faults(program, outcomes)), "\n".join([str(program), *found])
+
+
+@impatient
+def lose_steps(where: str, at: int) -> tuple[list[str], list[str]]:
+    """Rank 1 fails once, in step `at`, in a loop that goes on with the next step; what became of each step, and of the
+    parameters beside those of the plain model that was trained in the steps that did not fail."""
+    torch.manual_seed(0)
+    plain = Chain(UNEQUAL)
+    model = build(copy.deepcopy(plain), new_group(), use_orig_params=True)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.01) for each in (plain, model)]
+    rank, done, wrong = dist.get_rank(), [], []
+
+    def fail(*_: Any) -> None:
+        raise ValueError("on purpose")
+
+    inner, outer = model.module.blocks[1].module.up, model.module.head
+    register = {
+        "a unit's forward": inner.register_forward_hook,
+        "the root's forward": outer.register_forward_hook,
+        "the backward": inner.register_full_backward_hook,
+    }
+    for step in range(at + 4):
+        inputs = [torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)) for _ in range(2)]
+        handle = register[where](fail) if rank == 1 and step == at else None
+        try:
+            model(inputs[rank]).square().sum().backward()
+            optimizers[1].step()
+            done.append("done")
+        except (ValueError, RuntimeError) as error:
+            done.append(type(error).__name__)
+            assert handle is None or type(error) is ValueError
+        if handle is not None:
+            handle.remove()
+        optimizers[1].zero_grad()
+        if done[-1] == "done":
+            optimizers[0].zero_grad()
+            losses = [plain(x).square().sum() for x in inputs]
+            (sum(losses) / 2).backward()  # type: ignore[union-attr]
+            optimizers[0].step()
+    with FullyShardedDataParallel.summon_full_params(model):
+        for (name, ours), theirs in zip(model.module.named_parameters(), plain.parameters()):
+            if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
+                wrong.append(name)
+    return done, wrong
+
+
+@pytest.mark.parametrize("where", ["a unit's forward", "the root's forward", "the backward"])
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_step_that_fails_on_one_rank_is_lost_by_all(where: str, at: int) -> None:
+    """Ranks that go on with the next step train the same steps together: a rank is not told of its own failure in a
+    step more, which the others would then begin without it."""
+    (first, wrong), (second, also) = run_ranks(2, lose_steps, where, at)
+    assert [word == "done" for word in first] == [word == "done" for word in second], (first, second)
+    assert first.count("done") == at + 3 and second[at] == "ValueError" and not wrong and not also

@@ -336,9 +336,6 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
         with pytest.raises(KeyboardInterrupt if interrupted else RuntimeError) as caught:
             make()
     seconds = time.monotonic() - started
-    if interrupted:
-        with pytest.raises(RuntimeError, match="rank 1 gave up"):  # that the other one was told, too
-            make()
     make()
     train(model)
     return str(caught.value), seconds

@@ -27,6 +27,7 @@ With ``reduce_unused`` the order may differ between ranks, and is settled as the
 from __future__ import annotations
 
 import functools
+import math
 import random
 import time
 import weakref
@@ -38,13 +39,12 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fsdp.comm import beginning, ledger, shared_memory
+from fsdp.comm import beginning, ledger, shared_memory, waiting
 from fsdp.comm.board import Board
 from fsdp.comm.collectives import OutOfStep, Vote, debug_detail, gather_values
 from fsdp.comm.consensus import all_gather_object, hash_of
 from fsdp.comm.groups import group_timeout, rank_names
 from fsdp.comm.streams import Streams
-from fsdp.comm.waiting import watch
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.initial_values import InitialValues
 from fsdp.runtime.diagnosis import (
@@ -65,6 +65,7 @@ KINDS = (GATHER, REDUCE, GATHER_NEARBY)
 PER_MEMBER = 2 * len(KINDS)  # times the number of members: the event that a pass ends
 _MASK = (1 << 62) - 1
 CALLS_REMEDY = "What communicates has to be called on all ranks, in the same place of the program"
+_TRIES = 10  # times as long as a rank waits before it looks around, it waits for others to go on after a failure
 HEARING = timedelta(seconds=1)  # how long to wait for what the other ranks have to say
 # Numbers of a backward, of the forward of a unit that another group serves, and of calls, from here down.
 BACKWARD, _ELSEWHERE, _CALLS = -1, -2, -3
@@ -205,6 +206,7 @@ class Agreement:
         self._begun = 0  # a hash of the pass and of the one before it
         self._pass, self._kind = Pass(""), BACKWARD  # the last that began, and its number, which all ranks agree on
         self._passes = 0
+        self._rounds = 0  # of these those that were no backward, which belongs to the forward before it
         self._position = 0
         self.under_way: Pass | None = None
         self._announces: int | None = None  # the position that this rank waits for the others to announce
@@ -278,7 +280,7 @@ class Agreement:
     def come_to(self, what: Pass | None) -> None:
         """The group is about to be communicated over in ``what``, which begins here if it has not."""
         self.check_layout()
-        watch(self._group, self)
+        waiting.watch(self._group, self)
         Agreement.latest = self.ref
         if what is not None and self.under_way is not what:
             self.begin(what)
@@ -294,6 +296,7 @@ class Agreement:
         self._begun = (before * 1000003 + self._before) & _MASK
         self._pass, self._kind, self._position = what, number, 0
         self._passes += 1
+        self._rounds += not what.is_backward
         self.under_way = what
         self._detailed = what.trains and not self._trained and debug_detail()
         self._trained = self._trained or what.trains
@@ -351,16 +354,19 @@ class Agreement:
             each = "; ".join(f"rank {rank} is at {words.where}" for rank, words in sorted(reports.items()))
             raise self._out_of_step(self._first_mismatch(reports) or self._in_words(each, reports))
 
-    def give_up(self, words: str) -> None:
-        """The pass under way has failed here, or one of the tree that has not come to this group; it is called
-        ``words``. The others are told, and all ranks meet before anything else; see ``meet``."""
+    def give_up(self, what: Pass) -> None:
+        """``what`` has failed here, which may not have come to this group. The others are told, and all ranks meet
+        before anything else; see ``meet``."""
         self._questions.clear()
         ledger.hold(self._group)
         if not self._layout_agreed:
             return
         if self.gave_up is None:
-            here = (self._passes, self._position) if self.under_way is not None else (self._passes + 1, 0)
-            self.gave_up = (*here, words)
+            if self.under_way is not None:
+                self.gave_up = (self._passes, self._position, what.words)
+            else:
+                self.gave_up = (self._passes + 1, 0, what.words)
+                self._rounds += not what.is_backward
         self.under_way = None
         if not self._accused:  # else the others are told why
             self._board.post("report", self._report())
@@ -371,41 +377,52 @@ class Agreement:
             self._board.post(f"issued/{self._recoveries}", self._issued())
 
     def _issued(self) -> list[Any]:
-        return [self._passes, ledger.latest_issued(self._group)]
+        return [self._passes, ledger.latest_issued(self._group), self._rounds]
 
     def meet(self) -> None:
         """Wait until all ranks have given up, wherever they were, and go on together as if nothing had been agreed on
         but the layout. What some have issued has then been issued by all. Nothing happens unless this one gave up.
 
         Raises:
-            RuntimeError: some have not, and have told so; or they do not come; or they cannot come together.
+            RuntimeError: some gave up in the forward or call after that in which this one did, which so fails here as
+                well: who catches that has come as far as they have. Or they do not come, or cannot come together.
         """
         if self.gave_up is None:
             return
-        self._meet(f"come/{self._recoveries}", "after a pass that failed")
-        self._raise_if_broken()  # others may have come without this rank having looked around
+        key = f"come/{self._recoveries}"
+        self._meet(key, "after a pass that failed", patience=_TRIES * waiting.PATIENCE.total_seconds())
         reports = {self._group.rank(): self._issued()} | self._board.posted(f"issued/{self._recoveries}")
-        watch(self._group, self)
+        further = [rank for rank, (_, _, rounds) in reports.items() if rounds > self._rounds]
+        if further and not self._accused:
+            why = self._broken() or f"rank {self._names[further[0]]} failed after that"
+            raise self._told(f"rank {self._rank} is at {self._report().where}. {why}", why)
+        waiting.watch(self._group, self)
         shared_memory.renew(self._group)
-        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued) in reports.items()})
-        self._passes = max(passes for passes, _ in reports.values())
+        ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued, _) in reports.items()})
+        self._passes = max(passes for passes, _, _ in reports.values())
+        self._rounds = max(rounds for _, _, rounds in reports.values())
         self._record.clear()
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
         self.gave_up, self._accused, self._compared = None, False, True
         self._recoveries += 1
 
-    def _meet(self, key: str, why: str, sign: str = "count") -> None:
-        """Wait until all ranks have come to ``key`` on the board, and look around meanwhile."""
-        self._board.meet(key, self._looking(key, why), sign)
+    def _meet(self, key: str, why: str, sign: str = "count", patience: float = math.inf) -> None:
+        """Wait until all ranks have come to ``key`` on the board, and look around meanwhile. Others that were told of a
+        failure, and have not come after ``patience`` seconds, may have ended their training."""
+        self._board.meet(key, self._looking(key, why, patience), sign)
 
-    def _looking(self, key: str, why: str) -> Callable[[], None]:
+    def _looking(self, key: str, why: str, patience: float = math.inf) -> Callable[[], None]:
         """What a rank does now and then that waits there."""
         started = time.monotonic()
 
         def look() -> None:
             self.slow()
-            self._raise_if_left(met=functools.partial(self._board.has_met, key))
+            met = functools.partial(self._board.has_met, key)
+            self._raise_if_left(met=met)
+            tired = time.monotonic() - started > patience and not self._accused
+            if tired and (broken := self._broken()) is not None and not met():
+                raise self._told(f"rank {self._rank} is at {self._report().where}. {broken}", broken)
             if time.monotonic() - started > group_timeout(self._group).total_seconds():
                 raise RuntimeError(
                     f"rank {self._rank} is at {self._report().where}, {why}, and waited in vain for the other ranks to "
@@ -485,10 +502,14 @@ class Agreement:
             here = f"{found}, and rank {self._rank} is at {self._report().where}"
             raise self._out_of_step(f"The ranks do not make the same calls: {here}. {CALLS_REMEDY}")
 
+    def _broken(self) -> str | None:
+        """What some rank has found out since the ranks met."""
+        return self._board.read(f"broken/{self._recoveries}")
+
     def _raise_if_broken(self) -> None:
-        """Raises what another rank has found out; once, if this one has given up."""
-        broken = self._board.read(f"broken/{self._recoveries}")
-        if broken is not None and not (self._accused and self.gave_up is not None):
+        """Raises what another rank has found out, unless this one has given up."""
+        broken = self._broken()
+        if broken is not None and self.gave_up is None:
             raise self._told(f"rank {self._rank} is at {self._report().where}. {broken}", broken)
 
     # -- words ---------------------------------------------------------------------------------------------------------

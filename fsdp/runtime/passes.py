@@ -143,7 +143,7 @@ class Passes:
         self._now_under_way()
         if any(agreement.under_way is what for agreement in self._by_group.values() for what in failed):
             for agreement in self._by_group.values():
-                agreement.give_up(failed[-1].words)
+                agreement.give_up(failed[-1])
 
     @property
     def given_up(self) -> bool:

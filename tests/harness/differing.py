@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.comm import waiting
+from fsdp.comm.waiting import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_pair
 
@@ -222,11 +223,12 @@ class _Run:
             try:
                 for one in todo:
                     self._do(one)
+            except (Fault, KeyboardInterrupt, torch.OutOfMemoryError):
+                self.outcome.found_alone = True
+                break
             except RuntimeError as error:
                 self.outcome.told, self.outcome.error = time.monotonic(), str(error)
                 break
-            except (Fault, KeyboardInterrupt):
-                self.outcome.found_alone = True
         if self.program.deviation != "exit":
             try:
                 self.outcome.goes_on = self._go_on()
@@ -258,10 +260,6 @@ class _Run:
             if action.kind in ("train", "twice", "no_sync"):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-        except torch.OutOfMemoryError as error:
-            self.outcome.found_alone = True
-            if "ours" not in str(error):
-                raise
         finally:
             self.module.between = lambda position, x: x
 
@@ -304,9 +302,13 @@ class _Run:
                 pass
 
     def _go_on(self) -> str:
-        """All ranks begin anew from the same values, and train as the plain model does."""
+        """All ranks begin anew from the same values, and train as the plain model does. What others have begun since
+        one failed fails there as well."""
         self.model.zero_grad()
-        self.model.load_state_dict(self.plain.state_dict())
+        try:
+            self.model.load_state_dict(self.plain.state_dict())
+        except OutOfStep:
+            self.model.load_state_dict(self.plain.state_dict())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.5)
         reference = torch.optim.SGD(self.plain.parameters(), lr=0.05, momentum=0.5)
         for order in ([*range(len(self.program.widths))], [0, 1], [1, 0], [1, 0]):
