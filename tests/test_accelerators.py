@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +27,7 @@ from fsdp import CPUOffload
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import async_save
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.comm import host_memory, ledger
+from fsdp.comm import host_memory, ledger, waiting
 from fsdp.comm.collectives import Communicator
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import HostBuffers, locked_pages, place
@@ -325,22 +327,29 @@ def test_host_memory_is_used_again_when_nobody_holds_it() -> None:
     held[0].fill_(3)
 
 
+def mapping_of(address: int) -> dict[str, str]:
+    """What the system says of the pages there."""
+    found: dict[str, str] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        word, _, rest = line.partition(" ")
+        if word.endswith(":"):
+            found[word[:-1]] = rest.strip()
+        else:
+            if found.get("inside"):
+                return found
+            start, end = (int(bound, 16) for bound in word.split("-"))
+            found = {"inside": "yes"} if start <= address < end else {}
+    return found if found.get("inside") else {}
+
+
 @pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
 def test_large_pieces_of_host_memory_may_have_huge_pages() -> None:
     """What is given back after a step and needed in the next costs a fault per 2 MiB, not per 4 KiB; small pieces are
     the allocator's. Nothing outside of the piece is touched, and it goes with the last tensor that holds it."""
 
-    def mapped(tensor: Tensor) -> str | None:
+    def mapped(tensor: Any) -> str | None:
         """The flags of the pages of its last byte."""
-        last, inside = tensor.data_ptr() + tensor.nbytes - 1, False
-        for line in Path("/proc/self/smaps").read_text().splitlines():
-            words = line.split()
-            if "-" in words[0] and not words[0].endswith(":"):
-                start, end = (int(word, 16) for word in words[0].split("-"))
-                inside = start <= last < end
-            elif inside and words[0] == "VmFlags:":
-                return line
-        return None
+        return mapping_of(tensor.data_ptr() + tensor.nbytes - 1).get("VmFlags")
 
     huge = 1 << 21
     piece = host_memory.empty(3 * huge // 4, dtype=torch.float32, device=CPU)  # three of them
@@ -354,6 +363,42 @@ def test_large_pieces_of_host_memory_may_have_huge_pages() -> None:
     gone = mock.Mock(data_ptr=mock.Mock(return_value=half.data_ptr()), nbytes=3 * huge)
     del half
     assert " hg" not in (mapped(gone) or "")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_FREE"), reason="the system has no memory that may be taken back later")
+@pytest.mark.parametrize("nbytes", [1 << 20, 5 << 20])
+def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
+    """Gradients lie where those of the step before did, once nothing holds these, and cost no page fault. Meanwhile the
+    system may have that memory, and it goes where no step comes."""
+
+    def take() -> Tensor:
+        return host_memory.recycled(nbytes // 4, dtype=torch.float32, device=CPU).fill_(1)
+
+    def lazy(address: int) -> int:
+        return int(mapping_of(address)["LazyFree"].split()[0]) << 10
+
+    with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(waiting, "IDLE", 60.0):
+        first, second = take(), take()
+        part, places = first[5:], [first.data_ptr(), second.data_ptr()]
+        del first
+        third = take()
+        assert third.data_ptr() not in places and part.eq(1).all(), "somebody holds that memory"
+        del part, second
+        assert lazy(places[0]) >= nbytes // 2, (
+            "the system could not have it"
+        )  # what is no huge page is a mapping of its own
+        again = [take(), take()]
+        assert sorted(each.data_ptr() for each in again) == sorted(places)
+        if places[1] - places[0] not in (nbytes, -nbytes):  # else one mapping
+            assert lazy(places[0]) == 0
+        small, of_another = (host_memory.recycled(n, dtype=torch.int8, device=CPU) for n in (1 << 10, nbytes + 1))
+        assert small.data_ptr() not in places and of_another.data_ptr() not in places
+    with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(waiting, "IDLE", 0.05):
+        place = take().data_ptr()
+        deadline = time.monotonic() + 60
+        while host_memory._left._spare[nbytes] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not host_memory._left._spare[nbytes] and "LazyFree" not in mapping_of(place), "it stays for ever"
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -37,10 +37,10 @@ FLOORS = [
 ]
 LOWEST_OF_COMM = [
     "fsdp/comm/versions.py",
-    "fsdp/comm/host_memory.py",
     "fsdp/comm/groups.py",
     "fsdp/comm/recording.py",
     "fsdp/comm/waiting.py",
+    "fsdp/comm/host_memory.py",
     "fsdp/comm/ledger.py",
     "fsdp/comm/streams.py",
 ]  # each may import those before it

@@ -174,6 +174,7 @@ CASES: list[tuple[Callable[[], nn.Module], Any, Tensor, dict[str, Any]]] = [
 
 @mock.patch.object(shared_memory, "SUPPORTED", False)  # with it, nothing is received into memory of its own
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees what is allocated, not what is mapped
+@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
 def _compare(number: int) -> None:
     for build, policy, batch, options in CASES[number : number + 1]:
         options = {**options, "process_group": dist.new_group()}

@@ -23,6 +23,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchModuleWrapPolic
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, register_forward_method
+from fsdp.comm import collectives
 from fsdp.comm.collectives import sum_in_rank_order
 from fsdp.comm.versions import REDUCE_SCATTER
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, lambda_auto_wrap_policy
@@ -761,6 +762,23 @@ def test_sums_of_many_ranks_are_rounded_once() -> None:
         for piece in values[1:]:
             narrow += piece
         assert ((narrow.double() - exact).abs() > unit_of(exact)).any(), f"{name} is no adversary"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16, torch.complex64])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sums_and_divisions_in_parts_are_those_of_the_whole(dtype: torch.dtype, ranks: int) -> None:
+    """What is added up and divided while it is in the processor's cache: bit by bit as one operation after the other,
+    with an end that is no whole part."""
+    torch.manual_seed(0)
+    pieces = [torch.randn(3 * collectives._IN_CACHE * torch.get_num_threads() + 7, dtype=dtype) for _ in range(ranks)]
+    wide = torch.float32 if dtype == BF16 else dtype
+    expected = pieces[0].to(wide)
+    for piece in pieces[1:]:
+        expected = expected + piece
+    expected = expected.to(dtype) / 3
+    kept, total = [piece.clone() for piece in pieces], torch.empty_like(pieces[0])
+    sum_in_rank_order(total, pieces, divisor=3)
+    assert_bit_equal({"sum": total, **dict(zip("abc", pieces))}, {"sum": expected, **dict(zip("abc", kept))})
 
 
 def reduce_natively() -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
-from fsdp.comm import ledger, segment, shared_memory
+from fsdp.comm import ledger, shared_memory, waiting
 from fsdp.comm.collectives import Communicator, Gather, Tag, Vote
 from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.segment import HEADER, Segment
@@ -545,13 +545,13 @@ def train_and_rest() -> None:
 
     step()
     gradients = held_at_rest()  # which users hold
-    with mock.patch.object(segment, "IDLE", 0.2):
+    with mock.patch.object(waiting, "IDLE", 0.2):
         step()
         deadline = time.monotonic() + 60
         while held() > gradients and time.monotonic() < deadline:
             time.sleep(0.01)
         assert held() == gradients, "nothing is given back by itself"
-    with mock.patch.object(segment, "IDLE", 5.0):
+    with mock.patch.object(waiting, "IDLE", 5.0):
         for _ in range(3):  # a rank that is ahead may need more than one that is not
             step()
         assert whole < held() - gradients < 5 * whole + HEADERS

@@ -181,6 +181,7 @@ def build(strategy: ShardingStrategy, use_orig_params: bool, distance: int = 1) 
 
 
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)  # the meter sees what is allocated, not what is mapped
+@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
 def measure(
     strategy: ShardingStrategy, use_orig_params: bool, distance: int, expected: dict[str, int]
 ) -> dict[str, int]:
@@ -669,6 +670,7 @@ class Peak:
 
 
 @mock.patch.object(host_memory, "_MAY_BE_HUGE", False)
+@mock.patch.object(host_memory, "_MAY_RECYCLE", False)
 def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, use_orig_params: bool) -> list[Peak]:
     """One for each of two steps, of which the first has no record. Looks at each gather by direct exchange."""
     os.environ["FSDP_COLLECTIVES"] = "direct"

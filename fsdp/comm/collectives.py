@@ -64,7 +64,7 @@ class Pending:
 
     __slots__ = ("_event", "_finish", "_streams", "_work")
 
-    def __init__(self, work: Work | None, streams: Streams, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, work: Work | None, streams: Streams, finish: Callable[[], object] | None = None) -> None:
         """``work`` is None where nothing travels. ``finish`` is called when it is over."""
         self._work, self._finish, self._streams = work, finish, streams
         self._event: Event = None if streams.asynchronous_work else streams.record()
@@ -164,11 +164,11 @@ class Communicator:
             full.div_(before)
         if (channel := self._memory(full.device, tag)) is not None:
             what = functools.partial(channel.reduce, out, full, tag.label, tag.number)
-            start = functools.partial(what, sum_in_rank_order, until_read=to_write)
-            return self._divided(issue_in_memory([start], full.device, self.groups.shard, tag.label), out, after)
+            add_up = functools.partial(sum_in_rank_order, divisor=after)
+            start = functools.partial(what, add_up, until_read=to_write)
+            return Pending(issue_in_memory([start], full.device, self.groups.shard, tag.label), self.streams)
         if self._goes_direct([Gather(full, out)]):
-            work, finish = self._direct_reduce(out, full, tag)
-            return self._divided(work, out, after, finish)
+            return self._direct_reduce(out, full, tag, after)
         work = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=self.groups.shard)
         return self._divided(work, out, after)
 
@@ -188,20 +188,14 @@ class Communicator:
         work = self._issue(tag, "all_reduce", _wire(values), op=op, group=group)
         return self._divided(work, values, after)
 
-    def _divided(
-        self, work: Work, out: torch.Tensor, after: float, finish: Callable[[], None] | None = None
-    ) -> Pending:
-        """``out`` is what becomes of ``work`` and ``finish``, and is then divided by ``after``."""
-
-        def complete() -> None:
-            if finish is not None:
-                finish()
-            if after != 1:
-                out.div_(after)
-
+    def _divided(self, work: Work, out: torch.Tensor, after: float) -> Pending:
+        """``out`` is what becomes of ``work``, and is then divided by ``after``."""
+        if after == 1:
+            return Pending(work, self.streams)
+        divide = functools.partial(out.div_, after)
         if self.streams.asynchronous_work:
-            return Pending(work, self.streams, complete)
-        complete()
+            return Pending(work, self.streams, divide)
+        divide()
         return Pending(work, self.streams)
 
     # -- how -----------------------------------------------------------------------------------------------------------
@@ -244,14 +238,14 @@ class Communicator:
             several.append(([source] * self.groups.shard_size, pieces))
         return self._exchange(tag, several)
 
-    def _direct_reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag) -> tuple[Work, Callable[[], None]]:
+    def _direct_reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag, after: float) -> Pending:
         rank = self.groups.shard_rank
         pieces = list(full.view(self.groups.shard_size, -1).unbind())
         staging = full.new_empty(self.groups.shard_size - 1, out.numel())
         received = list(staging.unbind())
         received.insert(rank, pieces[rank])
         work = self._exchange(tag, [([_wire(piece) for piece in pieces], [_wire(piece) for piece in received])])
-        return work, lambda: sum_in_rank_order(out, received)
+        return Pending(work, self.streams, functools.partial(sum_in_rank_order, out, received, divisor=after))
 
 
 def _go_through(posts: Posts, group: Any, label: str) -> bool:
@@ -296,19 +290,32 @@ def send_and_receive(
     return Pending(issue_transfers(transfers, group, label, device), streams)
 
 
-def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-    """Write the sum of ``pieces``, added one after the other, into ``out``.
+def sum_in_rank_order(out: torch.Tensor, pieces: Sequence[torch.Tensor], *, divisor: float = 1.0) -> None:
+    """Write the sum of ``pieces``, added one after the other, divided by ``divisor`` in the end, into ``out``.
 
     16-bit pieces are summed in float32 and rounded once at the end. A backend's own reduction in 16 bits rounds at each
     of N - 1 additions, so its error may reach (N - 1) / 2 units in the last place of the largest partial sum.
     """
-    wide = torch.float32 if out.dtype in (torch.float16, torch.bfloat16) else out.dtype
-    total = out if wide == out.dtype else torch.empty_like(out, dtype=wide)
-    total.copy_(pieces[0])
-    for piece in pieces[1:]:
-        total.add_(piece)
-    if total is not out:
-        out.copy_(total)
+    part = _IN_CACHE * torch.get_num_threads()
+    if out.numel() > part:
+        for its, *several in zip(out.split(part), *(piece.split(part) for piece in pieces)):
+            sum_in_rank_order(its, several, divisor=divisor)
+    else:
+        total = torch.empty_like(out, dtype=torch.float32) if out.dtype in (torch.float16, torch.bfloat16) else out
+        first, *others = pieces
+        if others and first.dtype == total.dtype:
+            torch.add(first, others.pop(0), out=total)
+        else:
+            total.copy_(first)
+        for piece in others:
+            total.add_(piece)
+        if total is not out:
+            out.copy_(total)
+        if divisor != 1:
+            out.div_(divisor)
+
+
+_IN_CACHE = 1 << 16  # elements per thread, of which the partial sums are still in its cache when they are added to
 
 
 # torch's communication hooks that reduce in 16 bits, and the dtype of their messages.

@@ -5,18 +5,23 @@ gradients and copies for a save are large and few: each gets pages of its own, w
 them, and then given back.
 
 To touch memory for the first time costs a page fault, which takes a microsecond for 4 KiB, as long as a copy of 8 KiB
-does. So does what every step needs anew, and a full state. In pages of 2 MiB it costs a seventh of that.
+does. So does what every step needs anew, and a full state. In pages of 2 MiB it costs a seventh of that, and nothing in
+the pages of the step before (:func:`recycled`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from fsdp.comm.waiting import WhenIdle
 
 
 class _Pages(mmap.mmap):
@@ -48,12 +53,92 @@ def empty(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tens
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or not _MAY_BE_HUGE:
         return torch.empty(numel, dtype=dtype, device=device)
-    # More addresses than bytes, to begin where a huge page does; what is not written takes no memory.
-    pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    skipped = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % _HUGE_PAGE
-    with contextlib.suppress(OSError):  # a system that was built without them
-        pages.madvise(mmap.MADV_HUGEPAGE, skipped, nbytes // _HUGE_PAGE * _HUGE_PAGE)
-    return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
+    pages = _Mapped(nbytes)
+    return torch.frombuffer(pages.memory, dtype=dtype, count=numel)
+
+
+class _Mapped:
+    """``memory`` of so many bytes that belongs to nobody else."""
+
+    def __init__(self, nbytes: int) -> None:
+        # More addresses than bytes, to begin where a huge page does; what is not written takes no memory.
+        huge = nbytes // _HUGE_PAGE * _HUGE_PAGE if nbytes >= 2 * _HUGE_PAGE and _MAY_BE_HUGE else 0
+        spare = _HUGE_PAGE if huge else 0
+        self._map = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._start = -torch.frombuffer(self._map, dtype=torch.uint8).data_ptr() % _HUGE_PAGE if huge else 0
+        self._nbytes = nbytes
+        if huge:
+            with contextlib.suppress(OSError):  # a system that was built without them
+                self._map.madvise(mmap.MADV_HUGEPAGE, self._start, huge)
+
+    @property
+    def memory(self) -> memoryview:
+        return memoryview(self._map)[self._start : self._start + self._nbytes]
+
+    def offer(self) -> None:
+        """Let the system have it whenever it needs some; what is written next stays.
+
+        Raises:
+            OSError: it cannot, as the process has locked its memory.
+        """
+        self._map.madvise(mmap.MADV_FREE, self._start, -(-self._nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+
+
+_RECYCLED = 1 << 20  # bytes: smaller ones are the allocator's
+_MAY_RECYCLE = hasattr(mmap, "MADV_FREE")
+
+
+class _Left:
+    """Memory that nothing holds any more, for the next of its size. It is the system's if that runs short, and goes
+    once nobody has asked for any for a second."""
+
+    def __init__(self) -> None:
+        self._spare: dict[int, list[_Mapped]] = {}
+        self._lent: dict[_Mapped, weakref.ref[memoryview]] = {}
+        self._when_idle: WhenIdle | None = None
+        os.register_at_fork(after_in_child=self._in_fork)
+
+    def take(self, nbytes: int) -> memoryview:
+        if self._when_idle is None:
+            self._when_idle = WhenIdle(self._forget)
+        self._when_idle.asked()
+        when_idle, spare, lent = self._when_idle, self._spare.setdefault(nbytes, []), self._lent
+        try:
+            mapped = spare.pop()
+        except IndexError:
+            mapped = _Mapped(nbytes)
+
+        def back(_: object) -> None:
+            del lent[mapped]
+            with contextlib.suppress(OSError):
+                mapped.offer()
+                spare.append(mapped)
+                when_idle.came_back()
+
+        memory = mapped.memory
+        lent[mapped] = weakref.ref(memory, back)
+        return memory
+
+    def _forget(self) -> bool:
+        for spare in self._spare.values():
+            spare.clear()
+        return False
+
+    def _in_fork(self) -> None:
+        """The thread is not there."""
+        self._spare.clear()
+        self._when_idle = None
+
+
+_left = _Left()
+
+
+def recycled(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """As :func:`empty`, for what goes with every step: maybe in memory that one before it has left."""
+    nbytes = numel * dtype.itemsize
+    if device.type != "cpu" or nbytes < _RECYCLED or not _MAY_RECYCLE:
+        return empty(numel, dtype=dtype, device=device)
+    return torch.frombuffer(_left.take(nbytes), dtype=dtype, count=numel)
 
 
 def empty_strided(

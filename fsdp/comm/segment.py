@@ -14,12 +14,10 @@ import errno
 import mmap
 import os
 import platform
-import queue
 import random
 import select
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +26,6 @@ import torch
 
 from fsdp.comm import waiting
 
-IDLE = 1.0  # seconds without a request for memory, after which what is spare is given back
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
 HEADER = 1 << 13  # bytes for the posts of a channel
 
@@ -146,9 +143,7 @@ class Segment:
         self._free: list[Block] = []  # the one that came back first is the first
         self._lent: dict[int, Block] = {}  # by address
         self._lock = threading.Lock()  # a model may be collected anywhere, which gives memory back
-        self._asked, self._waits = 0.0, False  # when for memory; whether the thread waits to trim
-        self._wait: queue.SimpleQueue[None] = queue.SimpleQueue()  # which a collection may interrupt
-        waiting.in_thread(self._trim_whenever_idle)
+        self._when_idle = waiting.WhenIdle(self._trim_idle)
 
     def new_header(self) -> Header:
         """For a new channel: all zeros, or one that an earlier channel had, which nobody looks at any more."""
@@ -200,7 +195,7 @@ class Segment:
     def take(self, nbytes: int) -> Block:
         """A block of at least ``nbytes``, for the caller to ``leave``."""
         with self._lock:
-            self._asked = time.monotonic()
+            self._when_idle.asked()
             return self._take(nbytes)
 
     def _take(self, nbytes: int) -> Block:
@@ -232,7 +227,7 @@ class Segment:
 
     def leave(self, block: Block) -> None:
         self._free.append(block)
-        self._trim_when_idle()
+        self._when_idle.came_back()
 
     @property
     def held_nbytes(self) -> int:
@@ -271,23 +266,10 @@ class Segment:
         finally:
             self._lock.release()
 
-    def _trim_when_idle(self) -> None:
-        """``trim`` once nothing has asked for memory, or given any back, for :data:`IDLE` seconds. This starts no
-        thread: the collector may call it in the middle of a start."""
-        self._asked = time.monotonic()
-        if not self._waits:
-            self._waits = True
-            self._wait.put(None)
-
-    def _trim_whenever_idle(self) -> None:
-        while True:
-            self._wait.get()
-            while (left := self._asked + IDLE - time.monotonic()) > 0:
-                time.sleep(left)
-            self._waits = False
-            self.trim()
-            if any(block.reserved for block in tuple(self._free)):
-                self._trim_when_idle()  # slower ranks have yet to read it
+    def _trim_idle(self) -> bool:
+        """``trim``; whether slower ranks have yet to read some of it."""
+        self.trim()
+        return any(block.reserved for block in tuple(self._free))
 
     def _shrink_to(self, nbytes: int) -> None:
         total = sum(block.nbytes for block in self._free if block.reserved)

@@ -37,6 +37,7 @@ _T = TypeVar("_T")
 
 PATIENCE = timedelta(seconds=1)  # how long to wait for a collective before looking what the other ranks do
 LONG = timedelta(seconds=5)  # how long one waits before the log says so
+IDLE = 1.0  # seconds without a request for memory, after which what is spare is given back
 _PAUSE = 0.1  # seconds between two looks at an event
 
 
@@ -102,6 +103,37 @@ def in_thread(action: Callable[[], _T]) -> futures.Future[_T]:
     result: futures.Future[_T] = futures.Future()
     thread.actions.put((action, result))
     return result
+
+
+class WhenIdle:
+    """Has spare memory given back once nothing has asked for any, or given any back, for :data:`IDLE` seconds."""
+
+    def __init__(self, give_back: Callable[[], bool]) -> None:
+        """``give_back`` returns whether it has to be called again. A thread waits from here on."""
+        self._give_back = give_back
+        self._asked, self._waits = 0.0, False
+        self._wait: queue.SimpleQueue[None] = queue.SimpleQueue()  # which a collection may interrupt
+        in_thread(self._run)
+
+    def asked(self) -> None:
+        """Memory was asked for."""
+        self._asked = time.monotonic()
+
+    def came_back(self) -> None:
+        """There is spare memory. This starts no thread: the collector may call it in the middle of a start."""
+        self._asked = time.monotonic()
+        if not self._waits:
+            self._waits = True
+            self._wait.put(None)
+
+    def _run(self) -> None:
+        while True:
+            self._wait.get()
+            while (left := self._asked + IDLE - time.monotonic()) > 0:
+                time.sleep(left)
+            self._waits = False
+            if self._give_back():
+                self.came_back()
 
 
 class HostWork(ABC):

@@ -280,7 +280,7 @@ class BucketGradients:
         sharded, adopted = self.handle.groups.sharded, self._adopted
         shard = source.flat
         if sharded:
-            shard = host_memory.empty(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
+            shard = host_memory.recycled(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
         streams = queue.streams
         written = streams.record()
         offloaded: list[tuple[torch.Tensor, Event]] = []
