@@ -522,6 +522,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/checkpoint/optim_names.py",
+        "        return len(value) == len(other) and all(map(same_value, value, other))\n",
+        "        return len(value) == len(other)\n",
+        "parameters of one flat parameter whose lists differ all get those of the first",
+        _tests("optim_round_trip", "lists_of_tensors_come_back"),
+    ),
+    Mutation(
+        "fsdp/checkpoint/optim_names.py",
         "            memory[max(start - first, 0) : max(end - first, 0)].zero_()\n",
         "            memory[start:end].zero_()\n",
         "what is between the parameters of a vector has the state that the memory had before",

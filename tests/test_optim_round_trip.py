@@ -26,6 +26,7 @@ from fsdp import (
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictType,
 )
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
@@ -349,6 +350,49 @@ def check_names(root: str) -> None:
 def test_names_are_kept_or_refused_and_ordered_alike_on_all_ranks(tmp_path: Path) -> None:
     """FD10, FD32: also where a hook renames or drops the parameter's key in the model's state."""
     run_ranks(2, check_names, str(tmp_path))
+
+
+def check_lists(root: str) -> None:
+    data = torch.sin(torch.arange(32.0)).view(8, 4)
+    for uop in (False, True):
+
+        def make(uop: bool = uop) -> tuple[Any, Optimizer]:
+            torch.manual_seed(0)
+            module = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+            model = FSDP(module, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=uop)
+            return model, torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def go_on(model: Any, optimizer: Optimizer) -> dict[str, Tensor]:
+            def loss() -> Any:
+                optimizer.zero_grad()
+                found = model(data).square().mean()
+                found.backward()
+                return found
+
+            for _ in range(2):
+                optimizer.step(loss)
+            return {name: value.clone() for name, value in model.state_dict().items()}
+
+        first = make()
+        go_on(*first)
+        saved, state = save(root, *first), copy.deepcopy(FSDP.optim_state_dict(*first))
+        values = first[0].state_dict()
+        loaded, made = make(), make()
+        load(saved, *loaded)
+        made[0].load_state_dict(values)
+        made[1].load_state_dict(FSDP.optim_state_dict_to_load(*made, copy.deepcopy(state)))
+        expected = go_on(*first)
+        for again in (loaded, made):
+            for name, value in go_on(*again).items():
+                assert torch.equal(value, expected[name]), (uop, name)
+        if not uop:  # which have one list
+            state["state"]["0.bias"]["old_dirs"][-1][-1] += 1
+            with pytest.raises(ValueError, match="share 'old_dirs'"):
+                FSDP.optim_state_dict_to_load(*make(), state)
+
+
+def test_lists_of_tensors_come_back(tmp_path: Path) -> None:
+    run_ranks(2, check_lists, str(tmp_path))
 
 
 def check_groups_that_differ() -> None:

@@ -312,10 +312,16 @@ def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequen
 
 
 def same_value(value: Any, other: Any) -> bool:
-    """Whether two values in a state dict are equal, dtypes included."""
+    """Whether two values in a state dict are equal, dtypes included; lists of tensors, as LBFGS has, by element."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
-    return type(value) is type(other) and bool(value == other)
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(same_value, value, other))
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(same_value(each, other[key]) for key, each in value.items())
+    return bool(value == other)
 
 
 def is_named(optim_state_dict: Mapping[str, Any]) -> bool:
