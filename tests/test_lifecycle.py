@@ -5,7 +5,9 @@ Bytes are the allocator's. The garbage collector is off while they are measured:
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import os
 import pickle
 import shutil
@@ -14,10 +16,11 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +28,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, RaggedStateDictConfig, ShardingStrategy, StateDictType, checkpoint
+from fsdp.comm.collectives import Communicator, Gather, Pending
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import impatient, new_group
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.models import ZOO
@@ -573,6 +578,82 @@ def differentiate_inside(strategy: ShardingStrategy, use_orig_params: bool) -> N
 @pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), WORLDS)
 def test_backward_inside_a_forward(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
     run_ranks(world_size, differentiate_inside, strategy, use_orig_params)
+
+
+# -- an interrupt while a gather is issued -----------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer, whose output can be stored, and one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen.requires_grad_(False)
+        self.stored = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stored = self.frozen(x)
+        return x + self.trained(torch.tanh(self.stored))
+
+
+@contextmanager
+def interrupted(at: int, *, issued: bool) -> Iterator[list[Tensor]]:
+    """Inside, the gather in that place is interrupted: before or after it is ``issued``. Gives what it fills."""
+    gather, places, held = Communicator.gather, itertools.count(), list[Tensor]()
+
+    def interrupt(self: Communicator, parts: Sequence[Gather], *args: Any, **options: Any) -> Pending:
+        interrupts = next(places) == at
+        pending = gather(self, parts, *args, **options) if issued or not interrupts else None
+        if interrupts or pending is None:
+            held.extend(full for full, _ in parts)
+            raise KeyboardInterrupt
+        return pending
+
+    with mock.patch.object(Communicator, "gather", interrupt), pytest.raises(KeyboardInterrupt):
+        yield held
+
+
+@impatient
+def interrupt_gathers(way: str) -> None:
+    os.environ["FSDP_COLLECTIVES"] = way
+    torch.manual_seed(0)
+    plain = nn.Sequential(Adapted(), Adapted(), nn.Linear(4, 3))
+    model = wrap(copy.deepcopy(plain), wrap_policy=ModuleWrapPolicy({Adapted}), process_group=new_group())
+    its = [sgd(trained.parameters()) for trained in (plain, model)]
+
+    def step(number: int) -> None:
+        for trained, optimizer in zip((plain, model), its):
+            trained(torch.full((2, 4), 0.1 * number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values()):
+            assert torch.equal(value, expected), (number, name)
+
+    step(0)
+    step(1)
+    for number, issued in itertools.product(range(5), (False, True)):
+        with interrupted(number, issued=issued) as held:
+            model(torch.ones(2, 4)).sum().backward()
+        for full in held:  # others may still write there
+            assert full.untyped_storage().nbytes() >= full.nbytes
+        model.zero_grad()
+        step(2 + number)
+    # graphs of before have saved memory that is not filled any more
+    x = torch.ones(2, 4, requires_grad=True)
+    output, stored = model(x), model.module[0].stored
+    with interrupted(1, issued=True):
+        model(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stored.sum().backward()
+    with pytest.raises(RuntimeError, match="run the forward again"):
+        output.sum().backward()
+    step(9)
+
+
+@pytest.mark.parametrize("way", ["native", "shared"])
+def test_an_interrupt_while_a_gather_is_issued(way: str) -> None:
+    run_ranks(2, interrupt_gathers, way)
 
 
 # -- copies --------------------------------------------------------------------------------------------------------

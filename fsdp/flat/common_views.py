@@ -67,8 +67,9 @@ class CommonViews:
         copy, versions = self.marks()
         if copy is not before[0]:
             raise RuntimeError(
-                f"{self.handle.unit_name} was moved or cast between a forward and its backward, whose values are gone: "
-                "call .to(), .half() and the like after the backward; or run the forward again"
+                f"{self.handle.unit_name} was moved or cast between a forward and its backward, or a gather of it "
+                "failed, and the values are gone: call .to(), .half() and the like after the backward; or run the "
+                "forward again"
             )
         for visible, now, then in zip(self.visible, zip(*versions), zip(*before[1])):
             if now != then and any(member in expected for member in visible.members):

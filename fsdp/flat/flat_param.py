@@ -425,6 +425,14 @@ class FlatParamHandle:
         assert copy.pooled is not None
         pool.free(copy.pooled, last_use)
 
+    def leave_buffer(self) -> None:
+        """Have another full buffer, without memory: to this one may still be written, by a gather that nobody can wait
+        for, and which holds it. Graphs of before are refused: they have saved its memory."""
+        copy = self.copy
+        copy.outdate()
+        with torch.inference_mode(False):
+            self.copy = self._make_copy(copy.tensor.dtype, copy.all_leaves)
+
     def written_unseen(self) -> list[tuple[int, str]]:
         """The parameter that was written through ``leaf.data`` since the gather, as ``FullCopy.undo_writes`` puts it:
         this rank's part of the full buffer is not its shard's bits. Waits for the device."""
@@ -540,16 +548,20 @@ def gather(
             return
         issues = True
         pending = communicator.gather(parts, tag, to_write=to_write)
+        for handle in handles:
+            if handle.copy.state is BufferState.GATHERING:
+                handle.copy.pending = pending
     except BaseException as error:
-        if isinstance(error, OSError) or not issues:  # no room: nothing was issued
-            for handle in handles:
-                if handle.state is BufferState.GATHERING:
+        # No room: nothing was issued. On an accelerator what was is over before the gather stream uses the memory.
+        is_over = isinstance(error, OSError) or not issues or not communicator.streams.asynchronous_work
+        for handle in handles:
+            if handle.state is BufferState.GATHERING:
+                if is_over:
                     handle.copy.enter(BufferState.UNSHARDED)
                     handle.release(pool, None)
+                else:
+                    handle.leave_buffer()
         raise
-    for handle in handles:
-        if handle.copy.state is BufferState.GATHERING:
-            handle.copy.pending = pending
 
 
 def _piece_of(record: ParamRecord, piece: Piece, whole: torch.Tensor) -> torch.Tensor:

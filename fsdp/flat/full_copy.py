@@ -154,6 +154,10 @@ class FullCopy:
             set_versions(self._unchecked, self._versions)
         self.state = state
 
+    def outdate(self) -> None:
+        """Autograd refuses to read what it has saved of the leaves so far."""
+        set_versions(self._unchecked, tuple(version + 1 for version in map(version_of, self._unchecked)))
+
 
 _RELEASED = 1 << 30  # the version of a leaf while there is nothing behind it
 
