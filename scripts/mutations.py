@@ -889,21 +889,21 @@ MUTATIONS = [
         "                    handle.leave_buffer()\n",
         "                    pass\n",
         "a unit whose gather was interrupted waits for one that it does not know",
-        _tests("lifecycle", "an_interrupt_while_a_gather_is_issued"),
+        _tests("lifecycle", "an_interrupt_while_a_collective_is_issued"),
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
         "                if is_over:\n",
         "                if True:\n",
         "memory that an interrupted gather may still write to is used for something else",
-        _tests("lifecycle", "an_interrupt_while_a_gather_is_issued"),
+        _tests("lifecycle", "an_interrupt_while_a_collective_is_issued"),
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
         "        copy.outdate()\n",
         "",
         "a graph of before an interrupted gather reads memory that is not filled any more",
-        _tests("lifecycle", "an_interrupt_while_a_gather_is_issued"),
+        _tests("lifecycle", "an_interrupt_while_a_collective_is_issued"),
     ),
     Mutation(
         "fsdp/comm/shared_memory.py",
@@ -1680,10 +1680,17 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            queue.free(target)\n\n    # -- inside",
-        "            pass\n\n    # -- inside",
+        "            self._scratch = None  # a reduction that",
+        "            pass  # a reduction that",
         "a failed backward's slots keep their memory",
         _tests("backward_faults", "faults_leave_no_memory_behind"),
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        if target is not None and queue.streams.asynchronous_work:\n",
+        "        if False:\n",
+        "memory that an interrupted reduction may still read is used for something else",
+        _tests("lifecycle", "an_interrupt_while_a_collective_is_issued"),
     ),
     Mutation(
         "fsdp/runtime/context.py",
@@ -2163,9 +2170,9 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "                self.target = source  # until",
-        "                # until",
-        "the reduce buffer keeps its memory when a hook raises",
+        "        self.target = source  # until",
+        "        # until",
+        "the reduce buffer keeps its memory when a hook raises, or an interrupt comes",
         COMM_HOOKS,
     ),
     Mutation(

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, RaggedStateDictConfig, ShardingStrategy, StateDictType, checkpoint
-from fsdp.comm.collectives import Communicator, Gather, Pending
+from fsdp.comm.collectives import Communicator
+from fsdp.runtime import unit as units
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
@@ -580,7 +581,7 @@ def test_backward_inside_a_forward(world_size: int, strategy: ShardingStrategy, 
     run_ranks(world_size, differentiate_inside, strategy, use_orig_params)
 
 
-# -- an interrupt while a gather is issued -----------------------------------------------------------------------------
+# -- an interrupt while a collective is issued -------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
@@ -598,24 +599,25 @@ class Adapted(nn.Module):
 
 
 @contextmanager
-def interrupted(at: int, *, issued: bool) -> Iterator[list[Tensor]]:
-    """Inside, the gather in that place is interrupted: before or after it is ``issued``. Gives what it fills."""
-    gather, places, held = Communicator.gather, itertools.count(), list[Tensor]()
+def interrupted(kind: str, at: int, *, issued: bool) -> Iterator[list[Tensor]]:
+    """Inside, the collective of that kind in that place is interrupted: before or after it is ``issued``. Gives the
+    full vectors that it fills or reads."""
+    function, places, held = getattr(Communicator, kind), itertools.count(), list[Tensor]()
 
-    def interrupt(self: Communicator, parts: Sequence[Gather], *args: Any, **options: Any) -> Pending:
-        interrupts = next(places) == at
-        pending = gather(self, parts, *args, **options) if issued or not interrupts else None
-        if interrupts or pending is None:
-            held.extend(full for full, _ in parts)
-            raise KeyboardInterrupt
-        return pending
+    def interrupt(self: Communicator, first: Any, second: Any, *args: Any, **options: Any) -> Any:
+        if next(places) != at:
+            return function(self, first, second, *args, **options)
+        if issued:
+            function(self, first, second, *args, **options)
+        held.extend([second] if kind == "reduce" else [full for full, _ in first])
+        raise KeyboardInterrupt
 
-    with mock.patch.object(Communicator, "gather", interrupt), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Communicator, kind, interrupt), pytest.raises(KeyboardInterrupt):
         yield held
 
 
 @impatient
-def interrupt_gathers(way: str) -> None:
+def interrupt_collectives(way: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = way
     torch.manual_seed(0)
     plain = nn.Sequential(Adapted(), Adapted(), nn.Linear(4, 3))
@@ -632,17 +634,20 @@ def interrupt_gathers(way: str) -> None:
 
     step(0)
     step(1)
-    for number, issued in itertools.product(range(5), (False, True)):
-        with interrupted(number, issued=issued) as held:
+    places = [("gather", number) for number in range(5)] + [("reduce", number) for number in range(3)]
+    for (kind, number), issued in itertools.product(places, (False, True)):
+        with interrupted(kind, number, issued=issued) as held:
             model(torch.ones(2, 4)).sum().backward()
-        for full in held:  # others may still write there
+        for full in held:  # it may still be under way
             assert full.untyped_storage().nbytes() >= full.nbytes
         model.zero_grad()
         step(2 + number)
+        for gradients in (gradients for unit in units.units_of(model) for gradients in unit.gradients):
+            assert gradients._scratch is None or not gradients._scratch.flat.untyped_storage().nbytes()
     # graphs of before have saved memory that is not filled any more
     x = torch.ones(2, 4, requires_grad=True)
     output, stored = model(x), model.module[0].stored
-    with interrupted(1, issued=True):
+    with interrupted("gather", 1, issued=True):
         model(x)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stored.sum().backward()
@@ -652,8 +657,8 @@ def interrupt_gathers(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["native", "shared"])
-def test_an_interrupt_while_a_gather_is_issued(way: str) -> None:
-    run_ranks(2, interrupt_gathers, way)
+def test_an_interrupt_while_a_collective_is_issued(way: str) -> None:
+    run_ranks(2, interrupt_collectives, way)
 
 
 # -- copies --------------------------------------------------------------------------------------------------------

@@ -275,6 +275,7 @@ class BucketGradients:
             if not self.handle.groups.reduces:
                 self.note_used(self.used)
         source = self._seal()
+        self.target = source  # until the queue has it: if something raises, it goes where an open one goes
         if self._continues:
             self._accumulator.conceal()
         sharded, adopted = self.handle.groups.sharded, self._adopted
@@ -316,9 +317,7 @@ class BucketGradients:
             elif self._hook is None:
                 pending = communicator.reduce(shard, source.flat, tag, to_write=source.pooled is None)
             else:
-                self.target = source  # until the hook is through: if it raises, this goes where an open one goes
                 self._hook.reduce(shard, source.flat, tag.label)
-                self.target = None
                 for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
                     shard[start:end].zero_()
                 pending = Pending(None, streams)
@@ -341,6 +340,7 @@ class BucketGradients:
             with streams.on_host(there):
                 self._attach(grad, adopted, unused)
 
+        self.target = None
         queue.add(InFlight(pending, source, averages, self._is_awaited, finish), bounded=sharded)
 
     @property
@@ -381,9 +381,11 @@ class BucketGradients:
         """Forget what this backward wrote (it failed); an accumulator stays as far as it got."""
         target, self.target = self.target, None
         self.used, self._unused = set(), set()
-        if target is not None:
+        if target is not None and queue.streams.asynchronous_work:
+            self._scratch = None  # a reduction that nobody can wait for may still read it, and holds it
+        elif target is not None:
             with queue.streams.on_reduce_stream():
-                last_use = queue.streams.record()  # by a communication hook that raised
+                last_use = queue.streams.record()  # by a reduction, or a communication hook that raised
             queue.streams.wait(last_use)
             queue.free(target)
 
