@@ -550,6 +550,20 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
+        ".numel > 0 or handle.is_cut(index)  # else",
+        ".numel > 0  # else",
+        "a rank that tensor parallelism has left no part of a parameter has state for it",
+        _tests("two_dimensions", "a_rank_without_a_part_of_a_parameter_saves_and_loads"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
+        "            somewhere = handle.layout.params[index].numel > 0 or handle.is_cut(index)  # else",
+        "            somewhere = True  # else",
+        "a parameter without elements has state before the first step alone",
+        _tests("optim_round_trip", "a_parameter_without_elements_has_state_as_others_have"),
+    ),
+    Mutation(
+        "fsdp/flat/views.py",
         "point_at([old, new], [old.data.clone(), memory])",
         "point_at([old, new], [old.data, memory])",
         "a parameter that was replaced still writes to the shard",

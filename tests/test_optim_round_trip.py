@@ -10,7 +10,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -393,6 +393,34 @@ def check_lists(root: str) -> None:
 
 def test_lists_of_tensors_come_back(tmp_path: Path) -> None:
     run_ranks(2, check_lists, str(tmp_path))
+
+
+class Empty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.empty = nn.Linear(4, 3), nn.Parameter(torch.zeros(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.linear(x) + self.empty.sum())
+
+
+def check_no_elements() -> None:
+    for uop in (False, True):
+        states = []
+        for steps in (1, 0):
+            model = build(uop, Empty())
+            optimizer = torch.optim.Adam(model.parameters())
+            for _ in range(steps):
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+            states.append(get_optimizer_state_dict(model, optimizer)["state"])
+        assert [sorted(state) for state in states] == 2 * [["empty", "linear.bias", "linear.weight"]]
+        assert [state["empty"]["exp_avg"].shape for state in states] == 2 * [(0, 4)]
+
+
+def test_a_parameter_without_elements_has_state_as_others_have() -> None:
+    """Else what a stepped optimizer has saved would not fit a new one."""
+    run_ranks(2, check_no_elements)
 
 
 def check_groups_that_differ() -> None:

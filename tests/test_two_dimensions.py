@@ -313,6 +313,7 @@ def check_forms(
     what = f"{world.options}, use_orig_params={uop}"
     model, optimizer = made(0, uop)
     train(model, world, 2, optimizer)
+    assert not uop or all(param.numel() for param in optimizer.state), f"{what}: state without elements"
     for kind, *configs in forms:
         with FSDP.state_dict_type(model, kind, *configs):
             state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)

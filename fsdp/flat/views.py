@@ -39,13 +39,12 @@ class OriginalViews(CommonViews):
         must not."""
         self._originals: list[Any] = [item.param for item in owned]
         self._guard = guard
-        pieces = handle.layout.pieces(handle.groups.shard_rank)
-        self._see(
-            [
-                Visible(item.name, item.param, (index,), piece.numel == 0 and handle.groups.sharded)
-                for index, (item, piece) in enumerate(zip(owned, pieces))
-            ]
-        )
+        visible = []
+        for index, (item, piece) in enumerate(zip(owned, handle.layout.pieces(handle.groups.shard_rank))):
+            somewhere = handle.layout.params[index].numel > 0 or handle.is_cut(index)  # else all ranks have all of it
+            absent = handle.groups.sharded and piece.numel == 0 and somewhere
+            visible.append(Visible(item.name, item.param, (index,), absent))
+        self._see(visible)
         rests = [handle.groups.sharded or tp is not None for tp in handle.tp]  # in another shape than it computes in
         owners = {p.module: index for index, item in enumerate(owned) for p in item.places if rests[index]}
         guards = [guard(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
