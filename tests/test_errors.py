@@ -474,6 +474,19 @@ def test_a_module_inside_a_unit_is_not_called_by_itself(use_orig_params: bool) -
             assert re.match(pattern, words), (case, words)
 
 
+def _read_parameters_of_a_child() -> None:
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), torch.ones(2, 3, 8)
+    with torch.no_grad():
+        expected = layer(x)
+        with pytest.raises(RuntimeError, match="Where the module around reads it"):
+            build(copy.deepcopy(layer), auto_wrap_policy=ModuleWrapPolicy({nn.MultiheadAttention}))(x)
+        torch.testing.assert_close(build(layer)(x), expected)
+
+
+def test_the_advice_where_a_module_reads_parameters_of_its_child() -> None:
+    run_ranks(2, _read_parameters_of_a_child)
+
+
 def test_hooks_of_a_unit_at_rest() -> None:
     """Users' own pre-hooks stay, and a submodule can be neither copied nor pickled."""
     module = net()

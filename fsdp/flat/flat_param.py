@@ -344,8 +344,9 @@ class FlatParamHandle:
         return (
             f"parameter {self.name_of(index)!r} of {self.unit_name} is sharded; its values are there only "
             "while the unit runs. Call the wrapped module itself, or a module that contains it, instead of reading the "
-            "parameter or calling a module inside the unit; use register_forward_method() for other methods, and "
-            "summon_full_params() to read parameters"
+            "parameter or calling a module inside the unit. Where the module around reads it, as "
+            "nn.TransformerEncoderLayer does in eval mode, wrap that one instead. Use register_forward_method() for "
+            "other methods, and summon_full_params() to read parameters"
         )
 
     # -- gather and release --------------------------------------------------------------------------------------------
