@@ -218,11 +218,13 @@ class Segment:
                 if block.offset + nbytes > self.capacity:
                     raise OSError(errno.ENOSPC, "no address space is left")
                 os.posix_fallocate(self.file, block.offset, block.nbytes)
+                block.reserved = True
             except OSError as error:
-                self._free.append(block)
                 words = f"{nbytes} bytes that the ranks of this host share: {error.strerror}. Free memory, or set "
                 raise OSError(error.errno, f"{words}FSDP_COLLECTIVES=direct on all ranks") from error
-            block.reserved = True
+            finally:
+                if not block.reserved:
+                    self._free.append(block)
         return block
 
     def leave(self, block: Block) -> None:
