@@ -240,7 +240,8 @@ def local_gradients(model: nn.Module, full: Mapping[str, Tensor | None]) -> tupl
                 name = unit.full_name(record)
                 actual[name] = param.grad
                 grad = full[name] if full[name] is not None else torch.zeros(record.shape, dtype=layout.dtype)
-                if not used or not param.requires_grad or (sharded and piece.numel == 0):
+                of_others = sharded and piece.numel == 0 and record.numel > 0  # without elements, all have all of it
+                if not used or not param.requires_grad or of_others:
                     expected[name] = None
                 elif sharded:
                     expected[name] = _in_memory_order(grad, record)[piece.start : piece.end]
