@@ -143,7 +143,8 @@ class Communicator:
         elif self._goes_direct(parts):
             work = self._direct_gather(parts, tag)
         elif len(parts) == 1:
-            work = self._issue(tag, ALL_GATHER, _wire(parts[0].full), _wire(parts[0].shard), group=group)
+            full, shard = parts[0]
+            work = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=group)
         else:
             wired = [(_wire(full), _wire(shard)) for full, shard in parts]
             work = issue_gathers(wired, group, tag.label, asynchronous=self.streams.asynchronous_work)
@@ -205,7 +206,8 @@ class Communicator:
 
     def _memory(self, device: torch.device, tag: Tag) -> Channel | None:
         """The memory that the ranks share, if their next collective goes through it."""
-        self.choose(device)
+        if self._direct_min is None:
+            self.choose(device)
         channel = self._channel
         if channel is None or not channel.usable:
             return None

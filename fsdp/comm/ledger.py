@@ -8,6 +8,7 @@ anything else it takes part in them, with memory that nobody reads: see :func:`c
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import weakref
 from collections import deque
@@ -19,13 +20,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fsdp.comm.groups import backend_of, serving_group
-from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
+from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER, UNCHECKED
 from fsdp.comm.waiting import HostWork, Work, watcher
 
 _KEPT = 64  # of the latest of each group: ranks that agree are never so far apart
-_TORCHS_OWN = {
-    name: getattr(distributed_c10d, name) for name in (ALL_GATHER, REDUCE_SCATTER, "batch_isend_irecv", "all_reduce")
-}
+_functions = operator.attrgetter(ALL_GATHER, REDUCE_SCATTER, "batch_isend_irecv", "all_reduce")
+_TORCHS_OWN = _functions(distributed_c10d)
 _OPERATIONS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
@@ -105,15 +105,16 @@ def issue(
     watcher.check(group)
     first, pieces = tensors[0], tensors[2:]  # how much of them comes from, and goes to, each rank
     device, detail = first.device, pieces or options.get("op") or options.get("src")
-    numels = tuple(map(torch.Tensor.numel, tensors)) if not pieces else ()
-    ledger = _note(group, name, device.type, detail, first.dtype, numels, control)
+    numels, kind = tuple(map(torch.Tensor.numel, tensors)) if not pieces else (), device.type
+    ledger = _note(group, name, kind, detail, first.dtype, numels, control)
     serving = serving_group(group, device) if control else group
+    function = getattr(dist, name)
     _label.text = label
     try:
-        work = getattr(dist, name)(*tensors, group=serving, async_op=asynchronous, **options)
+        work = UNCHECKED.get(function, function)(*tensors, group=serving, async_op=asynchronous, **options)
     finally:
         _label.text = None
-    key = device.type, control
+    key = kind, control
     backend = ledger.backends.get(key)
     if backend is None:  # it does not change once it has served
         backend = ledger.backends[key] = backend_of(serving, device)
@@ -147,14 +148,17 @@ def _coalesces(group: Any, device: torch.device) -> bool:
 def issue_in_memory(starts: Iterable[Callable[[], HostWork]], device: torch.device, group: Any, label: str) -> Work:
     """What ``starts`` do in memory that the ranks of ``group`` share. It is not written down: nobody waits for it once
     all have met."""
-    with labelled(label):
+    _label.text = label
+    try:
         return Work([start() for start in starts], group, label, device, ends_alone=True)
+    finally:
+        _label.text = None
 
 
 def are_torchs_own() -> bool:
     """Whether a gather, a reduction and a question would call ``torch.distributed``'s functions, and nobody has put
     others in their place to see them: a recorder, a profiler, a test."""
-    return all(getattr(dist, name) is own for name, own in _TORCHS_OWN.items())
+    return bool(_functions(dist) == _TORCHS_OWN)
 
 
 class Transfer(NamedTuple):

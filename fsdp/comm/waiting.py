@@ -18,7 +18,6 @@ import queue
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -136,19 +135,19 @@ class WhenIdle:
                 self.came_back()
 
 
-class HostWork(ABC):
+class HostWork:
     """What the host waits for, as long as it likes. A wait that is given up may begin again."""
 
-    @abstractmethod
     def wait(self, patience: timedelta | None = None) -> None:
         """
         Raises:
             RuntimeError: it failed, or takes longer than ``patience``; None: than the group allows.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def is_completed(self) -> bool:
         """Whether it is over, or has failed."""
+        raise NotImplementedError
 
 
 class BlockingWork(HostWork):
@@ -238,9 +237,8 @@ class Work:
 
     def _wait_for_all(self) -> None:
         while self._works:
-            work = self._works[0]
             try:
-                self._wait_for(work)
+                self._wait_for(self._works[0])
             except OutOfStep:
                 raise
             except Exception as error:
@@ -256,12 +254,9 @@ class Work:
         if watch is None or not isinstance(work, (dist.Work, HostWork)):
             work.wait()
             return
-        if work.is_completed():  # or has failed
-            work.wait(PATIENCE)
-            return
         started, told = time.monotonic(), False
         while True:
-            was_over = work.is_completed()  # asked before: it may end just after a wait was given up
+            was_over = work.is_completed()  # or has failed; asked before: it may end just after a wait was given up
             try:
                 work.wait(PATIENCE)
                 return
@@ -296,11 +291,12 @@ class Watcher:
         self._changed = threading.Condition()
         self._under_way: deque[_UnderWay] = deque()  # oldest first
         self._broken: weakref.WeakKeyDictionary[Any, OutOfStep] = weakref.WeakKeyDictionary()
+        self._any_broken = False  # since the beginning: each collective asks
         self._thread: threading.Thread | None = None
 
     def check(self, group: Any) -> None:
         """Raises OutOfStep if ``group`` was ended."""
-        if self._broken and group in self._broken:
+        if self._any_broken and group in self._broken:
             raise OutOfStep(str(self._broken[group]))
 
     def follow(self, event: Any, work: Work) -> None:
@@ -342,7 +338,7 @@ class Watcher:
             except OutOfStep as error:
                 words = f"{work.label}: the ranks are out of step, and the group was ended: {error}"
                 logger.error("%s", words)
-                self._broken[work.group] = OutOfStep(words)
+                self._broken[work.group], self._any_broken = OutOfStep(words), True
                 self._end_group(work.group)
                 return
             except RuntimeError:
