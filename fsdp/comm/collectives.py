@@ -30,6 +30,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp.comm.common_memory import Sharers
 from fsdp.comm.groups import Groups, backend_of, control_device
+from fsdp.comm.ledger import Gather as Gather
 from fsdp.comm.ledger import Transfer as Transfer
 from fsdp.comm.ledger import are_torchs_own, issue, issue_gathers, issue_in_memory, issue_transfers
 from fsdp.comm.ledger import current_label as current_label
@@ -49,13 +50,6 @@ class Tag(NamedTuple):
 
     label: str
     number: int
-
-
-class Gather(NamedTuple):
-    """Of what is gathered: all of a vector, and this rank's shard of it."""
-
-    full: torch.Tensor
-    shard: torch.Tensor
 
 
 class Pending:
@@ -131,8 +125,8 @@ class Communicator:
         """
         group, device = self.groups.shard, parts[0].full.device
         if not self.groups.sharded:
-            for full, shard in parts:
-                full.copy_(shard)
+            for part in parts:
+                part.full.copy_(part.shard)
             return Pending(None, self.streams)
         if (channel := self._memory(device, tag)) is not None:
             starts = [
@@ -143,10 +137,10 @@ class Communicator:
         elif self._goes_direct(parts):
             work = self._direct_gather(parts, tag)
         elif len(parts) == 1:
-            full, shard = parts[0]
+            full, shard, _ = parts[0]
             work = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=group)
         else:
-            wired = [(_wire(full), _wire(shard)) for full, shard in parts]
+            wired = [(_wire(full), _wire(shard)) for full, shard, _ in parts]
             work = issue_gathers(wired, group, tag.label, asynchronous=self.streams.asynchronous_work)
         return Pending(work, self.streams)
 
@@ -216,8 +210,8 @@ class Communicator:
     def _goes_direct(self, parts: Sequence[Gather]) -> bool:
         assert self._direct_min is not None
         nbytes = 0
-        for full, _ in parts:
-            nbytes += full.nbytes
+        for part in parts:
+            nbytes += part.full.nbytes
         return nbytes >= self._direct_min and self.groups.shard_size > 1
 
     def _exchange(self, tag: Tag, several: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Work:
@@ -234,7 +228,7 @@ class Communicator:
 
     def _direct_gather(self, parts: Sequence[Gather], tag: Tag) -> Work:
         several = []
-        for full, shard in parts:
+        for full, shard, _ in parts:
             pieces, source = list(_wire(full).view(self.groups.shard_size, -1).unbind()), _wire(shard)
             pieces[self.groups.shard_rank].copy_(source)
             several.append(([source] * self.groups.shard_size, pieces))

@@ -161,6 +161,19 @@ def are_torchs_own() -> bool:
     return bool(_functions(dist) == _TORCHS_OWN)
 
 
+class Gather(NamedTuple):
+    """Of what is gathered: all of a vector, and this rank's shard of it; and who knows the vector's pieces by rank, of
+    so many ranks, where somebody has them from before."""
+
+    full: torch.Tensor
+    shard: torch.Tensor
+    cut: Callable[[int], Sequence[torch.Tensor]] | None = None
+
+    def pieces(self, ranks: int) -> Sequence[torch.Tensor]:
+        """``full``, by rank."""
+        return self.full.view(ranks, self.shard.numel()).unbind() if self.cut is None else self.cut(ranks)
+
+
 class Transfer(NamedTuple):
     """A tensor to send to, or to receive from, a rank of a group; ``number`` is the same at both ends."""
 

@@ -37,6 +37,7 @@ import torch
 
 from fsdp.comm.board import Board, machine
 from fsdp.comm.groups import group_ranks, group_timeout
+from fsdp.comm.ledger import Gather
 from fsdp.comm.segment import HEADER, SUPPORTED, Block, Header, Mapping, Peer, Segment
 from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
 
@@ -74,6 +75,12 @@ class Condition(HostWork):
 
     def is_completed(self) -> bool:
         return self._channel.broken is not None or self._holds()
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of(label: str) -> bytes:
+    """As a post has it."""
+    return label.encode()[:_TEXT].ljust(_TEXT, b"\0")
 
 
 class _UnderWay(NamedTuple):
@@ -136,7 +143,7 @@ class Posts:
         """``number``: what ``next`` has returned; ``wheres``: up to ``PARTS``. It is over when this rank has read the
         others' posts, or with ``until_read`` when all have."""
         words, done, slot = self._own.words, self._place + _DONE, self._slot(self._rank, number)
-        self._own.memory[slot + _LABEL : slot + _SLOT] = label.encode()[:_TEXT].ljust(_TEXT, b"\0")
+        self._own.memory[slot + _LABEL : slot + _SLOT] = _text_of(label)
         at = slot // 8
         words[at + _EVENT], words[at + _NBYTES] = event, nbytes
         for place, where in enumerate(wheres, at + PLACE):
@@ -150,7 +157,10 @@ class Posts:
 
     def is_read(self, number: int) -> bool:
         """Whether all, this one among them, have read what this rank has posted up to there."""
-        return all(words[place + _DONE] >= number for words, place in self._firsts.values())
+        for words, place in self._firsts.values():
+            if words[place + _DONE] < number:
+                return False
+        return True
 
     def _have_posted(self, what: _UnderWay) -> bool:
         """
@@ -267,47 +277,40 @@ class Channel:
 
     # -- what the ranks do together ------------------------------------------------------------------------------------
 
-    def gather(
-        self,
-        parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        label: str,
-        event: int,
-        *,
-        until_read: bool = False,
-    ) -> HostWork:
-        """Fill the first of each of up to ``PARTS`` parts with every rank's second. Where the first lies in the
-        segment, the others copy this rank's part out of it; with ``until_read`` the wait is for them as well.
-        ``event``: what it is for, the same on all ranks."""
+    def gather(self, parts: Sequence[Gather], label: str, event: int, *, until_read: bool = False) -> HostWork:
+        """Fill each of up to ``PARTS`` vectors with every rank's shard of it. Where the vector lies in the segment, the
+        others copy this rank's piece out of it; with ``until_read`` the wait is for them as well. ``event``: what it is
+        for, the same on all ranks."""
         posts, wheres, copied, size = self.collectives, list[int](), list[Block](), len(self.names)
-        number = posts.next(label)
-        blocks = [self._segment.lent_at(full.data_ptr()) for full, _ in parts]
-        targets = [(full.view(torch.uint8), shard.nbytes, lent) for (full, shard), lent in zip(parts, blocks)]
+        number, total = posts.next(label), 0
+        targets: list[tuple[Sequence[torch.Tensor], Block | None]] = []
         try:
-            for (_, shard), (target, nbytes, lent) in zip(parts, targets):
-                start = self.rank * nbytes
+            for part in parts:
+                shard, lent, pieces = part.shard, self._segment.lent_at(part.full.data_ptr()), part.pieces(size)
                 if lent is None:
                     copied.append(self._copy_out(shard))
                     wheres.append(copied[-1].offset * size + self.rank)
                 else:
                     lent.posted(self, number)
-                    wheres.append((lent.offset + start) * size + (self.rank if lent.owner is None else lent.owner))
-                target[start : start + nbytes].copy_(shard.view(torch.uint8))
+                    owner = self.rank if lent.owner is None else lent.owner
+                    wheres.append((lent.offset + self.rank * shard.nbytes) * size + owner)
+                pieces[self.rank].copy_(shard)
+                targets.append((pieces, lent))
+                total += shard.nbytes
         finally:
             self._leave(copied, number)  # not before all is copied: nobody reads what is not posted
 
         def finish() -> None:
             for rank in self.others:
-                for word, (target, nbytes, lent) in enumerate(targets, PLACE):
-                    offset, owner = divmod(posts.said(rank, number, word), size)
+                for word, (pieces, lent) in enumerate(targets, PLACE):
+                    piece, (offset, owner) = pieces[rank], divmod(posts.said(rank, number, word), size)
                     if lent is None or lent.owner is None:
-                        part = self._mappings[owner].piece(offset, nbytes, torch.uint8)
-                        target[rank * nbytes : (rank + 1) * nbytes].copy_(part)
-                    elif (offset, owner) != (lent.offset + rank * nbytes, lent.owner):  # else it is there
+                        piece.copy_(self._mappings[owner].piece(offset, piece.numel(), piece.dtype))
+                    elif (offset, owner) != (lent.offset + rank * piece.nbytes, lent.owner):  # else it is there
                         there = f"rank {self.names[rank]} gathers into other memory than rank {self.names[self.rank]}"
                         raise OutOfStep(f"{label}: the ranks are out of step: {there}")
 
-        nbytes = sum(shard.nbytes for _, shard in parts)
-        return posts.post(number, event, nbytes, label, wheres, finish, until_read=until_read)
+        return posts.post(number, event, total, label, wheres, finish, until_read=until_read)
 
     def reduce(
         self,

@@ -378,7 +378,7 @@ class FlatParamHandle:
                 shard = self._shard_as(copy.tensor.dtype, communicator.streams)
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
-        return Gather(copy.tensor, shard)
+        return Gather(copy.tensor, shard, copy.cut)
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""

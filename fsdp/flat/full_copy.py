@@ -100,6 +100,15 @@ class FullCopy:
         self._unchecked = tuple(leaf for leaf, its in zip(leaves, self.memories) if not isinstance(its, CheckedLeaf))
         self._versions: tuple[int, ...] = ()  # that these have while there is memory
         self._released = (_RELEASED,) * len(self._unchecked)
+        self._cuts: dict[int, Sequence[torch.Tensor]] = {}
+
+    def cut(self, count: int) -> Sequence[torch.Tensor]:
+        """``tensor`` in ``count`` equal pieces, which are there as long as it is."""
+        pieces = self._cuts.get(count)
+        if pieces is None:
+            with torch.inference_mode(False):
+                pieces = self._cuts[count] = self.tensor.view(count, self.tensor.numel() // count).unbind()
+        return pieces
 
     def _look(self) -> tuple[list[int], list[int], list[bool]]:
         """Of the leaves what a write to one changes; our own writes go to ``tensor``, and change none of it."""
