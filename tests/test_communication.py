@@ -40,7 +40,7 @@ from fsdp.comm.collectives import PARTS, Communicator, Gather, Tag
 from fsdp.comm.groups import Groups, group_store
 from fsdp.comm.streams import streams_for
 from fsdp.comm.waiting import OutOfStep
-from fsdp.flat.memory import MemoryPool
+from fsdp.flat.memory import PooledTensor
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_group
@@ -276,7 +276,7 @@ def gather_several_buckets() -> None:
         return [Gather(torch.empty(size * shard.numel(), dtype=shard.dtype), shard) for shard in shards]
 
     def check(parts: list[Gather]) -> None:
-        for full, shard in parts:
+        for full, shard, _ in parts:
             numbers = torch.arange(shard.numel())
             assert torch.equal(full, torch.cat([numbers + 100 * other for other in range(size)]).to(full.dtype))
 
@@ -300,27 +300,27 @@ def gather_several_buckets() -> None:
         check(parts)
     with mock.patch.object(ledger, "_coalesces", lambda *_: True):  # gloo has no use for it, but it can
         parts = parts_of(dtypes)
-        ledger.issue_gathers(parts, group, "gather", asynchronous=False)
+        ledger.issue_gathers([part[:2] for part in parts], group, "gather", asynchronous=False)
         check(parts)
         count, latest = ledger.latest_issued(group)
         if rank == 0:
-            ledger.issue_gathers(parts, group, "gather", asynchronous=False)
+            ledger.issue_gathers([part[:2] for part in parts], group, "gather", asynchronous=False)
         else:  # it has failed before that
             ledger.catch_up(group, torch.device("cpu"), {0: [count + 1, [*latest, latest[-1]]], 1: [count, latest]})
         assert ledger.issued_in(group) == count + 1, "one collective"
 
 
 def run_out_of_memory_half_way() -> None:
-    model, allocate, left = wrap(Piece(*BUCKETS), wrap_policy=None), MemoryPool.allocate, 3
+    model, attach, left = wrap(Piece(*BUCKETS), wrap_policy=None), PooledTensor.attach, 3
 
-    def allocate_some(*args: Any) -> None:
+    def attach_some(*args: Any) -> None:
         nonlocal left
         left -= 1
         if left == 0:
             raise torch.OutOfMemoryError("there is no more")
-        allocate(*args)
+        attach(*args)
 
-    with mock.patch.object(MemoryPool, "allocate", allocate_some), pytest.raises(torch.OutOfMemoryError):
+    with mock.patch.object(PooledTensor, "attach", attach_some), pytest.raises(torch.OutOfMemoryError):
         model(torch.ones(2, 5))
     assert model(torch.ones(2, 5)).isfinite().all()
 

@@ -609,7 +609,7 @@ def interrupted(kind: str, at: int, *, issued: bool) -> Iterator[list[Tensor]]:
             return function(self, first, second, *args, **options)
         if issued:
             function(self, first, second, *args, **options)
-        held.extend([second] if kind == "reduce" else [full for full, _ in first])
+        held.extend([second] if kind == "reduce" else [part.full for part in first])
         raise KeyboardInterrupt
 
     with mock.patch.object(Communicator, kind, interrupt), pytest.raises(KeyboardInterrupt):

@@ -102,7 +102,8 @@ def issue(
 ) -> Work:
     """Call ``torch.distributed``'s function of that name over ``group``, or if it is a ``control`` message over what
     serves the group on its device. If it is not ``asynchronous`` there is nothing to wait for."""
-    watcher.check(group)
+    if watcher.any_broken:
+        watcher.check(group)
     first, pieces = tensors[0], tensors[2:]  # how much of them comes from, and goes to, each rank
     device, detail = first.device, pieces or options.get("op") or options.get("src")
     numels, kind = tuple(map(torch.Tensor.numel, tensors)) if not pieces else (), device.type

@@ -19,7 +19,7 @@ import select
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -87,13 +87,14 @@ class Peer:
 class Block:
     """A piece of the segment. What its last post told others to read is not used again before they have."""
 
-    __slots__ = ("_patience", "_reader", "lent", "nbytes", "offset", "owner", "reserved")
+    __slots__ = ("_patience", "_reader", "lent", "nbytes", "offset", "owner", "reserved", "storage")
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
         self.owner: int | None = None  # the rank of a group in whose segment it lies; None: in this process's
         self.reserved = False  # whether there is memory behind it
         self.lent: Any = None  # refers to what holds it
+        self.storage: torch.UntypedStorage | None = None  # of it, which nothing else holds
         self._reader: tuple[Readers, int] | None = None
         self._patience = 0.0  # seconds that it is worth to wait for the readers
 
@@ -112,6 +113,17 @@ class Block:
             patience, self._patience = self._patience, 0.0
             with contextlib.suppress(RuntimeError):
                 self._reader[0].until(lambda: self.is_read, patience)
+
+
+def _first_read(blocks: Iterable[Block]) -> Block | None:
+    """The first of those that are read, and rather one that has memory."""
+    found = None
+    for block in blocks:
+        if (block.reserved or found is None) and block.is_read:
+            found = block
+            if block.reserved:
+                break
+    return found
 
 
 class Header(NamedTuple):
@@ -167,6 +179,10 @@ class Segment:
             OSError: the system has not so much.
         """
         block = self.take(nbytes)
+        if keep and block.storage is not None:
+            storage, block.storage = block.storage, None
+            return storage
+        self._forget_storage(block)
 
         def come_back() -> None:
             if not keep and block.is_read:
@@ -174,6 +190,23 @@ class Segment:
             self.leave(block)
 
         return self.lend(block, self.mapping.memory[block.offset : block.offset + block.nbytes], come_back)
+
+    def free(self, storage: torch.UntypedStorage) -> bool:
+        """What was allocated comes back, as nothing else holds ``storage``, for the next who wants so much; False if it
+        is not of this segment alone."""
+        block = self._lent.get(storage.data_ptr())
+        if block is None or block.owner is not None:
+            return False
+        block.storage = storage
+        self.leave(block)
+        return True
+
+    def _forget_storage(self, block: Block) -> None:
+        """The one that nothing else holds: its end is not the end of the block."""
+        if block.storage is not None:
+            del self._lent[block.storage.data_ptr()]
+            block.lent = None
+            block.storage = None
 
     def lend(self, block: Block, memory: memoryview, come_back: Callable[[], None]) -> torch.UntypedStorage:
         """``memory``, where ``block`` is, which is to ``come_back`` when nothing holds the storage any more."""
@@ -201,12 +234,11 @@ class Segment:
     def _take(self, nbytes: int) -> Block:
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         fitting = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
-        read = [block for block in fitting if block.is_read]
-        if fitting and not read:  # a fast rank waits for slow readers, so as not to need more than they do
+        block = _first_read(fitting)
+        if fitting and block is None:  # a fast rank waits for slow readers, so as not to need more than they do
             fitting[0].wait()
-            read = [block for block in fitting if block.is_read]
-        if read:
-            block = max(read, key=lambda block: block.reserved)
+            block = _first_read(fitting)
+        if block is not None:
             self._free.remove(block)
         else:
             self._shrink_to(nbytes)
@@ -241,7 +273,12 @@ class Segment:
 
     def keep(self, nbytes: int, block_nbytes: int) -> None:
         """Keep of the memory that nothing holds no more than ``nbytes``, in blocks of up to ``block_nbytes``."""
-        if not self._lock.acquire(blocking=False):
+        total = largest = 0
+        for block in self._free:
+            if block.reserved:
+                total += block.nbytes
+                largest = max(largest, block.nbytes)
+        if (total <= nbytes and largest <= block_nbytes) or not self._lock.acquire(blocking=False):
             return
         try:
             for block in [block for block in self._free if block.reserved and block.nbytes > block_nbytes]:
@@ -264,6 +301,7 @@ class Segment:
             while self._blocks and self._blocks[-1] in self._free and not self._blocks[-1].reserved:
                 block = self._blocks.pop()
                 self._free.remove(block)
+                self._forget_storage(block)
                 self._end = block.offset
         finally:
             self._lock.release()

@@ -51,6 +51,7 @@ _SLOTS = _HALF // _SLOT - 1  # the first has what is not a post
 _DONE, _ELSEWHERE = 0, 1  # words of the first
 _EVENT, _NBYTES, PLACE = 1, 2, 3  # words of a post, behind its number
 _NEVER = 1 << 62
+_text_of = functools.lru_cache(4096)(lambda label: label.encode()[:_TEXT].ljust(_TEXT, b"\0"))  # as a post has it
 _EPOCH = 1 << 32  # posts of a channel between two failures
 
 _SPINS = 100  # looks before a wait sleeps
@@ -75,12 +76,6 @@ class Condition(HostWork):
 
     def is_completed(self) -> bool:
         return self._channel.broken is not None or self._holds()
-
-
-@functools.lru_cache(maxsize=4096)
-def _text_of(label: str) -> bytes:
-    """As a post has it."""
-    return label.encode()[:_TEXT].ljust(_TEXT, b"\0")
 
 
 class _UnderWay(NamedTuple):
@@ -108,7 +103,7 @@ class Posts:
         self._others = [other for other in range(len(mappings)) if other != rank]
         self._place = headers[rank] // 8  # of what is not a post, in words
         self._firsts = {other: (mapping.words, headers[other] // 8) for other, mapping in enumerate(mappings)}
-        self._under_way: deque[_UnderWay] = deque()
+        self.under_way: deque[_UnderWay] = deque()
 
     def _slot(self, rank: int, number: int) -> int:
         """Where ``rank`` has its post of that number, in bytes."""
@@ -151,7 +146,7 @@ class Posts:
         holds = functools.partial(self.is_read, number) if until_read else lambda: words[done] >= number
         work = Condition(self._channel, holds, finish)
         self.number = number
-        self._under_way.append(_UnderWay(number, event, nbytes, label, weakref.ref(work, self._note_dropped)))
+        self.under_way.append(_UnderWay(number, event, nbytes, label, weakref.ref(work, self._note_dropped)))
         words[at] = number
         return work
 
@@ -184,8 +179,8 @@ class Posts:
     def advance(self) -> None:
         """Finish what all have posted, in order."""
         words, done = self._own.words, self._place + _DONE
-        while self._under_way:
-            what = self._under_way[0]
+        while self.under_way:
+            what = self.under_way[0]
             if what.number > words[done]:  # else an interrupt came right here
                 if not self._have_posted(what):
                     return
@@ -193,12 +188,12 @@ class Posts:
                 if work is not None and work.finish is not None:
                     work.finish()
                 words[done] = what.number  # from here on it is over, for this rank and for the others
-            self._under_way.popleft()
+            self.under_way.popleft()
 
     def _note_dropped(self, _: object) -> None:
         """Nobody waits for what is under way any more: the others need not keep what this rank will not read."""
         place = self._place + _DONE
-        for what in tuple(self._under_way):
+        for what in tuple(self.under_way):
             if what.work() is not None or not self._channel.usable:
                 return
             self._own.words[place] = max(self._own.words[place], what.number)
@@ -214,7 +209,7 @@ class Posts:
 
     def renew(self) -> None:
         """What only some have posted is forgotten."""
-        self._under_way.clear()
+        self.under_way.clear()
         self.number = self._elsewhere = (self.epoch + 1) * _EPOCH
         self._own.words[self._place + _DONE] = self._own.words[self._place + _ELSEWHERE] = self.number
 
@@ -374,12 +369,14 @@ class Channel:
         """Finish what all have posted, in order."""
         if self.broken is not None:
             raise self.broken
-        try:
-            self.collectives.advance()
-        except OutOfStep as error:
-            self.broken = error
-            raise
-        self.questions.advance()
+        if self.collectives.under_way:
+            try:
+                self.collectives.advance()
+            except OutOfStep as error:
+                self.broken = error
+                raise
+        if self.questions.under_way:
+            self.questions.advance()
 
     def until(self, holds: Callable[[], bool], seconds: float) -> bool:
         """Wait until something ``holds`` that the others bring about, and finish meanwhile what they have posted;
@@ -607,7 +604,7 @@ def _peer(process: int, file: int, nonce: int, nbytes: int) -> Peer:
 
 
 def segment() -> Segment | None:
-    """This process's, if it has a channel."""
+    """This process's, if it has one."""
     return _segments[0] if _segments else None
 
 
@@ -623,10 +620,10 @@ def lent_at(address: int) -> Block | None:
     return _segments[0].lent_at(address) if _segments else None
 
 
-def segment_of(group: Any) -> Segment | None:
-    """This process's segment, if the ranks of ``group`` share memory."""
+def known_channel(group: Any) -> Channel | None:
+    """The channel of ``group``, if its ranks share memory and this process takes part."""
     channel = None if group is None else _channels.get(group)
-    return segment() if channel is not None and channel.usable else None
+    return channel if channel is not None and channel.usable else None
 
 
 def posted_in(group: Any) -> list[int]:

@@ -20,19 +20,20 @@ REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single
 def _gather_unchecked(output: torch.Tensor, source: torch.Tensor, *, group: Any, async_op: bool) -> Any:
     options = distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
-    return _ended(group.all_gather_single(output, source, options), async_op)
+    return _over(group.all_gather_single(output, source, options), async_op)
 
 
 def _reduce_unchecked(output: torch.Tensor, source: torch.Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
     options = distributed_c10d.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, async_op
-    return _ended(group.reduce_scatter_single(output, source, options), async_op)
+    return _over(group.reduce_scatter_single(output, source, options), async_op)
 
 
-def _ended(work: Any, async_op: bool) -> Any:
-    if not async_op and work is not None:
-        work.wait()
-    return work if async_op else None
+def _over(work: Any, async_op: bool) -> Any:
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
 
 
 # What some of torch's functions come down to, without what they ask about their arguments at each call.

@@ -291,12 +291,12 @@ class Watcher:
         self._changed = threading.Condition()
         self._under_way: deque[_UnderWay] = deque()  # oldest first
         self._broken: weakref.WeakKeyDictionary[Any, OutOfStep] = weakref.WeakKeyDictionary()
-        self._any_broken = False  # since the beginning: each collective asks
+        self.any_broken = False  # whether a group was ended, since the beginning: each collective asks
         self._thread: threading.Thread | None = None
 
     def check(self, group: Any) -> None:
         """Raises OutOfStep if ``group`` was ended."""
-        if self._any_broken and group in self._broken:
+        if group in self._broken:
             raise OutOfStep(str(self._broken[group]))
 
     def follow(self, event: Any, work: Work) -> None:
@@ -338,7 +338,7 @@ class Watcher:
             except OutOfStep as error:
                 words = f"{work.label}: the ranks are out of step, and the group was ended: {error}"
                 logger.error("%s", words)
-                self._broken[work.group], self._any_broken = OutOfStep(words), True
+                self._broken[work.group], self.any_broken = OutOfStep(words), True
                 self._end_group(work.group)
                 return
             except RuntimeError:

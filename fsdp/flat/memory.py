@@ -14,11 +14,12 @@ import torch
 from fsdp.comm import host_memory, shared_memory
 from fsdp.comm.collectives import may_share
 from fsdp.comm.common_memory import CommonMemory, Sharers
+from fsdp.comm.segment import Segment
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
 
-_NO_MATTER = 1 << 20  # bytes: new memory in common costs more than to keep these
+_NO_MATTER = 1 << 20  # bytes: new memory that ranks share costs more than to keep these
 
 
 class PooledTensor:
@@ -57,21 +58,19 @@ class MemoryPool:
     Attributes:
         kept_nbytes: how much returned memory to keep.
         kept_block_nbytes: the largest block to keep; larger ones serve hardly any buffer.
+        exchanges_blocks: whether buffers get blocks that others have given back; else storages are resized, and nothing
+            is kept.
     """
 
     def __init__(self, device: torch.device, streams: Streams, group: Any = None) -> None:
         """``group``: whose ranks may read the memory."""
         self.kept_nbytes = self.kept_block_nbytes = 0
+        self.exchanges_blocks = STORAGES_SWAP
         self._device = device
         self._streams = streams
         self._group = group
         self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
         self._free_nbytes = 0  # of all these
-
-    @property
-    def exchanges_blocks(self) -> bool:
-        """Whether buffers get blocks that others have given back; else storages are resized, and nothing is kept."""
-        return STORAGES_SWAP
 
     def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
         """Give ``buffer`` memory, with undefined contents; ``sharers`` may have it in common."""
@@ -120,7 +119,7 @@ class MemoryPool:
         ``group`` are about to: they trim theirs at the same place."""
         self._shrink_to(0)
         if self._device.type == "cpu" and (segment := shared_memory.segment()) is not None:
-            segment.trim(patient=shared_memory.segment_of(self._group) is not None)
+            segment.trim(patient=shared_memory.known_channel(self._group) is not None)
 
     def rest(self) -> None:
         """``trim``, but what the next pass will want may stay for a while."""
@@ -149,15 +148,23 @@ class SharedPool(MemoryPool):
     def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
         super().__init__(device, streams, group)
         self._in_common: dict[shared_memory.Channel, CommonMemory] = {}
+        self._channel: shared_memory.Channel | None = None  # once the group's ranks have decided to have one
+
+    @property
+    def _segment(self) -> Segment | None:
+        """Where the memory is, if the ranks share some."""
+        if self._channel is None:
+            self._channel = shared_memory.known_channel(self._group)
+        return shared_memory.segment() if self._channel is not None and self._channel.usable else None
 
     def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
-        block = None
-        if sharers is not None and buffer.nbytes and shared_memory.segment_of(self._group) is not None:
-            block = self._in_common.setdefault(sharers.channel, CommonMemory()).allocate(buffer.nbytes, sharers)
-        if block is None:
+        segment, block = self._segment, None
+        if segment is None or buffer.nbytes == 0:
             super().allocate(buffer)
-        else:
-            buffer.attach(block)
+            return
+        if sharers is not None:
+            block = self._in_common.setdefault(sharers.channel, CommonMemory()).allocate(buffer.nbytes, sharers)
+        buffer.attach(segment.allocate(buffer.nbytes) if block is None else block)
 
     def trim(self) -> None:
         for memory in self._in_common.values():
@@ -165,28 +172,27 @@ class SharedPool(MemoryPool):
         super().trim()
 
     def rest(self) -> None:
-        if self._in_common or shared_memory.segment_of(self._group) is None:
+        if self._in_common or self._segment is None:
             self.trim()  # all ranks forget at once what they have in common
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
-        if buffer.nbytes and (segment := shared_memory.segment_of(self._group)) is not None:
-            buffer.detach()
+        if buffer.nbytes and (segment := self._segment) is not None:
+            segment.free(buffer.detach())
+            largest = max(self.kept_block_nbytes, _NO_MATTER)
             for memory in self._in_common.values():
-                memory.keep(max(self.kept_nbytes, _NO_MATTER), max(self.kept_block_nbytes, _NO_MATTER))
-            segment.keep(2 * self.kept_nbytes, self.kept_block_nbytes)  # for the pool of the tree's reductions as well
+                memory.keep(max(self.kept_nbytes, _NO_MATTER), largest)
+            segment.keep(
+                max(2 * self.kept_nbytes, _NO_MATTER), largest
+            )  # for the pool of the tree's reductions as well
         else:
             super().free(buffer, last_use)
 
     def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        segment = shared_memory.segment_of(self._group)
+        segment = self._segment
         if segment is None or numel == 0:
             return super().empty(numel, dtype=dtype, device=device)
         storage = segment.allocate(numel * dtype.itemsize, keep=False)
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[call-overload]
-
-    def _new_block(self, nbytes: int) -> torch.UntypedStorage:
-        segment = shared_memory.segment_of(self._group)
-        return segment.allocate(nbytes) if segment is not None else super()._new_block(nbytes)
 
 
 class PoisoningPool(MemoryPool):

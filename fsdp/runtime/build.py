@@ -21,7 +21,7 @@ from fsdp.api import (
 )
 from fsdp.comm import beginning
 from fsdp.comm.groups import Groups
-from fsdp.comm.shared_memory import segment_of
+from fsdp.comm.shared_memory import known_channel
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.initial_values import InitialValues, sample
 from fsdp.flat.metadata import BucketInfo, UnitInfo
@@ -227,7 +227,7 @@ def shard_info(module: nn.Module) -> list[UnitInfo]:
                 )
                 for handle, views in zip(unit.handles, unit.views)
             ),
-            segment_of(unit.groups.shard) is not None,
+            known_channel(unit.groups.shard) is not None,
         )
         for name, unit, _ in units_in(module)
     ]

@@ -162,6 +162,7 @@ class BucketGradients:
         self._on_host = HostBuffers()  # of offloaded gradients
         self._scratch: SlotBuffer | None = None  # the reduce buffer; with memory from the pool in each backward
         self.target: SlotBuffer | None = None
+        self._awaited = False  # whether somebody waits for gradients of this backward during it
         self.hooked = False  # whether hooks of users', or tensor parallelism, have their say before that
         self._continues = False  # whether that is the accumulator of earlier backwards
         self._leaves = set(range(len(self.handle.copy.all_leaves)))  # all of them, by index
@@ -223,7 +224,7 @@ class BucketGradients:
     def open(self, queue: ReductionQueue, *, synchronize: bool) -> None:
         """Take a buffer for this backward; what users left of the accumulator is continued."""
         layout, device = self.handle.layout, self.handle.device
-        self.hooked = self.views.has_hooks
+        self.hooked, self._awaited = self.views.has_hooks, self._is_awaited
         accumulator, self._adopted = self._accumulator.reuse()
         self._written = {index for position in self._adopted for index in self.views.visible[position].members}
         self._continues = accumulator is not None
@@ -270,7 +271,7 @@ class BucketGradients:
         unused: set[int] = set()
         if self._finds_unused:
             self.used |= self._written
-            if not self._is_awaited:  # else it is attached before the ranks can agree
+            if not self._awaited:  # else it is attached before the ranks can agree
                 unused = self._unused
             if not self.handle.groups.reduces:
                 self.note_used(self.used)
@@ -341,7 +342,7 @@ class BucketGradients:
                 self._attach(grad, adopted, unused)
 
         self.target = None
-        queue.add(InFlight(pending, source, averages, self._is_awaited, finish), bounded=sharded)
+        queue.add(InFlight(pending, source, averages, self._awaited, finish), bounded=sharded)
 
     @property
     def _is_awaited(self) -> bool:
@@ -355,7 +356,7 @@ class BucketGradients:
     def _announce(self) -> None:
         """The gradients are complete: call the parameters' hooks, and step the optimizers that torch's
         ``_apply_optimizer_in_backward`` has hung on them."""
-        if not self._is_awaited:
+        if not self._awaited:
             return
         for held in (*self.views.visible, *self.views.runs):
             param: Any = held.param

@@ -105,6 +105,7 @@ class Residency(Residences[UnitBuffers]):
         self.expects_backward = False
         self._root, self._units, self._streams = root, units, streams
         self._meetings = 0  # of the ranks, when the order was begun
+        self._offloads = any(handle.offload.offload_params for unit in units for handle in unit.handles)
 
     def start_order(self, unit: UnitBuffers, *, backward: bool) -> None:
         """A pass begins with ``unit``. Ranks that have met after a failure remember different orders, and would gather
@@ -186,7 +187,7 @@ class Residency(Residences[UnitBuffers]):
 
     def settle_offloaded(self) -> None:
         """Shards in host memory may be written from here on: what the device reads of them has been read."""
-        if any(handle.offload.offload_params for unit in self._units for handle in unit.handles):
+        if self._offloads:
             self._streams.settle()
 
     def forget_kept(self) -> None:
@@ -388,17 +389,18 @@ class Residency(Residences[UnitBuffers]):
         those that users have listed, once ``unit`` ``begins``."""
         if unit.policy.reduce_unused:
             return
-        if self.passes.in_backward and unit.policy.prefetch_after_gradients:
+        in_backward = self.passes.in_backward
+        if in_backward and unit.policy.prefetch_after_gradients:
             under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED]
             if any(other.index not in unit.ancestors for other in under_way):
                 return
-        listed = unit.listed(self.passes.in_backward) if unit.listed is not None else None
+        listed = unit.listed(in_backward) if unit.listed is not None else None
         if listed is not None and not begins:
             return
         for candidate in self.order.upcoming(self._distance(unit)) if listed is None else listed:
             if candidate in self._of or candidate.is_gathered:
                 continue
-            if self.passes.in_backward and not candidate.policy.unshard_in_backward:
+            if in_backward and not candidate.policy.unshard_in_backward:
                 continue
             if listed is None and not self._has_room(candidate, unit):
                 return

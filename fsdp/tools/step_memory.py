@@ -133,12 +133,9 @@ class CountingPool(MemoryPool):
     def __init__(self, spare_nbytes: int, largest: int) -> None:
         super().__init__(torch.device("cpu"), HostStreams())
         self.held = 0
-        if super().exchanges_blocks:
+        if self.exchanges_blocks:
             self.kept_nbytes, self.kept_block_nbytes = spare_nbytes, 2 * largest
-
-    @property
-    def exchanges_blocks(self) -> bool:
-        return True  # its buffers have no storages
+        self.exchanges_blocks = True  # its buffers have no storages
 
     def lend(self, nbytes: int) -> _Buffer:
         buffer: Any = _Buffer(nbytes)
