@@ -29,7 +29,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, sha
 from fsdp.comm import ledger, shared_memory, waiting
 from fsdp.comm.collectives import Communicator, Gather, Tag, Vote
 from fsdp.comm.groups import Groups, group_store
-from fsdp.comm.segment import HEADER, Segment
+from fsdp.comm.segment import HEADER, Mapping, Segment
 from fsdp.comm.shared_memory import Channel
 from fsdp.comm.streams import streams_for
 from fsdp.comm.waiting import OutOfStep
@@ -476,6 +476,50 @@ def leave_nothing() -> None:
 
 def test_memory_has_no_name_and_is_given_back_at_rest() -> None:
     run_ranks(2, leave_nothing)
+
+
+def step_in_small_units() -> list[bool]:
+    """Of the last steps, whether memory was given back in one."""
+    share()
+    units = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+    model = wrap(units, wrap_policy=ModuleWrapPolicy({nn.Linear}), process_group=new_group())
+    found = []
+    with mock.patch.object(waiting, "IDLE", 60.0), mock.patch.object(Mapping, "give_back") as given:
+        for _ in range(4):
+            given.reset_mock()
+            model(torch.ones(2, 3)).sum().backward()
+            model.zero_grad()
+            found.append(given.called)
+    return found[1:]
+
+
+def test_small_units_keep_their_memory_during_a_step() -> None:
+    """A block is a page at least, which is more than the largest buffer of such units."""
+    assert run_ranks(2, step_in_small_units) == [[False] * 3] * 2
+
+
+def test_a_storage_is_lent_again() -> None:
+    segment = Segment()
+    first = segment.allocate(100)
+    address = first.data_ptr()
+    assert segment.free(first) and segment.allocate(50) is first
+    assert segment.lent_at(address) is not None
+    del first
+    assert segment.lent_at(address) is None and len(segment._free) == 1
+    second = segment.allocate(100)
+    assert second.data_ptr() == address and segment.free(second)
+    for_users = segment.allocate(100, keep=False)
+    assert for_users.data_ptr() == address and for_users is not second
+    del second
+    assert segment.lent_at(address) is not None and not segment._free
+    del for_users
+    assert segment.lent_at(address) is None and len(segment._free) == 1
+    third = segment.allocate(100)
+    assert segment.free(third)
+    segment.trim()
+    del third
+    assert not segment._blocks and not segment._free and segment.lent_at(address) is None
+    assert not segment.free(torch.empty(100).untyped_storage())
 
 
 def fork_after_the_mapping() -> None:

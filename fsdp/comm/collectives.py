@@ -158,9 +158,9 @@ class Communicator:
         if before != 1:
             full.div_(before)
         if (channel := self._memory(full.device, tag)) is not None:
-            what = functools.partial(channel.reduce, out, full, tag.label, tag.number)
             add_up = functools.partial(sum_in_rank_order, divisor=after)
-            start = functools.partial(what, add_up, until_read=to_write)
+            what = out, full, tag.label, tag.number, add_up
+            start = functools.partial(channel.reduce, *what, until_read=to_write)
             return Pending(issue_in_memory([start], full.device, self.groups.shard, tag.label), self.streams)
         if self._goes_direct([Gather(full, out)]):
             return self._direct_reduce(out, full, tag, after)

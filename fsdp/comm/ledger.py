@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fsdp.comm.groups import backend_of, serving_group
-from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER, UNCHECKED
+from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import HostWork, Work, watcher
 
 _KEPT = 64  # of the latest of each group: ranks that agree are never so far apart
@@ -97,6 +97,32 @@ def _note(
     return ledger
 
 
+def _gather(output: torch.Tensor, source: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+    options = distributed_c10d.AllgatherOptions()
+    options.asyncOp = async_op
+    return _over(group.all_gather_single(output, source, options), async_op)
+
+
+def _reduce_scatter(output: torch.Tensor, source: torch.Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
+    options = distributed_c10d.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, async_op
+    return _over(group.reduce_scatter_single(output, source, options), async_op)
+
+
+def _over(work: Any, async_op: bool) -> Any:
+    if async_op or work is None:
+        return work
+    work.wait()
+    return None
+
+
+# What some of torch's functions come down to, without what they ask about their arguments at each call.
+_UNCHECKED: dict[Any, Callable[..., Any]] = {}
+if hasattr(dist.ProcessGroup, ALL_GATHER):
+    _UNCHECKED[getattr(distributed_c10d, ALL_GATHER)] = _gather
+    _UNCHECKED[getattr(distributed_c10d, REDUCE_SCATTER)] = _reduce_scatter
+
+
 def issue(
     name: str, *tensors: Any, group: Any, label: str, asynchronous: bool, control: bool = False, **options: Any
 ) -> Work:
@@ -112,7 +138,7 @@ def issue(
     function = getattr(dist, name)
     _label.text = label
     try:
-        work = UNCHECKED.get(function, function)(*tensors, group=serving, async_op=asynchronous, **options)
+        work = _UNCHECKED.get(function, function)(*tensors, group=serving, async_op=asynchronous, **options)
     finally:
         _label.text = None
     key = kind, control

@@ -9,38 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C import _dynamo
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import device_mesh
 
 # The flat collectives got new names, and the old ones warn where the new ones exist. They are looked up by name at each
 # call, so that a profiler or recorder that replaces the attribute of torch.distributed sees the call.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-
-
-def _gather_unchecked(output: torch.Tensor, source: torch.Tensor, *, group: Any, async_op: bool) -> Any:
-    options = distributed_c10d.AllgatherOptions()
-    options.asyncOp = async_op
-    return _over(group.all_gather_single(output, source, options), async_op)
-
-
-def _reduce_unchecked(output: torch.Tensor, source: torch.Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
-    options = distributed_c10d.ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, async_op
-    return _over(group.reduce_scatter_single(output, source, options), async_op)
-
-
-def _over(work: Any, async_op: bool) -> Any:
-    if async_op or work is None:
-        return work
-    work.wait()
-    return None
-
-
-# What some of torch's functions come down to, without what they ask about their arguments at each call.
-UNCHECKED: dict[Callable[..., Any], Callable[..., Any]] = {}
-if hasattr(dist.ProcessGroup, "all_gather_single"):
-    UNCHECKED[distributed_c10d.all_gather_single] = _gather_unchecked
-    UNCHECKED[distributed_c10d.reduce_scatter_single] = _reduce_unchecked
 
 # Exchanging the memory of two storages costs nothing; without it a storage is resized, which asks the allocator each
 # time.

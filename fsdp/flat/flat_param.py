@@ -543,8 +543,9 @@ def gather(
     try:
         for handle in handles:
             if handle.copy.state is not BufferState.RESIDENT:
-                how = {"keep_cast": keep_cast, "nearby": nearby, "private": private or to_write}
-                parts.append(handle.begin_gather(pool, communicator, tag, **how))
+                alone = private or to_write
+                part = handle.begin_gather(pool, communicator, tag, keep_cast=keep_cast, nearby=nearby, private=alone)
+                parts.append(part)
         if not parts:
             return
         issues = True

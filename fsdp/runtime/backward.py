@@ -169,7 +169,8 @@ def leaf_arrived(unit_ref: Callable[[], CalledUnit | None], key: LeafKey, leaf: 
             unit.backward_failed(error, "gradient of a parameter")
         raise
     finally:
-        set_frame_callback(before)
+        if before is not None:
+            set_frame_callback(before)
 
 
 @hooks.untraced

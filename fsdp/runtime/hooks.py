@@ -45,7 +45,8 @@ def untraced(function: Callable[Params, Result]) -> Callable[Params, Result]:
         try:
             return function(*args, **kwargs)
         finally:
-            set_frame_callback(before)
+            if before is not None:
+                set_frame_callback(before)
 
     return breaks_graph(run)
 

@@ -132,9 +132,16 @@ class Residency(Residences[UnitBuffers]):
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
         with communicates(what, unit.name, self.generation), self._streams.on_gather_stream():
-            tag, private = unit.tag(0, "gather"), unit.policy.reduce_unused
-            how = {"keep_cast": again, "nearby": nearby, "to_write": to_write, "private": private}
-            gather(unit.handles, self.pool, communicator, tag, **how)
+            gather(
+                unit.handles,
+                self.pool,
+                communicator,
+                unit.tag(0, "gather"),
+                keep_cast=again,
+                nearby=nearby,
+                to_write=to_write,
+                private=unit.policy.reduce_unused,
+            )
         unit.generation, unit.kept_versions = self.generation, None
         self.gathers(unit, why)
 
