@@ -1890,7 +1890,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/waiting.py",
-        "        self._watch = _watches.get(group)\n",
+        "        self._watch = _watches.get(id(group))\n",
         "        self._watch = None\n",
         "a rank that compares what it has found waits for one that was interrupted",
         _tests("out_of_step", "rank_that_is_interrupted_in_a_call"),

@@ -129,10 +129,10 @@ class Communicator:
                 part.full.copy_(part.shard)
             return Pending(None, self.streams)
         if (channel := self._memory(device, tag)) is not None:
-            starts = [
-                functools.partial(channel.gather, parts[i : i + PARTS], tag.label, tag.number + i, until_read=to_write)
-                for i in range(0, len(parts), PARTS)
-            ]
+            starts = []
+            for i in range(0, len(parts), PARTS):
+                what = parts[i : i + PARTS], tag.label, tag.number + i
+                starts.append(functools.partial(channel.gather, *what, until_read=to_write))
             work = issue_in_memory(starts, device, group, tag.label)
         elif self._goes_direct(parts):
             work = self._direct_gather(parts, tag)
@@ -205,7 +205,9 @@ class Communicator:
         channel = self._channel
         if channel is None or not channel.usable:
             return None
-        return channel if _go_through(channel.collectives, self.groups.shard, tag.label) else None
+        if are_torchs_own() or _go_through(channel.collectives, self.groups.shard, tag.label):
+            return channel
+        return None
 
     def _goes_direct(self, parts: Sequence[Gather]) -> bool:
         assert self._direct_min is not None

@@ -175,11 +175,14 @@ def _coalesces(group: Any, device: torch.device) -> bool:
 def issue_in_memory(starts: Iterable[Callable[[], HostWork]], device: torch.device, group: Any, label: str) -> Work:
     """What ``starts`` do in memory that the ranks of ``group`` share. It is not written down: nobody waits for it once
     all have met."""
+    works = []
     _label.text = label
     try:
-        return Work([start() for start in starts], group, label, device, ends_alone=True)
+        for start in starts:
+            works.append(start())
     finally:
         _label.text = None
+    return Work(works, group, label, device, ends_alone=True)
 
 
 def are_torchs_own() -> bool:

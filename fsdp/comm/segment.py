@@ -19,7 +19,7 @@ import select
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -87,7 +87,7 @@ class Peer:
 class Block:
     """A piece of the segment. What its last post told others to read is not used again before they have."""
 
-    __slots__ = ("_patience", "_reader", "lent", "nbytes", "offset", "owner", "reserved", "storage")
+    __slots__ = ("_reader", "_worth_waiting", "lent", "nbytes", "offset", "owner", "reserved", "storage")
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
@@ -96,10 +96,10 @@ class Block:
         self.lent: Any = None  # refers to what holds it
         self.storage: torch.UntypedStorage | None = None  # of it, which nothing else holds
         self._reader: tuple[Readers, int] | None = None
-        self._patience = 0.0  # seconds that it is worth to wait for the readers
+        self._worth_waiting = False  # for the readers
 
     def posted(self, readers: Readers, number: int) -> None:
-        self._reader, self._patience = (readers, number), _PATIENCE * waiting.PATIENCE.total_seconds()
+        self._reader, self._worth_waiting = (readers, number), True
 
     @property
     def is_read(self) -> bool:
@@ -109,21 +109,10 @@ class Block:
 
     def wait(self) -> None:
         """Until it is read; not for long, and not again. Where that fails, whoever needs the readers will hear."""
-        if not self.is_read and self._reader is not None and self._patience:
-            patience, self._patience = self._patience, 0.0
+        if not self.is_read and self._reader is not None and self._worth_waiting:
+            self._worth_waiting = False
             with contextlib.suppress(RuntimeError):
-                self._reader[0].until(lambda: self.is_read, patience)
-
-
-def _first_read(blocks: Iterable[Block]) -> Block | None:
-    """The first of those that are read, and rather one that has memory."""
-    found = None
-    for block in blocks:
-        if (block.reserved or found is None) and block.is_read:
-            found = block
-            if block.reserved:
-                break
-    return found
+                self._reader[0].until(lambda: self.is_read, _PATIENCE * waiting.PATIENCE.total_seconds())
 
 
 class Header(NamedTuple):
@@ -233,11 +222,10 @@ class Segment:
 
     def _take(self, nbytes: int) -> Block:
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        fitting = [block for block in self._free if nbytes <= block.nbytes <= 2 * nbytes]
-        block = _first_read(fitting)
-        if fitting and block is None:  # a fast rank waits for slow readers, so as not to need more than they do
-            fitting[0].wait()
-            block = _first_read(fitting)
+        fitting, block = self._fitting(nbytes)
+        if fitting is not None and block is None:  # a fast rank waits for slow readers, so as not to need more than
+            fitting.wait()  # they do
+            _, block = self._fitting(nbytes)
         if block is not None:
             self._free.remove(block)
         else:
@@ -258,6 +246,18 @@ class Segment:
                 if not block.reserved:
                     self._free.append(block)
         return block
+
+    def _fitting(self, nbytes: int) -> tuple[Block | None, Block | None]:
+        """The first free block for so much, and the first that is read, rather one that has memory."""
+        first = read = None
+        for block in self._free:
+            if nbytes <= block.nbytes <= 2 * nbytes:
+                first = first or block
+                if (block.reserved or read is None) and block.is_read:
+                    read = block
+                    if block.reserved:
+                        break
+        return first, read
 
     def leave(self, block: Block) -> None:
         self._free.append(block)

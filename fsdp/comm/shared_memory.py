@@ -31,7 +31,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -48,6 +48,7 @@ _SLOT = 128  # bytes of a post: three words, of each part where it is, and a lab
 _LABEL, _TEXT = 8 * (3 + PARTS), _SLOT - 8 * (3 + PARTS)
 _HALF = HEADER // 2  # of collectives, and of questions
 _SLOTS = _HALF // _SLOT - 1  # the first has what is not a post
+_WORDS = _SLOT // 8
 _DONE, _ELSEWHERE = 0, 1  # words of the first
 _EVENT, _NBYTES, PLACE = 1, 2, 3  # words of a post, behind its number
 _NEVER = 1 << 62
@@ -78,14 +79,8 @@ class Condition(HostWork):
         return self._channel.broken is not None or self._holds()
 
 
-class _UnderWay(NamedTuple):
-    """What this rank has posted."""
-
-    number: int
-    event: int
-    nbytes: int
-    label: str
-    work: weakref.ref[Condition]
+# What this rank has posted: number, event, bytes, label, and who waits for it.
+_UnderWay: TypeAlias = "tuple[int, int, int, str, weakref.ref[Condition]]"
 
 
 class Posts:
@@ -99,29 +94,28 @@ class Posts:
         self._channel, self._rank = channel, rank
         self._own = mappings[rank]
         self._words = [mapping.words for mapping in mappings]
-        self._mappings, self._headers = mappings, headers
+        self._mappings = mappings
+        self._starts = [header // 8 + _WORDS for header in headers]  # of each rank's posts, in words
         self._others = [other for other in range(len(mappings)) if other != rank]
         self._place = headers[rank] // 8  # of what is not a post, in words
         self._firsts = {other: (mapping.words, headers[other] // 8) for other, mapping in enumerate(mappings)}
+        self._read = 0  # all have read what this rank has posted up to there, and maybe more
         self.under_way: deque[_UnderWay] = deque()
-
-    def _slot(self, rank: int, number: int) -> int:
-        """Where ``rank`` has its post of that number, in bytes."""
-        return self._headers[rank] + _SLOT * (1 + number % _SLOTS)
 
     def said(self, rank: int, number: int, word: int) -> int:
         """A word of the post of that number."""
-        return self._words[rank][self._slot(rank, number) // 8 + word]
+        return self._words[rank][self._starts[rank] + number % _SLOTS * _WORDS + word]
 
     def next(self, label: str) -> int:
         """The number of the next post, once its slot may be written."""
         number, channel = self.number + 1, self._channel
-        if channel.broken is None:
+        if channel.broken is None and (channel.collectives.under_way or channel.questions.under_way):
             channel.advance()  # what can be read by now is memory that others wait for
-        if not self.is_read(number - _SLOTS) and not channel.until(
-            lambda: self.is_read(number - _SLOTS), channel.timeout
-        ):
-            raise RuntimeError(f"{label}: other ranks are too far behind")
+        oldest = number - _SLOTS
+        if oldest > self._read:
+            if not self.is_read(oldest) and not channel.until(lambda: self.is_read(oldest), channel.timeout):
+                raise RuntimeError(f"{label}: other ranks are too far behind")
+            self._read = min(words[place + _DONE] for words, place in self._firsts.values())
         return number
 
     def post(
@@ -137,16 +131,15 @@ class Posts:
     ) -> HostWork:
         """``number``: what ``next`` has returned; ``wheres``: up to ``PARTS``. It is over when this rank has read the
         others' posts, or with ``until_read`` when all have."""
-        words, done, slot = self._own.words, self._place + _DONE, self._slot(self._rank, number)
-        self._own.memory[slot + _LABEL : slot + _SLOT] = _text_of(label)
-        at = slot // 8
+        words, done, at = self._own.words, self._place + _DONE, self._starts[self._rank] + number % _SLOTS * _WORDS
+        self._own.memory[at * 8 + _LABEL : at * 8 + _SLOT] = _text_of(label)
         words[at + _EVENT], words[at + _NBYTES] = event, nbytes
         for place, where in enumerate(wheres, at + PLACE):
             words[place] = where
         holds = functools.partial(self.is_read, number) if until_read else lambda: words[done] >= number
         work = Condition(self._channel, holds, finish)
         self.number = number
-        self.under_way.append(_UnderWay(number, event, nbytes, label, weakref.ref(work, self._note_dropped)))
+        self.under_way.append((number, event, nbytes, label, weakref.ref(work, self._note_dropped)))
         words[at] = number
         return work
 
@@ -162,17 +155,17 @@ class Posts:
         Raises:
             OutOfStep: some have posted something else.
         """
-        all_have = True
+        all_have, own_number, place = True, what[0], what[0] % _SLOTS * _WORDS
         for rank in self._others:
-            words, at = self._words[rank], self._slot(rank, what.number) // 8
+            words, at = self._words[rank], self._starts[rank] + place
             number = words[at]
-            if number < what.number:
+            if number < own_number:
                 all_have = False
             elif (number, words[at + _EVENT], words[at + _NBYTES]) != what[:3]:
                 text = bytes(self._mappings[rank].memory[at * 8 + _LABEL : at * 8 + _SLOT]).rstrip(b"\0")
                 theirs = f"{text.decode(errors='replace')!r} ({words[at + _NBYTES]} bytes)"
                 names = self._channel.names
-                own = f"rank {names[self._rank]} is at {what.label!r} ({what.nbytes} bytes)"
+                own = f"rank {names[self._rank]} is at {what[3]!r} ({what[2]} bytes)"
                 raise OutOfStep(f"the ranks are out of step: {own}, and rank {names[rank]} is at {theirs}")
         return all_have
 
@@ -181,22 +174,23 @@ class Posts:
         words, done = self._own.words, self._place + _DONE
         while self.under_way:
             what = self.under_way[0]
-            if what.number > words[done]:  # else an interrupt came right here
+            number, *_, reference = what
+            if number > words[done]:  # else an interrupt came right here
                 if not self._have_posted(what):
                     return
-                work = what.work()
+                work = reference()
                 if work is not None and work.finish is not None:
                     work.finish()
-                words[done] = what.number  # from here on it is over, for this rank and for the others
+                words[done] = number  # from here on it is over, for this rank and for the others
             self.under_way.popleft()
 
     def _note_dropped(self, _: object) -> None:
         """Nobody waits for what is under way any more: the others need not keep what this rank will not read."""
         place = self._place + _DONE
-        for what in tuple(self.under_way):
-            if what.work() is not None or not self._channel.usable:
+        for number, *_, reference in tuple(self.under_way):
+            if reference() is not None or not self._channel.usable:
                 return
-            self._own.words[place] = max(self._own.words[place], what.number)
+            self._own.words[place] = max(self._own.words[place], number)
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -252,6 +246,7 @@ class Channel:
         timeout: seconds that a collective may take.
         names: what people call its ranks.
         broken: why nothing more comes from the others, until ``renew``.
+        segment: this process's.
         usable: whether this is the process that made it, not one that was forked from that.
         collectives, questions: what its ranks post.
     """
@@ -262,7 +257,7 @@ class Channel:
         self.names = group_ranks(group)
         self.broken: RuntimeError | None = None
         self.usable = True
-        self.rank, self._segment, self._peers = group.rank(), own, peers
+        self.rank, self.segment, self._peers = group.rank(), own, peers
         self._mappings = [peer.mapping for peer in peers]
         self.others = [rank for rank in range(len(peers)) if rank != self.rank]
         self.of_processes = len({id(peer) for peer in peers}) == len(peers)  # ranks may be threads of one
@@ -281,7 +276,7 @@ class Channel:
         targets: list[tuple[Sequence[torch.Tensor], Block | None]] = []
         try:
             for part in parts:
-                shard, lent, pieces = part.shard, self._segment.lent_at(part.full.data_ptr()), part.pieces(size)
+                shard, lent, pieces = part.shard, self.segment.lent_at(part.full.data_ptr()), part.pieces(size)
                 if lent is None:
                     copied.append(self._copy_out(shard))
                     wheres.append(copied[-1].offset * size + self.rank)
@@ -320,7 +315,7 @@ class Channel:
         """Have ``add_up`` write the sum of all ranks' pieces of ``full``, in rank order, into ``out``. Nothing is
         copied where ``full`` lies in the segment. ``event``, ``until_read``: as for ``gather``."""
         posts, start = self.collectives, self.rank * out.nbytes
-        number, lent = posts.next(label), self._segment.lent_at(full.data_ptr())
+        number, lent = posts.next(label), self.segment.lent_at(full.data_ptr())
         if lent is None:
             lent = self._copy_out(full)
             self._leave([lent], number)
@@ -328,9 +323,10 @@ class Channel:
             lent.posted(self, number)
 
         def finish() -> None:
-            several = enumerate(self._mappings)
-            wheres = [(mapping, posts.said(rank, number, PLACE) + start) for rank, mapping in several]
-            add_up(out, [mapping.piece(where, out.numel(), out.dtype) for mapping, where in wheres])
+            numel, dtype, pieces = out.numel(), out.dtype, list[torch.Tensor]()
+            for rank, mapping in enumerate(self._mappings):
+                pieces.append(mapping.piece(posts.said(rank, number, PLACE) + start, numel, dtype))
+            add_up(out, pieces)
 
         return posts.post(number, event, full.nbytes, label, [lent.offset], finish, until_read=until_read)
 
@@ -346,15 +342,15 @@ class Channel:
 
     def _copy_out(self, source: torch.Tensor) -> Block:
         """Where the others will find a copy of ``source``."""
-        block = self._segment.take(source.nbytes)
-        self._segment.mapping.piece(block.offset, source.numel(), source.dtype).copy_(source)
+        block = self.segment.take(source.nbytes)
+        self.segment.mapping.piece(block.offset, source.numel(), source.dtype).copy_(source)
         return block
 
     def _leave(self, copied: Sequence[Block], number: int) -> None:
         """The others find them by the post of that ``number``; once they have read it the memory is free."""
         for block in copied:
             block.posted(self, number)
-            self._segment.leave(block)
+            self.segment.leave(block)
 
     def mapping_of(self, rank: int) -> Mapping:
         return self._mappings[rank]

@@ -54,18 +54,20 @@ class Watch(Protocol):
         """What the ranks did last."""
 
 
-_watches: weakref.WeakKeyDictionary[Any, weakref.ref[Watch]] = weakref.WeakKeyDictionary()
+_watches: dict[int, weakref.ref[Watch]] = {}  # by the id of the group
 
 
 def watch(group: Any, by: Watch) -> None:
     """What is issued in ``group`` from now on is watched ``by`` this one as long as it lives: of several trees that
     communicate over the group, the one that does now."""
-    _watches[group] = weakref.ref(by)
+    if id(group) not in _watches:
+        weakref.finalize(group, _watches.pop, id(group))
+    _watches[id(group)] = weakref.ref(by)
 
 
 def watch_of(group: Any) -> Watch | None:
     """By whom ``group`` is watched now."""
-    reference = _watches.get(group)
+    reference = _watches.get(id(group))
     return None if reference is None else reference()
 
 
@@ -200,7 +202,7 @@ class Work:
         self.group, self.label = group, label
         self._on_host = device.type == "cpu"  # an accelerator's host does not wait
         self._works = works if ends_alone or not works or not self._on_host else (BlockingWork(works),)
-        self._watch = _watches.get(group)
+        self._watch = _watches.get(id(group))
 
     @staticmethod
     def of(several: Sequence[Work]) -> Work:
@@ -254,16 +256,16 @@ class Work:
         if watch is None or not isinstance(work, (dist.Work, HostWork)):
             work.wait()
             return
-        started, told = time.monotonic(), False
+        started, told, was_over = time.monotonic(), False, False
         while True:
-            was_over = work.is_completed()  # or has failed; asked before: it may end just after a wait was given up
             try:
                 work.wait(PATIENCE)
                 return
             except RuntimeError:
                 if was_over or time.monotonic() - started > group_timeout(self.group).total_seconds():
                     raise  # failed, not just slow
-            if not work.is_completed():
+            was_over = work.is_completed()  # or has failed; it may end just after the wait was given up, so wait again
+            if not was_over:
                 watch.slow()
                 told = told or self.tells_of(time.monotonic() - started, watch)
 

@@ -153,9 +153,10 @@ class SharedPool(MemoryPool):
     @property
     def _segment(self) -> Segment | None:
         """Where the memory is, if the ranks share some."""
-        if self._channel is None:
-            self._channel = shared_memory.known_channel(self._group)
-        return shared_memory.segment() if self._channel is not None and self._channel.usable else None
+        channel = self._channel
+        if channel is None:
+            channel = self._channel = shared_memory.known_channel(self._group)
+        return channel.segment if channel is not None and channel.usable else None
 
     def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
         segment, block = self._segment, None

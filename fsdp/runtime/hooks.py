@@ -10,6 +10,7 @@ import functools
 import logging
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -135,7 +136,12 @@ def own_operations() -> AbstractContextManager[None]:
 def on_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
     """Call ``callback``, which is ``untraced``, with ``tensor``'s gradient each time that is complete, after the hooks
     that are there already."""
-    tensor.register_hook(callback)
+    node: Any = tensor.grad_fn
+    if node is None or type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
+        tensor.register_hook(callback)
+        return
+    tensor._backward_hooks = OrderedDict({id(callback): callback})  # nobody needs a handle to remove it by
+    node._register_hook_dict(tensor)
 
 
 def on_saved(callback: Callable[[torch.Tensor], None]) -> AbstractContextManager[None]:

@@ -312,7 +312,10 @@ class Residency(Residences[UnitBuffers]):
         Raises:
             RuntimeError: a backward of the unit is under way, or its parameters are shown, in the other dtypes.
         """
-        self.cast_parameters(unit, full_precision)
+        for handle in unit.handles:
+            if handle.full_precision is not full_precision:
+                self.cast_parameters(unit, full_precision)
+                break
         if unit.precision.asked.buffer_dtype is not None:
             unit.precision.cast_buffers(unit.device, full_precision=full_precision)
 
