@@ -223,8 +223,8 @@ class Segment:
     def _take(self, nbytes: int) -> Block:
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         fitting, block = self._fitting(nbytes)
-        if fitting is not None and block is None:  # a fast rank waits for slow readers, so as not to need more than
-            fitting.wait()  # they do
+        if fitting is not None and block is None:
+            fitting.wait()  # a fast rank waits for slow readers, so as not to need more than they do
             _, block = self._fitting(nbytes)
         if block is not None:
             self._free.remove(block)
