@@ -1048,8 +1048,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "if self.passes.in_backward else unit.policy.forward_prefetch",
-        "if self.passes.in_backward else 0",
+        "        distance = policy.backward_prefetch if in_backward else policy.forward_prefetch\n",
+        "        distance = policy.backward_prefetch if in_backward else 0\n",
         "the next unit's gather waits for the compute of this one",
         _tests("streams", "communication_overlaps_with_compute[ShardingStrategy.FULL_SHARD]"),
     ),

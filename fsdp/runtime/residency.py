@@ -372,16 +372,13 @@ class Residency(Residences[UnitBuffers]):
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def _distance(self, unit: UnitBuffers) -> int:
-        """How many units to prefetch while ``unit`` computes."""
-        return unit.policy.backward_prefetch if self.passes.in_backward else unit.policy.forward_prefetch
-
     def _has_room(self, unit: UnitBuffers, computing: UnitBuffers) -> bool:
         """Whether one more unit fits while ``computing`` does: 1 + the prefetch distance, not counting the root, the
         ancestors of ``unit`` and units that are kept."""
-        if not computing.policy.limit_gathers:
+        policy = computing.policy
+        if not policy.limit_gathers:
             return True
-        room = self._distance(computing)
+        room = policy.backward_prefetch if self.passes.in_backward else policy.forward_prefetch
         for other in self._of:
             limited = other is not self._root and other.policy.reshard_after_forward is not False
             room -= limited and other.index not in unit.ancestors
@@ -397,17 +394,18 @@ class Residency(Residences[UnitBuffers]):
     def prefetch(self, unit: UnitBuffers, *, begins: bool = False) -> None:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow; or
         those that users have listed, once ``unit`` ``begins``."""
-        if unit.policy.reduce_unused:
+        policy, in_backward = unit.policy, self.passes.in_backward
+        if policy.reduce_unused:
             return
-        in_backward = self.passes.in_backward
-        if in_backward and unit.policy.prefetch_after_gradients:
+        if in_backward and policy.prefetch_after_gradients:
             under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED]
             if any(other.index not in unit.ancestors for other in under_way):
                 return
         listed = unit.listed(in_backward) if unit.listed is not None else None
         if listed is not None and not begins:
             return
-        for candidate in self.order.upcoming(self._distance(unit)) if listed is None else listed:
+        distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
+        for candidate in self.order.upcoming(distance) if listed is None else listed:
             if candidate in self._of or candidate.is_gathered:
                 continue
             if in_backward and not candidate.policy.unshard_in_backward:
