@@ -134,9 +134,11 @@ def _received(log: CollectiveLog) -> tuple[int, int, int, int]:
     return sum(moved), sum(halves), len(gathers), len(reductions)
 
 
-def _hold(build: Callable[[], nn.Module], policy: Any, batch: Tensor, steps: int = 5, **options: Any) -> dict[str, Any]:
-    """What this rank holds at most in some step after the second, as a reduction may be over early in one, and what it
-    receives."""
+def _hold(
+    build: Callable[[], nn.Module], policy: Any, batch: Tensor, steps: int = 15, **options: Any
+) -> dict[str, Any]:
+    """What this rank holds at most in some step after the second, and what it receives. On a busy machine a reduction
+    is over early in about every other step."""
     meter = Meter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
