@@ -795,8 +795,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/shared_memory.py",
-        "            elif (number, words[at + _EVENT], words[at + _NBYTES]) != what[:3]:\n",
-        "            elif (number,) != what[:1]:\n",
+        "            elif (number, words[at + _EVENT], words[at + _NBYTES]) != (own, event, nbytes):\n",
+        "            elif number != own:\n",
         "what ranks post for different units is mixed up",
         _tests("shared_memory", "ranks_out_of_step_are_named_at_once_and_go_on_after_they_have_met"),
     ),
@@ -1048,8 +1048,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "        distance = policy.backward_prefetch if in_backward else policy.forward_prefetch\n",
-        "        distance = policy.backward_prefetch if in_backward else 0\n",
+        "if self.passes.in_backward else unit.policy.forward_prefetch",
+        "if self.passes.in_backward else 0",
         "the next unit's gather waits for the compute of this one",
         _tests("streams", "communication_overlaps_with_compute[ShardingStrategy.FULL_SHARD]"),
     ),

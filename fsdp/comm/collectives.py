@@ -200,14 +200,11 @@ class Communicator:
 
     def _memory(self, device: torch.device, tag: Tag) -> Channel | None:
         """The memory that the ranks share, if their next collective goes through it."""
-        if self._direct_min is None:
-            self.choose(device)
+        self.choose(device)
         channel = self._channel
         if channel is None or not channel.usable:
             return None
-        if are_torchs_own() or _go_through(channel.collectives, self.groups.shard, tag.label):
-            return channel
-        return None
+        return channel if _go_through(channel.collectives, self.groups.shard, tag.label) else None
 
     def _goes_direct(self, parts: Sequence[Gather]) -> bool:
         assert self._direct_min is not None

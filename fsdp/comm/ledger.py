@@ -100,20 +100,21 @@ def _note(
 def _gather(output: torch.Tensor, source: torch.Tensor, *, group: Any, async_op: bool) -> Any:
     options = distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
-    return _over(group.all_gather_single(output, source, options), async_op)
+    work = group.all_gather_single(output, source, options)
+    return work if async_op else _ended(work)
 
 
 def _reduce_scatter(output: torch.Tensor, source: torch.Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
     options = distributed_c10d.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, async_op
-    return _over(group.reduce_scatter_single(output, source, options), async_op)
+    work = group.reduce_scatter_single(output, source, options)
+    return work if async_op else _ended(work)
 
 
-def _over(work: Any, async_op: bool) -> Any:
-    if async_op or work is None:
-        return work
-    work.wait()
-    return None
+def _ended(work: Any) -> None:
+    """Wait for ``work``, unless the backend has."""
+    if work is not None:
+        work.wait()
 
 
 # What some of torch's functions come down to, without what they ask about their arguments at each call.

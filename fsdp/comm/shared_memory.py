@@ -155,18 +155,19 @@ class Posts:
         Raises:
             OutOfStep: some have posted something else.
         """
-        all_have, own_number, place = True, what[0], what[0] % _SLOTS * _WORDS
+        own, event, nbytes, label, _ = what
+        all_have, place = True, own % _SLOTS * _WORDS
         for rank in self._others:
             words, at = self._words[rank], self._starts[rank] + place
             number = words[at]
-            if number < own_number:
+            if number < own:
                 all_have = False
-            elif (number, words[at + _EVENT], words[at + _NBYTES]) != what[:3]:
+            elif (number, words[at + _EVENT], words[at + _NBYTES]) != (own, event, nbytes):
                 text = bytes(self._mappings[rank].memory[at * 8 + _LABEL : at * 8 + _SLOT]).rstrip(b"\0")
                 theirs = f"{text.decode(errors='replace')!r} ({words[at + _NBYTES]} bytes)"
                 names = self._channel.names
-                own = f"rank {names[self._rank]} is at {what[3]!r} ({what[2]} bytes)"
-                raise OutOfStep(f"the ranks are out of step: {own}, and rank {names[rank]} is at {theirs}")
+                here = f"rank {names[self._rank]} is at {label!r} ({nbytes} bytes)"
+                raise OutOfStep(f"the ranks are out of step: {here}, and rank {names[rank]} is at {theirs}")
         return all_have
 
     def advance(self) -> None:

@@ -138,7 +138,10 @@ class WhenIdle:
 
 
 class HostWork:
-    """What the host waits for, as long as it likes. A wait that is given up may begin again."""
+    """What the host waits for, as long as it likes. A wait that is given up may begin again.
+
+    Each wait asks whether something is one, which takes ten times as long of an abstract class: so it is none.
+    """
 
     def wait(self, patience: timedelta | None = None) -> None:
         """

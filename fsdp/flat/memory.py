@@ -182,9 +182,8 @@ class SharedPool(MemoryPool):
             largest = max(self.kept_block_nbytes, _NO_MATTER)
             for memory in self._in_common.values():
                 memory.keep(max(self.kept_nbytes, _NO_MATTER), largest)
-            segment.keep(
-                max(2 * self.kept_nbytes, _NO_MATTER), largest
-            )  # for the pool of the tree's reductions as well
+            # for the pool of the tree's reductions as well
+            segment.keep(max(2 * self.kept_nbytes, _NO_MATTER), largest)
         else:
             super().free(buffer, last_use)
 

@@ -43,7 +43,7 @@ def communicates(what: str, unit_name: str, forward: int) -> AbstractContextMana
     if logger.isEnabledFor(logging.INFO) and os.environ.get("FSDP_DEBUG", "0") == "1":
         rank = dist.get_rank() if dist.is_initialized() else 0
         logger.info("rank %d, forward %d: %s %s", rank, forward, what, unit_name)
-    return NOTHING if Told.recorder is None and not _profiler_runs() else profiled(what, unit_name)
+    return profiled(what, unit_name)
 
 
 def ranged(what: str) -> Callable[[Method], Method]:

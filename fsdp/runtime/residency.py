@@ -312,10 +312,7 @@ class Residency(Residences[UnitBuffers]):
         Raises:
             RuntimeError: a backward of the unit is under way, or its parameters are shown, in the other dtypes.
         """
-        for handle in unit.handles:
-            if handle.full_precision is not full_precision:
-                self.cast_parameters(unit, full_precision)
-                break
+        self.cast_parameters(unit, full_precision)
         if unit.precision.asked.buffer_dtype is not None:
             unit.precision.cast_buffers(unit.device, full_precision=full_precision)
 
@@ -372,13 +369,16 @@ class Residency(Residences[UnitBuffers]):
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
+    def _distance(self, unit: UnitBuffers) -> int:
+        """How many units to prefetch while ``unit`` computes."""
+        return unit.policy.backward_prefetch if self.passes.in_backward else unit.policy.forward_prefetch
+
     def _has_room(self, unit: UnitBuffers, computing: UnitBuffers) -> bool:
         """Whether one more unit fits while ``computing`` does: 1 + the prefetch distance, not counting the root, the
         ancestors of ``unit`` and units that are kept."""
-        policy = computing.policy
-        if not policy.limit_gathers:
+        if not computing.policy.limit_gathers:
             return True
-        room = policy.backward_prefetch if self.passes.in_backward else policy.forward_prefetch
+        room = self._distance(computing)
         for other in self._of:
             limited = other is not self._root and other.policy.reshard_after_forward is not False
             room -= limited and other.index not in unit.ancestors
@@ -394,18 +394,17 @@ class Residency(Residences[UnitBuffers]):
     def prefetch(self, unit: UnitBuffers, *, begins: bool = False) -> None:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow; or
         those that users have listed, once ``unit`` ``begins``."""
-        policy, in_backward = unit.policy, self.passes.in_backward
-        if policy.reduce_unused:
+        in_backward = self.passes.in_backward
+        if unit.policy.reduce_unused:
             return
-        if in_backward and policy.prefetch_after_gradients:
+        if in_backward and unit.policy.prefetch_after_gradients:
             under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED]
             if any(other.index not in unit.ancestors for other in under_way):
                 return
         listed = unit.listed(in_backward) if unit.listed is not None else None
         if listed is not None and not begins:
             return
-        distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
-        for candidate in self.order.upcoming(distance) if listed is None else listed:
+        for candidate in self.order.upcoming(self._distance(unit)) if listed is None else listed:
             if candidate in self._of or candidate.is_gathered:
                 continue
             if in_backward and not candidate.policy.unshard_in_backward:
