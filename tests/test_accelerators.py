@@ -384,9 +384,8 @@ def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
         third = take()
         assert third.data_ptr() not in places and part.eq(1).all(), "somebody holds that memory"
         del part, second
-        assert lazy(places[0]) >= nbytes // 2, (
-            "the system could not have it"
-        )  # what is no huge page is a mapping of its own
+        # half of it at least: what is no huge page is a mapping of its own
+        assert lazy(places[0]) >= nbytes // 2, "the system could not have it"
         again = [take(), take()]
         assert sorted(each.data_ptr() for each in again) == sorted(places)
         if places[1] - places[0] not in (nbytes, -nbytes):  # else one mapping
