@@ -287,8 +287,11 @@ def _wait_for_end(pids: list[int]) -> None:
 
 def _has_ended(pid: int) -> bool:
     """Gone, or a zombie: an orphan is reaped by process 1, which not every container's does."""
-    stat = Path(f"/proc/{pid}/stat")
-    return not _is_running(pid) or (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z")
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # the second while it is read
+        return not _is_running(pid)  # on systems without these files
+    return state == "Z"
 
 
 # -- models and oracle -------------------------------------------------------------------------------------------
