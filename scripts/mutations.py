@@ -857,6 +857,13 @@ MUTATIONS = [
         _tests("shared_memory", "small_units_keep_their_memory_during_a_step"),
     ),
     Mutation(
+        "fsdp/comm/shared_memory.py",
+        "            if not self.is_read(oldest) and not channel.until",
+        "            if False and not channel.until",
+        "a post is written over that a slower rank has yet to read",
+        _tests("shared_memory", "a_post_that_somebody_has_yet_to_read_is_not_written_over"),
+    ),
+    Mutation(
         "fsdp/comm/segment.py",
         "            block.lent = None\n            block.storage = None\n",
         "            block.storage = None\n",

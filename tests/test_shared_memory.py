@@ -498,6 +498,21 @@ def test_small_units_keep_their_memory_during_a_step() -> None:
     assert run_ranks(2, step_in_small_units) == [[False] * 3] * 2
 
 
+def post_what_nobody_has_read() -> None:
+    share()
+    posts = shared_memory.connect(group := new_group()).collectives  # type: ignore[union-attr]
+    posts.number += shared_memory._SLOTS  # as if this rank had posted so many
+    late = pytest.raises(RuntimeError, match="gather: other ranks are too far behind")
+    with mock.patch.object(shared_memory.channel_of(group), "timeout", 0.05), late:
+        posts.next("gather")
+    posts.number -= 1
+    assert posts.next("gather") == posts.number + 1
+
+
+def test_a_post_that_somebody_has_yet_to_read_is_not_written_over() -> None:
+    run_ranks(2, post_what_nobody_has_read)
+
+
 def test_a_storage_is_lent_again() -> None:
     segment = Segment()
     first = segment.allocate(100)
