@@ -752,6 +752,13 @@ MUTATIONS = [
         _tests("shared_memory", "memory_is_not_used_again_before_all_have_read_it"),
     ),
     Mutation(
+        "fsdp/comm/segment.py",
+        " and _here.may_wait:\n",
+        ":\n",
+        "what the collector finds in the middle of a wait begins another one, of the same posts",
+        _tests("shared_memory", "the_collector_may_find_a_model_in_the_middle_of_a_wait"),
+    ),
+    Mutation(
         "fsdp/comm/collectives.py",
         " if {other for other, _ in said} == {number} else None\n",
         "\n",
@@ -3579,6 +3586,13 @@ MUTATIONS = [
         "    if False:  # the others",
         "replicas start with different values",
         _tests("hybrid", "values_of_the_first_rank"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "                if not unit.is_gathering:  # who knows",
+        "                if True:  # who knows",
+        "whoever collects a tree waits for a gather that nobody has used",
+        _tests("by_hand", "a_unit_outlives_its_tree_in_the_middle_of_a_gather"),
     ),
     Mutation(
         "fsdp/runtime/context.py",

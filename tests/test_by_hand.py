@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -294,6 +296,32 @@ def _by_hand(mode: Mode) -> None:
 def test_gathered_by_hand(world_size: int) -> None:
     """R16, K12: the next forward uses it and gathers no more."""
     run_ranks(world_size, everywhere, _by_hand)
+
+
+def _outlives_its_tree(mode: Mode) -> None:
+    model, plain = build(mode), net()
+    inner, plain_inner = model.layers[1], plain.layers[1]
+    optimizer, plain_optimizer = sgd(inner), sgd(plain_inner)
+    with torch.no_grad():
+        model(batch(0))
+    tree = weakref.ref(inner._fsdp_unit.context)
+    inner._unshard(async_op=True)
+    del model
+    gc.collect()
+    assert tree() is None and inner._fsdp_unit.is_gathered
+    for step in range(2):
+        x = torch.randn(3, plain_inner.in_features, generator=torch.Generator().manual_seed(step))
+        for layer, by in ((inner, optimizer), (plain_inner, plain_optimizer)):
+            layer(x).square().mean().backward()
+            by.step()
+            by.zero_grad()
+        assert_bit_equal(full_parameters(inner), dict(plain_inner.named_parameters()), f"step {step}")
+        assert_at_rest(inner, mode)
+
+
+def test_a_unit_outlives_its_tree_in_the_middle_of_a_gather() -> None:
+    """Whoever collects the tree waits for nobody, and the unit goes on alone."""
+    run_ranks(2, everywhere, _outlives_its_tree)
 
 
 def _reset(mode: Mode) -> None:

@@ -14,6 +14,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -668,6 +669,41 @@ def test_nothing_trims_a_segment_that_is_in_the_middle_of_a_call() -> None:
     assert own.held_nbytes == held
     own.keep(0, 0)
     assert own.held_nbytes < held
+
+
+def collect_in_the_middle_of_a_wait() -> None:
+    share()
+    group, piece, calls = new_group(), Mapping.piece, list[int]()
+    model = make_model(group)
+    model.itself = [model]  # only the collector finds it
+    step(model)
+
+    def interrupted(self: Mapping, *where: Any) -> torch.Tensor:
+        calls.append(len(calls))
+        if len(calls) == 1 and dist.get_rank() == 0:
+            gc.collect()
+            assert reference() is None
+        elif len(calls) == 1:
+            time.sleep(0.5)  # rank 0 has posted what this one has not read
+        return piece(self, *where)
+
+    full = torch.empty(2 * 1000)
+    communicator, reference = Communicator(Groups.of(group, replicate=False), streams_for(CPU)), weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        pending = communicator.gather([Gather(full, torch.full((1000,), 1.0 + dist.get_rank()))], Tag("gather", 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Mapping, "piece", interrupted)
+            pending.wait()
+    finally:
+        gc.enable()
+    assert calls == [0], "it was read in the middle of being read"
+    assert full.tolist() == [1.0] * 1000 + [2.0] * 1000
+
+
+def test_the_collector_may_find_a_model_in_the_middle_of_a_wait() -> None:
+    run_ranks(2, collect_in_the_middle_of_a_wait)
 
 
 def interrupt_the_decision() -> None:

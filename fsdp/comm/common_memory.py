@@ -163,7 +163,7 @@ class CommonMemory:
                 memory._free.append(block)
             else:
                 block.drop()
-                here.trim(patient=memory is None)  # nobody will do it later; the others delete theirs as well
+                here.trim()
 
         return here.lend(block, block.memory, come_back)
 

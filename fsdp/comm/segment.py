@@ -19,7 +19,7 @@ import select
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +31,24 @@ HEADER = 1 << 13  # bytes for the posts of a channel
 
 _PATIENCE = 10  # times as long as a rank waits for a collective before it looks around, it waits for memory to be read
 _HEADERS = 1 << 26  # bytes at the start of a segment for headers; but few pages of it are ever used
+
+
+class _Here(threading.local):
+    may_wait = True
+
+
+_here = _Here()
+
+
+@contextlib.contextmanager
+def without_waiting() -> Iterator[None]:
+    """Inside, nothing waits on this thread for others to read memory: whoever calls may be the collector, which comes
+    anywhere, in the middle of another wait as well. Memory that is still read is given back later."""
+    before, _here.may_wait = _here.may_wait, False
+    try:
+        yield
+    finally:
+        _here.may_wait = before
 
 
 class Readers(Protocol):
@@ -109,7 +127,7 @@ class Block:
 
     def wait(self) -> None:
         """Until it is read; not for long, and not again. Where that fails, whoever needs the readers will hear."""
-        if not self.is_read and self._reader is not None and self._worth_waiting:
+        if not self.is_read and self._reader is not None and self._worth_waiting and _here.may_wait:
             self._worth_waiting = False
             with contextlib.suppress(RuntimeError):
                 self._reader[0].until(lambda: self.is_read, _PATIENCE * waiting.PATIENCE.total_seconds())

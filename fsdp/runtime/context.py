@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from fsdp.comm.groups import Groups
+from fsdp.comm.segment import without_waiting
 from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.comm.versions import set_versions
 from fsdp.flat.memory import pool_for
@@ -74,16 +75,17 @@ class RootContext:
 
     def __del__(self) -> None:
         """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
-        waits for the last use."""
+        waits for the last use. The host waits for nobody: the collector calls this anywhere."""
         if not hasattr(self, "residency") or sys.is_finalizing():
             return  # its constructor raised; or the process ends
-        for unit in self.residency:
-            if not (self.passes.failed and unit.is_gathering):  # who knows till when; the gather keeps its memory alive
-                self.residency.forget_output(unit)
-                self.residency.reshard(unit)
-        self.residency.trim()
-        with self.joined():
-            self.reductions.pool.trim()  # also what slower ranks are about to read
+        with without_waiting():
+            for unit in self.residency:
+                if not unit.is_gathering:  # who knows till when; the gather keeps its memory alive
+                    self.residency.forget_output(unit)
+                    self.residency.reshard(unit)
+            self.residency.trim()
+            with self.joined():
+                self.reductions.pool.trim()
 
     @contextlib.contextmanager
     def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
@@ -230,7 +232,7 @@ class RootContext:
         """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet
         are dropped. Waits for nothing: other ranks may be gone. What is still under way is waited for by the next pass.
         """
-        with self.joined():
+        with self.joined(), without_waiting():
             for unit in self.units:
                 unit.reset()
         self.passes.give_up()
