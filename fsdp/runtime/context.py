@@ -75,17 +75,16 @@ class RootContext:
 
     def __del__(self) -> None:
         """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
-        waits for the last use. The host waits for nobody: the collector calls this anywhere."""
+        waits for the last use. The collector calls this anywhere: on any stream, and the host waits for nobody."""
         if not hasattr(self, "residency") or sys.is_finalizing():
             return  # its constructor raised; or the process ends
-        with without_waiting():
+        with self.joined(), without_waiting():
             for unit in self.residency:
                 if not unit.is_gathering:  # who knows till when; the gather keeps its memory alive
                     self.residency.forget_output(unit)
                     self.residency.reshard(unit)
             self.residency.trim()
-            with self.joined():
-                self.reductions.pool.trim()
+            self.reductions.pool.trim()
 
     @contextlib.contextmanager
     def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
