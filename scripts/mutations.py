@@ -3589,6 +3589,20 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/context.py",
+        "        with self.joined(), without_waiting():\n            for unit in self.units:\n",
+        "        with self.joined():\n            for unit in self.units:\n",
+        "a rank that has failed waits for others to read its memory",
+        _tests("shared_memory", "a_rank_that_fails_does_not_wait_for_readers"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
+        "        with self.joined(), without_waiting():\n            for unit in self.residency:\n",
+        "        with self.joined():\n            for unit in self.residency:\n",
+        "the end of a tree waits, in the middle of another wait, for others to read its memory",
+        _tests("shared_memory", "the_collector_may_find_a_model_in_the_middle_of_a_wait"),
+    ),
+    Mutation(
+        "fsdp/runtime/context.py",
         "                if not unit.is_gathering:  # who knows",
         "                if True:  # who knows",
         "whoever collects a tree waits for a gather that nobody has used",

@@ -706,6 +706,42 @@ def test_the_collector_may_find_a_model_in_the_middle_of_a_wait() -> None:
     run_ranks(2, collect_in_the_middle_of_a_wait)
 
 
+def fail_before_the_others_have_read() -> None:
+    share()
+    group, piece, waits = new_group(), Mapping.piece, dist.get_rank() == 1
+    store, told = group_store(group), list[bool]()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(200, 3000), nn.Linear(3000, 200), Unit())  # the root's memory is too large to keep
+    model = wrap(net, wrap_policy=ModuleWrapPolicy({Unit}), process_group=group)
+    step(model)
+
+    def late(self: Mapping, *where: Any) -> torch.Tensor:
+        """Rank 1 reads what rank 0 has gathered once rank 0 has failed."""
+        until = time.monotonic() + 5
+        while waits and not told and time.monotonic() < until and not store.check(["failed"]):
+            time.sleep(0.01)
+        told.append(store.check(["failed"]) or not waits)
+        return piece(self, *where)
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("failed on purpose")
+
+    handle = net[0].register_forward_pre_hook(fail)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mapping, "piece", late)
+        with pytest.raises(ArithmeticError):
+            model(torch.ones(2, 200))
+    if not waits:
+        store.set("failed", "")
+    assert told and all(told), "a rank that has failed waits for others to read its memory"
+    handle.remove()
+    step(model)
+
+
+def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
+    run_ranks(2, fail_before_the_others_have_read)
+
+
 def interrupt_the_decision() -> None:
     share()
     group, rank, tell = new_group(10), dist.get_rank(), shared_memory._tell

@@ -34,6 +34,12 @@ _HEADERS = 1 << 26  # bytes at the start of a segment for headers; but few pages
 
 
 class _Here(threading.local):
+    """This thread.
+
+    Attributes:
+        may_wait: whether it may wait for readers; see ``without_waiting``.
+    """
+
     may_wait = True
 
 
