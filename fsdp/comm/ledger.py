@@ -8,6 +8,7 @@ anything else it takes part in them, with memory that nobody reads: see :func:`c
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import threading
 import weakref
@@ -97,17 +98,27 @@ def _note(
     return ledger
 
 
-def _gather(output: torch.Tensor, source: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+@functools.cache
+def _gather_options(async_op: bool) -> Any:
     options = distributed_c10d.AllgatherOptions()
     options.asyncOp = async_op
-    work = group.all_gather_single(output, source, options)
+    return options
+
+
+@functools.cache
+def _reduce_options(op: Any, async_op: bool) -> Any:
+    options = distributed_c10d.ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = op, async_op
+    return options
+
+
+def _gather(output: torch.Tensor, source: torch.Tensor, *, group: Any, async_op: bool) -> Any:
+    work = group.all_gather_single(output, source, _gather_options(async_op))
     return work if async_op else _ended(work)
 
 
 def _reduce_scatter(output: torch.Tensor, source: torch.Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
-    options = distributed_c10d.ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, async_op
-    work = group.reduce_scatter_single(output, source, options)
+    work = group.reduce_scatter_single(output, source, _reduce_options(op, async_op))
     return work if async_op else _ended(work)
 
 
