@@ -956,6 +956,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/ledger.py",
+        "    options.asyncOp = async_op\n",
+        "    options.asyncOp = True\n",
+        "a gather that the current stream is to do goes to a stream of the group's",
+        _tests("communication", "torchs_groups_get_the_options_of_each_call"),
+    ),
+    Mutation(
+        "fsdp/comm/ledger.py",
         "    if what.name == ALL_GATHER and len(tensors) > 2:\n",
         "    if False:\n",
         "a rank that has to catch up with a gather of several buckets takes part in that of the first",

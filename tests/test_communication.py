@@ -368,6 +368,18 @@ def test_who_waits_for_a_late_rank_looks_around(way: str) -> None:
     run_ranks(2, wait_for_a_late_rank, way)
 
 
+def test_torchs_groups_get_the_options_of_each_call() -> None:
+    """The package's own calls of a group's flat collectives share options, which say what was asked for."""
+    group = mock.Mock()
+    out, full = torch.empty(2), torch.empty(4)
+    for asynchronous, op in itertools.product((True, False), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
+        ledger._gather(full, out, group=group, async_op=asynchronous)
+        assert group.all_gather_single.call_args.args[2].asyncOp is asynchronous
+        ledger._reduce_scatter(out, full, op=op, group=group, async_op=asynchronous)
+        options = group.reduce_scatter_single.call_args.args[2]
+        assert (options.asyncOp, options.reduceOp) == (asynchronous, op)
+
+
 def test_buckets_are_gathered_together() -> None:
     """And if one of them finds no memory, later all the same."""
     run_ranks(2, gather_several_buckets)
