@@ -72,8 +72,9 @@ from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it h
 from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.full_params import SummonOptions, full_params, summon
-from fsdp.runtime.hooks import breaks_graph, untraced
+from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.nested import to_device
+from fsdp.runtime.ranges import ranged
 from fsdp.runtime.unit import Phase, register_comm_hook, units_in, units_of
 from fsdp.switches import UnshardHandle
 from fsdp.switches import register_forward_method as register_forward_method
@@ -383,7 +384,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             unit.abort_forward(context, running)
             raise
 
-    @untraced
+    @ranged("_pre_forward", "_fsdp_unit.name")
     def _enter_forward(self, args: Any, kwargs: Any) -> tuple[RootContext, Running, Any, Any]:
         unit = self._fsdp_unit
         context = self._join_context()

@@ -17,7 +17,7 @@ PREFETCHED, IN_USE, RECOMPUTED, KEPT = (
 def test_idle_units_stand_in_the_order_in_which_they_became_so() -> None:
     residency: Residences[str] = Residences()
     for unit in "abcd":
-        residency.gathers(unit, PREFETCHED)
+        residency.becomes(unit, PREFETCHED, gathered=True)
     for unit in "ac":
         assert residency.becomes(unit, IN_USE)
     residency.becomes("d", KEPT)
@@ -35,11 +35,11 @@ def test_idle_units_stand_in_the_order_in_which_they_became_so() -> None:
 def test_nothing_is_left_by_a_pass_that_was_not_gathered_for_it(then: Residence) -> None:
     residency: Residences[str] = Residences()
     with pytest.raises(AssertionError, match=f"went from SHARDED to {then.name}"):
-        residency.gathers("a", then)
+        residency.becomes("a", then, gathered=True)
 
 
 def test_what_was_gathered_ahead_is_recomputed_only_in_use() -> None:
     residency: Residences[str] = Residences()
-    residency.gathers("a", PREFETCHED)
+    residency.becomes("a", PREFETCHED, gathered=True)
     with pytest.raises(AssertionError, match="went from PREFETCHED to RECOMPUTED"):
         residency.becomes("a", RECOMPUTED)

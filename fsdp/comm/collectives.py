@@ -19,6 +19,7 @@ holds full buffers once for all ranks: :mod:`fsdp.comm.common_memory`.
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from fsdp.comm.waiting import OutOfStep as OutOfStep
 from fsdp.comm.waiting import Work, watcher
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
+_full_nbytes_of: Callable[[Gather], int] = operator.attrgetter("full.nbytes")
 _TRAVEL_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _TRAVEL_AS_THEY_ARE |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
 
@@ -89,11 +91,13 @@ class Communicator:
 
     def __init__(self, groups: Groups, streams: Streams) -> None:
         self.groups = groups
-        self.streams = streams
+        self.streams, self._on_host = streams, streams.asynchronous_work
         self.divisor: float | None = None  # of the sum over all ranks, instead of their number
-        self._direct_min: float | None = None  # messages of so many bytes go direct
-        self._channel: Channel | None = None  # to the memory that the ranks share; known with ``_direct_min``
-        self.in_common = False  # whether its ranks may have full buffers in common; likewise
+        self.is_chosen = not groups.sharded  # whether what comes next is known
+        self._ways: dict[Any, tuple[Any, float, float]] = {}  # by dtype and divisor, what ``_averaging`` says
+        self._direct_min = float("inf")  # messages of so many bytes go direct
+        self._channel: Channel | None = None  # to the memory that the ranks share
+        self.in_common = False  # whether its ranks may have full buffers in common
 
     def choose(self, device: torch.device) -> None:
         """Have the algorithm been chosen for tensors on ``device``. All ranks have to come the first time.
@@ -101,12 +105,13 @@ class Communicator:
         Raises:
             RuntimeError: they do not, or cannot do what ``FSDP_COLLECTIVES`` says.
         """
-        if self._direct_min is None and self.groups.sharded:
-            on_host, several = self.streams.asynchronous_work, self.groups.shard_size > 1
-            if on_host and several:
-                self._channel = shared_channel(self.groups.shard, device)
-                self.in_common = self._channel is not None and self._channel.of_processes and _may_be_common()
-            self._direct_min = direct_threshold(self.groups.shard, device) if on_host else float("inf")
+        if self.is_chosen:
+            return
+        if self._on_host and self.groups.shard_size > 1:
+            self._channel = shared_channel(self.groups.shard, device)
+            self.in_common = self._channel is not None and self._channel.of_processes and _may_be_common()
+            self._direct_min = direct_threshold(self.groups.shard, device)
+        self.is_chosen = True
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
@@ -115,7 +120,7 @@ class Communicator:
         channel = self._memory(device, tag)
         return None if channel is None else Sharers(channel, self.groups.shard, tag.label)
 
-    def gather(self, parts: Sequence[Gather], tag: Tag, *, to_write: bool = False) -> Pending:
+    def gather(self, parts: Sequence[Gather], tag: Tag, *, to_write: bool = False) -> Pending | Work:
         """Start filling each ``full`` of ``parts`` (shard_size * n elements) with every rank's ``shard`` of it (n), in
         rank order: as one collective, of which each part comes to its place. The numbers from that of the ``tag`` on
         are the parts'.
@@ -128,21 +133,25 @@ class Communicator:
             for part in parts:
                 part.full.copy_(part.shard)
             return Pending(None, self.streams)
-        if (channel := self._memory(device, tag)) is not None:
+        if not self.is_chosen:
+            self.choose(device)
+        if self._channel is not None and (channel := self._memory(device, tag)) is not None:
             starts = []
             for i in range(0, len(parts), PARTS):
                 what = parts[i : i + PARTS], tag.label, tag.number + i
                 starts.append(functools.partial(channel.gather, *what, until_read=to_write))
             work = issue_in_memory(starts, device, group, tag.label)
-        elif self._goes_direct(parts):
+        elif sum(map(_full_nbytes_of, parts)) >= self._direct_min:
             work = self._direct_gather(parts, tag)
         elif len(parts) == 1:
             full, shard, _ = parts[0]
-            work = self._issue(tag, ALL_GATHER, _wire(full), _wire(shard), group=group)
+            if full.dtype not in _TRAVEL_AS_THEY_ARE:
+                full, shard = _wire(full), _wire(shard)
+            work = issue(ALL_GATHER, full, shard, group=group, label=tag.label, asynchronous=self._on_host)
         else:
             wired = [(_wire(full), _wire(shard)) for full, shard, _ in parts]
-            work = issue_gathers(wired, group, tag.label, asynchronous=self.streams.asynchronous_work)
-        return Pending(work, self.streams)
+            work = issue_gathers(wired, group, tag.label, asynchronous=self._on_host)
+        return work if self._on_host else Pending(work, self.streams)
 
     def reduce(self, out: torch.Tensor, full: torch.Tensor, tag: Tag, *, to_write: bool = False) -> Pending:
         """Start writing this rank's piece of the mean of every rank's ``full`` into ``out``. ``full`` is used up. With
@@ -154,18 +163,24 @@ class Communicator:
         """
         if not self.groups.sharded:
             return self.average(full, tag)
-        op, before, after = _averaging(self.groups.shard, self.groups.shard_size, full, self.divisor)
+        if not self.is_chosen:
+            self.choose(full.device)
+        key = full.dtype, self.divisor
+        way = self._ways.get(key)
+        if way is None:
+            way = self._ways[key] = _averaging(self.groups.shard, self.groups.shard_size, full, self.divisor)
+        op, before, after = way
         if before != 1:
             full.div_(before)
-        if (channel := self._memory(full.device, tag)) is not None:
+        if self._channel is not None and (channel := self._memory(full.device, tag)) is not None:
             add_up = functools.partial(sum_in_rank_order, divisor=after)
             what = out, full, tag.label, tag.number, add_up
             start = functools.partial(channel.reduce, *what, until_read=to_write)
             return Pending(issue_in_memory([start], full.device, self.groups.shard, tag.label), self.streams)
-        if self._goes_direct([Gather(full, out)]):
+        if full.nbytes >= self._direct_min:
             return self._direct_reduce(out, full, tag, after)
-        work = self._issue(tag, REDUCE_SCATTER, _wire(out), _wire(full), op=op, group=self.groups.shard)
-        return self._divided(work, out, after)
+        work = self._issue(tag, REDUCE_SCATTER, out, full, op=op, group=self.groups.shard)
+        return Pending(work, self.streams) if after == 1 else self._divided(work, out, after)
 
     def average(self, values: torch.Tensor, tag: Tag) -> Pending:
         """Start replacing ``values`` by the mean of every replica's. Runs on the current stream; they may not be
@@ -180,15 +195,13 @@ class Communicator:
         op, before, after = _averaging(group, self.groups.replica_size, values, divisor)
         if before != 1:
             values.div_(before)
-        work = self._issue(tag, "all_reduce", _wire(values), op=op, group=group)
-        return self._divided(work, values, after)
+        work = self._issue(tag, "all_reduce", values, op=op, group=group)
+        return Pending(work, self.streams) if after == 1 else self._divided(work, values, after)
 
     def _divided(self, work: Work, out: torch.Tensor, after: float) -> Pending:
         """``out`` is what becomes of ``work``, and is then divided by ``after``."""
-        if after == 1:
-            return Pending(work, self.streams)
         divide = functools.partial(out.div_, after)
-        if self.streams.asynchronous_work:
+        if self._on_host:
             return Pending(work, self.streams, divide)
         divide()
         return Pending(work, self.streams)
@@ -196,7 +209,10 @@ class Communicator:
     # -- how -----------------------------------------------------------------------------------------------------------
 
     def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Work:
-        return issue(name, *tensors, label=tag.label, asynchronous=self.streams.asynchronous_work, **options)
+        """A reduction."""
+        if tensors[0].dtype not in _TRAVEL_AS_THEY_ARE:
+            tensors = tuple(map(_wire, tensors))
+        return issue(name, *tensors, label=tag.label, asynchronous=self._on_host, **options)
 
     def _memory(self, device: torch.device, tag: Tag) -> Channel | None:
         """The memory that the ranks share, if their next collective goes through it."""
@@ -205,13 +221,6 @@ class Communicator:
         if channel is None or not channel.usable:
             return None
         return channel if _go_through(channel.collectives, self.groups.shard, tag.label) else None
-
-    def _goes_direct(self, parts: Sequence[Gather]) -> bool:
-        assert self._direct_min is not None
-        nbytes = 0
-        for part in parts:
-            nbytes += part.full.nbytes
-        return nbytes >= self._direct_min and self.groups.shard_size > 1
 
     def _exchange(self, tag: Tag, several: Sequence[tuple[list[torch.Tensor], list[torch.Tensor]]]) -> Work:
         """Of each (sends, receives) send ``sends[i]`` to and receive ``receives[i]`` from each other rank i, all at
@@ -464,9 +473,9 @@ def _choice() -> str:
     return choice
 
 
-def may_share() -> bool:
-    """Whether ranks that share memory are to communicate through it."""
-    return _choice() in ("auto", "shared", "common")
+def may_share(group: Any, device: torch.device) -> bool:
+    """Whether ranks of ``group`` that share memory are to communicate through it."""
+    return _choice() in ("auto", "shared", "common") and backend_of(group, device) == "gloo"
 
 
 def _may_be_common() -> bool:
@@ -481,7 +490,7 @@ def shared_channel(group: Any, device: torch.device) -> Channel | None:
     Raises:
         RuntimeError: on every rank, if ``FSDP_COLLECTIVES=shared`` asks for it and they share none, with why.
     """
-    if not may_share() or backend_of(group, device) != "gloo":
+    if not may_share(group, device):
         return None
     channel = None if debug_detail() else connect(group)
     if channel is None and _choice() == "shared":

@@ -136,7 +136,9 @@ _left = _Left()
 def recycled(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """As :func:`empty`, for what goes with every step: maybe in memory that one before it has left."""
     nbytes = numel * dtype.itemsize
-    if device.type != "cpu" or nbytes < _RECYCLED or not _MAY_RECYCLE:
+    if nbytes < _RECYCLED:
+        return torch.empty(numel, dtype=dtype, device=device)
+    if device.type != "cpu" or not _MAY_RECYCLE:
         return empty(numel, dtype=dtype, device=device)
     return torch.frombuffer(_left.take(nbytes), dtype=dtype, count=numel)
 

@@ -28,6 +28,7 @@ _KEPT = 64  # of the latest of each group: ranks that agree are never so far apa
 _functions = operator.attrgetter(ALL_GATHER, REDUCE_SCATTER, "batch_isend_irecv", "all_reduce")
 _TORCHS_OWN = _functions(distributed_c10d)
 _OPERATIONS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
+_numel_of: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
 
@@ -73,18 +74,20 @@ class _Ledger:
     def __init__(self) -> None:
         self.count = 0
         self.latest: deque[tuple[Any, ...]] = deque(maxlen=_KEPT)  # each what ``Issued`` has
-        self.backends: dict[tuple[str, bool], str] = {}  # by device, and whether it serves control messages
+        # by function, device and whether they are control messages: the type of the device, and whether works end alone
+        self.known: dict[tuple[str, torch.device, bool], tuple[str, bool]] = {}
         self.messages: deque[weakref.ref[HostWork]] = deque(maxlen=_KEPT)  # the latest waits for messages
         self.held: set[HostWork] = set()  # those that a failure has left
 
 
-_ledgers: weakref.WeakKeyDictionary[Any, _Ledger] = weakref.WeakKeyDictionary()
+_ledgers: dict[int, _Ledger] = {}  # by the id of the group
 
 
 def _ledger_of(group: Any) -> _Ledger:
-    ledger = _ledgers.get(group)
+    ledger = _ledgers.get(id(group))
     if ledger is None:
-        ledger = _ledgers[group] = _Ledger()
+        ledger = _ledgers[id(group)] = _Ledger()
+        weakref.finalize(group, _ledgers.pop, id(group))
     return ledger
 
 
@@ -92,7 +95,7 @@ def _note(
     group: Any, name: str, device: str, detail: Any, dtype: Any = "", numels: Sequence[int] = (), control: bool = False
 ) -> _Ledger:
     """This rank is about to issue in ``group`` what these say of it; returns where that is written."""
-    ledger = _ledgers.get(group) or _ledger_of(group)
+    ledger = _ledgers.get(id(group)) or _ledger_of(group)
     ledger.count += 1
     ledger.latest.append((name, device, detail, dtype, numels, control))
     return ledger
@@ -144,8 +147,13 @@ def issue(
         watcher.check(group)
     first, pieces = tensors[0], tensors[2:]  # how much of them comes from, and goes to, each rank
     device, detail = first.device, pieces or options.get("op") or options.get("src")
-    numels, kind = tuple(map(torch.Tensor.numel, tensors)) if not pieces else (), device.type
-    ledger = _note(group, name, kind, detail, first.dtype, numels, control)
+    ledger, key = _ledgers.get(id(group)) or _ledger_of(group), (name, device, control)
+    known = ledger.known.get(key)
+    kind = device.type if known is None else known[0]
+    ledger.count += 1
+    ledger.latest.append(
+        (name, kind, detail, first.dtype, tuple(map(_numel_of, tensors)) if not pieces else (), control)
+    )
     serving = serving_group(group, device) if control else group
     function = getattr(dist, name)
     _label.text = label
@@ -153,12 +161,10 @@ def issue(
         work = _UNCHECKED.get(function, function)(*tensors, group=serving, async_op=asynchronous, **options)
     finally:
         _label.text = None
-    key = kind, control
-    backend = ledger.backends.get(key)
-    if backend is None:  # it does not change once it has served
-        backend = ledger.backends[key] = backend_of(serving, device)
-    ends_alone = backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
-    return Work([work] if work is not None else [], group, label, device, ends_alone=ends_alone)
+    if known is None:  # it does not change once it has served
+        backend = backend_of(serving, device)
+        known = ledger.known[key] = kind, backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
+    return Work([work] if work is not None else [], group, label, device, ends_alone=known[1])
 
 
 def issue_gathers(

@@ -25,19 +25,10 @@ from typing import Any
 import torch
 
 from fsdp.comm.host_memory import locked_pages, place
+from fsdp.comm.recording import NOTHING
 
 Event = Any  # torch.Event, or None on devices without streams
 Stream = Any  # torch.Stream, or None on devices without streams
-
-
-class _Nothing:
-    """As ``contextlib.nullcontext``, but both calls are of a C function, which takes whatever comes and returns what is
-    false, so that exceptions go on. A step comes by here often."""
-
-    __enter__ = __exit__ = "".format
-
-
-NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
 
 
 class HostStreams:

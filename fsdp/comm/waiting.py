@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.comm.groups import group_timeout
-from fsdp.comm.recording import Told
+from fsdp.comm.recording import NOTHING, Told
 
 logger = logging.getLogger("fsdp")
 
@@ -155,6 +155,9 @@ class HostWork:
         raise NotImplementedError
 
 
+_PATIENT = (dist.Work, HostWork)
+
+
 class BlockingWork(HostWork):
     """Works that the backend only waits for to the end: a thread does, as nobody here could look around meanwhile.
 
@@ -234,31 +237,28 @@ class Work:
         Raises:
             RuntimeError: the collective failed or timed out, with what it was for and what the ranks did last.
         """
-        if self._works and (told := Told.recorder) is not None:
-            with told.span("wait", self.label):
-                self._wait_for_all()
-        else:
-            self._wait_for_all()
-
-    def _wait_for_all(self) -> None:
-        while self._works:
-            try:
-                self._wait_for(self._works[0])
-            except OutOfStep:
-                raise
-            except Exception as error:
-                self._works = ()  # it has failed
-                if not isinstance(error, RuntimeError):
-                    raise
-                words = "" if self.watch is None or not self._on_host else f" {self.watch.explain()}"
-                raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}.{words}") from error
-            self._works = self._works[1:]
-
-    def _wait_for(self, work: Any) -> None:
-        watch = self._watch() if self._watch is not None and self._on_host else None
-        if watch is None or not isinstance(work, (dist.Work, HostWork)):
-            work.wait()
+        if not self._works:
             return
+        with NOTHING if Told.recorder is None else Told.recorder.span("wait", self.label):
+            while self._works:
+                first, *others = self._works
+                try:
+                    watch = None if self._watch is None or not self._on_host else self._watch()
+                    if watch is None or not isinstance(first, _PATIENT):
+                        first.wait()
+                    else:
+                        self._wait_for(first, watch)
+                except OutOfStep:
+                    raise
+                except Exception as error:
+                    self._works = ()  # it has failed
+                    if not isinstance(error, RuntimeError):
+                        raise
+                    words = "" if self.watch is None or not self._on_host else f" {self.watch.explain()}"
+                    raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}.{words}") from error
+                self._works = others
+
+    def _wait_for(self, work: Any, watch: Watch) -> None:
         started, told, was_over = time.monotonic(), False, False
         while True:
             try:

@@ -58,7 +58,9 @@ class CommonViews:
 
     def marks(self) -> Marks:
         """What ``check_unchanged`` compares with."""
-        return self.handle.copy, self.versions if self.check_writeback else ((), [])
+        if not self.check_writeback:
+            return self.handle.copy, ((), [])
+        return self.handle.copy, self.versions if self.runs else (self._ids, list(map(version_of, self.params)))
 
     def check_unchanged(self, before: Marks, expected: Collection[int]) -> None:
         """Raises RuntimeError if a backward from a forward in which these marks were made would compute with other
@@ -128,14 +130,6 @@ class CommonViews:
         return (self.handle.sharded_views(grad) if sharded else parameter_views(self.handle.layout, grad))[index]
 
     # -- what users write ----------------------------------------------------------------------------------------------
-
-    def use_leaves(self) -> None:
-        """The modules compute with the full parameters from here on.
-
-        What users have put in the place of what was registered is taken over; if a gather was started before, it
-        counts from the next one on.
-        """
-        self.registration.use_leaves(self.take_over if self.check_writeback else None)
 
     def check_leaves(self, *, compares: bool, apart: Callable[[], AbstractContextManager[Any]]) -> None:
         """To be called when a forward is over, while the leaves have their memory. With ``compares``, which waits for
@@ -350,6 +344,10 @@ class CommonViews:
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
         raise AssertionError("each mode has its own")
 
+    @property
+    def is_as_left(self) -> bool:
+        raise AssertionError("each mode has its own")
+
     def refresh(self) -> bool:
         """Follow what the user did to the parameters since the last forward; True if some ``requires_grad`` changed.
 
@@ -358,6 +356,8 @@ class CommonViews:
         """
         if self.registration.placeholders is not None:  # left there by something that raised
             self.drop_placeholders()
+        if not self.runs and self.is_as_left:
+            return False
         if self.check_writeback:
             self.take_over()
         leaves, changed = self.handle.copy.all_leaves, False

@@ -359,7 +359,8 @@ class FlatParamHandle:
         if copy.state is BufferState.GATHERING:
             self.wait()
         assert copy.pooled is not None
-        communicator.choose(self.device)  # which may fail, and decides which memory is of use
+        if not communicator.is_chosen:
+            communicator.choose(self.device)  # which may fail, and decides which memory is of use
         if copy.state is BufferState.UNSHARDED and not pool.may_refill(copy.pooled):
             self.release(pool, None)
         if copy.state is BufferState.SHARDED:
@@ -375,10 +376,12 @@ class FlatParamHandle:
             if kept is not None and kept.dtype == copy.tensor.dtype:
                 shard = kept
             else:
-                shard = self._shard_as(copy.tensor.dtype, communicator.streams)
+                wanted = copy.tensor.dtype
+                if shard.dtype != wanted or shard.device != self.device:
+                    shard = self._shard_as(wanted, communicator.streams)
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
-        return Gather(copy.tensor, shard, copy.cut)
+        return _new_gather((copy.tensor, shard, copy.cut))
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
@@ -519,6 +522,9 @@ class FlatParamHandle:
         if not self.groups.sharded:
             return whole
         return _piece_of(record, self.layout.piece(index, self.groups.shard_rank), whole)
+
+
+_new_gather: Callable[[tuple[Any, Any, Any]], Gather] = functools.partial(tuple.__new__, Gather)
 
 
 def gather(

@@ -14,6 +14,8 @@ unit is built) assign ``.data``.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -22,6 +24,7 @@ from torch import nn
 
 from fsdp.comm.collectives import Pending
 from fsdp.comm.versions import set_versions
+from fsdp.comm.waiting import Work
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
 from fsdp.flat.released import CheckedLeaf
@@ -88,7 +91,7 @@ class FullCopy:
         count = len(layout.params)
         self.tensor, self.all_leaves = tensor, leaves
         self.leaves, self.whole = leaves[:count], leaves[count] if len(leaves) > count else None
-        self.pending: Pending | None = None
+        self.pending: Pending | Work | None = None
         self._views = [*views, tensor[: layout.numel]]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
@@ -113,7 +116,9 @@ class FullCopy:
     def _look(self) -> tuple[list[int], list[int], list[bool]]:
         """Of the leaves what a write to one changes; our own writes go to ``tensor``, and change none of it."""
         start, leaves = self.tensor.data_ptr(), self.all_leaves
-        offsets = [(address or start) - start for address in map(address_of, self.memories)]
+        offsets = list(map(operator.sub, map(address_of, self.memories), itertools.repeat(start)))
+        if -start in offsets:  # of what has no elements
+            offsets = [0 if offset == -start else offset for offset in offsets]
         return list(map(version_of, leaves)), offsets, list(map(flag_of, leaves))
 
     @property

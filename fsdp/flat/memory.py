@@ -88,7 +88,8 @@ class MemoryPool:
         if fitting < largest:
             block, last_use = self._free.pop(place)
             self._free_nbytes -= fitting
-            self._streams.wait(last_use)
+            if last_use is not None:
+                self._streams.wait(last_use)
         else:
             self._shrink_to(self.kept_nbytes - buffer.nbytes)
             block = self._new_block(buffer.nbytes)
@@ -217,6 +218,6 @@ def pool_for(device: torch.device, streams: Streams, group: Any) -> MemoryPool:
     ``FSDP_DEBUG=1``."""
     if os.environ.get("FSDP_DEBUG", "0") == "1":
         return PoisoningPool(device, streams)
-    if group is not None and STORAGES_SWAP and streams.asynchronous_work and may_share():  # the host has no streams
+    if group is not None and STORAGES_SWAP and streams.asynchronous_work and may_share(group, device):
         return SharedPool(device, streams, group)
     return MemoryPool(device, streams)

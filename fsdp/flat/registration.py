@@ -238,7 +238,8 @@ class Registration:
 
     def use_leaves(self, take_over: Callable[[], None] | None) -> None:
         """The modules compute with the full parameters from here on; ``take_over`` is called before, if users have put
-        something in the place of what was registered."""
+        something in the place of what was registered. If a gather was started before, it counts from the next one on.
+        """
         copy = self.handle.copy
         if copy is not self._copy:
             self._copy, self._leaf_writes = copy, self._writes(copy.leaves, copy.whole)

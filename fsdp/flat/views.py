@@ -65,17 +65,18 @@ class OriginalViews(CommonViews):
 
     @property
     def is_as_left(self) -> bool:
-        """Whether users have done nothing to the parameters that the next ``refresh`` follows: as far as that can be
-        seen at once, and but for those of which this rank has no elements."""
-        in_place = list(map(address_of, self.params)) == self._addresses
+        """Whether users have done nothing to the parameters that the next ``refresh`` follows, as far as that can be
+        seen at once; with runs, but for those of which this rank has no elements."""
         if self.runs:
             for run in self.runs:
                 if not run.in_step(self.params):
                     return False
-            return in_place
+            return list(map(address_of, self.params)) == self._addresses
         if any(self.handle.tp) or list(map(flag_of, self.params)) != self.handle.copy.flags:
             return False
-        return not self.check_writeback or (in_place and self.registration.rests)
+        if not self.check_writeback:
+            return True
+        return all(map(torch.Tensor.is_set_to, self.params, self._values or ())) and self.registration.rests
 
     def refresh(self) -> bool:
         if not self.runs:
@@ -117,7 +118,7 @@ class OriginalViews(CommonViews):
 
     @property
     def has_hooks(self) -> bool:
-        return any(map(_hooks_of, self._originals)) or super().has_hooks
+        return any(map(_hooks_of, self._originals)) or any(self.handle.tp)
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:

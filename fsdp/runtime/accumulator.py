@@ -21,7 +21,7 @@ class Accumulator:
     def __init__(self, views: BucketViews) -> None:
         self._handle, self._views = views.handle, views
         # The views of the accumulator that are .grad now, by position. Users alone own them.
-        self._exposed: list[TensorWeakRef] = []
+        self.exposed: list[TensorWeakRef] = []
         self._shapes: list[torch.Size] = []
         self._version = 0  # of the accumulator, when it was exposed
         self._parked: list[torch.Tensor | None] = []  # the sharded gradients that it hides, by position
@@ -29,11 +29,11 @@ class Accumulator:
     @property
     def is_visible(self) -> bool:
         """Whether some ``.grad`` is an unsharded gradient."""
-        return bool(self._exposed and self._shown())
+        return bool(self.exposed and self._shown())
 
     def forget(self) -> None:
         """The bucket has changed its dtype or device."""
-        self._exposed, self._parked = [], []
+        self.exposed, self._parked = [], []
 
     def expose(self, buffer: SlotBuffer, unused: set[int], *, continues: bool, hides_sharded: bool) -> None:
         """Make what ``buffer`` holds the ``.grad`` of the parameters. Of ``unused`` leaves nothing is to become one.
@@ -58,7 +58,7 @@ class Accumulator:
                     grads[position].add_(current)
                 views.set_grad(position, grads[position])
         views.follow_runs()
-        self._exposed = [TensorWeakRef(grad) for grad in grads]
+        self.exposed = [TensorWeakRef(grad) for grad in grads]
         self._shapes = [grad.shape for grad in grads]
         self._version = buffer.flat._version
 
@@ -87,7 +87,7 @@ class Accumulator:
             for position, grad in shown:
                 grads[position].copy_(grad)
                 self._views.set_grad(position, grads[position])
-                self._exposed[position] = TensorWeakRef(grads[position])
+                self.exposed[position] = TensorWeakRef(grads[position])
         return flat, {position for position, _ in shown}
 
     def conceal(self) -> None:
@@ -100,7 +100,7 @@ class Accumulator:
 
     def _grads(self) -> list[torch.Tensor | None]:
         """What was exposed, by position; None where nobody has it any more."""
-        return [reference() for reference in self._exposed]
+        return [reference() for reference in self.exposed]
 
     def _shown(self) -> list[tuple[int, torch.Tensor]]:
         """(position, ``.grad``) of each visible parameter that shows an unsharded gradient: the one exposed, or what
@@ -109,7 +109,7 @@ class Accumulator:
         found = []
         if self._views.runs:
             self._views.follow_runs()
-        for position, shape in enumerate(self._shapes if self._exposed else ()):
+        for position, shape in enumerate(self._shapes if self.exposed else ()):
             grad = self._views.visible[position].param.grad
             if grad is not None and grad.shape == shape:
                 found.append((position, grad))

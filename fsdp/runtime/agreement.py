@@ -77,6 +77,7 @@ class Member(ABC):
     name: str
     place: int  # its number among the members of its first group, equal on every rank; set by ``Passes``
     handles: list[FlatParamHandle]
+    full_precision: bool  # whether it computes and reduces in the parameters' own dtypes
     initial: list[InitialValues]  # of its buckets, as far as ranks may have different ones
 
     @abstractmethod
@@ -437,9 +438,15 @@ class Agreement:
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        self._next(*self._steps[kind, id(member), member.in_full_precision])
-        if self._detailed and kind == GATHER:
-            self._compare_handles(member)
+        words, event = self._steps[kind, id(member), member.full_precision and member.in_full_precision]
+        if self._questions or self._detailed or self._record.get(self._before) != event:
+            self._next(words, event)
+            if self._detailed and kind == GATHER:
+                self._compare_handles(member)
+        else:  # as ``_next`` does it
+            self._recent.append((self._passes, self._position, event, words))
+            self._before = (self._before * 1000003 + event + 1) & _MASK
+            self._position += 1
 
     def _compare_handles(self, member: Member) -> None:
         """Compare what is gathered in the form in which torch's FSDP1 does at debug level DETAIL, in the first forward

@@ -22,6 +22,7 @@ gradient before them is a *side output*, which the program has to mark: see :fun
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -30,16 +31,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fsdp.comm.recording import NOTHING, Told
 from fsdp.comm.versions import set_frame_callback
 from fsdp.flat.common_views import Marks
 from fsdp.runtime import hooks
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.expected import LeafKey
-from fsdp.runtime.ranges import profiled
+from fsdp.runtime.expected import ExpectedLeaves
+from fsdp.runtime.ranges import profiled, profiler_runs, ranged
 
 
 class Place(NamedTuple):
-    """Where a backward is: its thread, its graph task, and the sequence number of the node that begins."""
+    """Where a backward is: its thread, its graph task, and the sequence number of the node that begins; larger than any
+    where nobody knows."""
 
     thread: int
     task: int
@@ -48,7 +51,9 @@ class Place(NamedTuple):
     @staticmethod
     def now() -> Place:
         """The place of the backward that runs on this thread."""
-        return Place(threading.get_ident(), hooks.current_backward(), hooks.current_node_number())
+        node = hooks.current_node()
+        number = sys.maxsize if node is None else node._sequence_nr()  # None: in a graph that runs compiled
+        return _new_place((threading.get_ident(), hooks.current_backward(), number))
 
     def is_behind(self, start: int, entered: Place) -> bool:
         """Whether nothing is to come of a call that began at node ``start`` and whose backward began at ``entered``.
@@ -60,12 +65,18 @@ class Place(NamedTuple):
         return self.task < entered.task or (self.task == entered.task and self.node < start)
 
 
+_INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are integers
+_new_place: Callable[[tuple[int, int, int]], Place] = functools.partial(tuple.__new__, Place)  # as its class, but in C
+
+
 class CalledUnit(Protocol):
     """What calls and leaves report a backward to: a unit."""
 
     _tree: Callable[[], Any]  # its context
 
-    def leaf_ready(self, context: Any, key: LeafKey, leaf: torch.Tensor) -> None: ...
+    expected: ExpectedLeaves
+
+    def gradients_ready(self, context: Any, *, comes_by_again: bool) -> None: ...
 
     def backward_failed(self, error: BaseException, event: str) -> None: ...
 
@@ -109,22 +120,34 @@ class ForwardCall:
         seems so, it may be of another thread, whose numbers are others.
 
         A view that is changed in place loses its node, and the hook with it; what it is a view of keeps both."""
+        made: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
         seen = list(tensors)
-        seen += [tensor._base for tensor in seen if tensor._base is not None]
-        numbers = [(tensor, hooks.number_of(tensor.grad_fn)) for tensor in seen if tensor.grad_fn is not None]
-        made = [tensor for tensor, number in numbers if number >= self.start]
-        for tensor in made or [tensor for tensor, _ in numbers]:
-            hooks.on_gradient(tensor, self._reached)
+        for tensor in seen:
+            if tensor._base is not None:
+                seen.append(tensor._base)
+            node: Any = tensor.grad_fn
+            if node is not None:
+                (made if node._sequence_nr() >= self.start else others).append(tensor)
+        for tensor in made or others:
+            hooks.on_gradient(tensor, self._reached, _OUTPUT)
 
-    @hooks.untraced
+    @ranged("_pre_backward_hook", "unit.name")
     def _reached(self, grad: torch.Tensor | None = None) -> None:
-        self.unit.backward_reached(self)
+        try:
+            self.unit.backward_reached(self)
+        except BaseException as error:
+            self.unit.backward_failed(error, "start of backward")
+            raise
 
     def hook_input(self, tensor: torch.Tensor) -> None:
         """Tell where the backward is when ``tensor``'s gradient is there, whoever else may have been given it: sooner
         than the unit that runs next in backward, where parameters of a unit around lie between the two."""
+        hooks_of: Any = tensor._backward_hooks
+        if hooks_of is not None and _OUTPUT in hooks_of:
+            return  # the unit whose output it is tells the same
         if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf would collect hooks
-            hooks.on_gradient(tensor, functools.partial(_input_reached, weakref.ref(self)))
+            hooks.on_gradient(tensor, functools.partial(_input_reached, weakref.ref(self)), _INPUT)
 
     def enter(self) -> None:
         """The backward has reached an output of the call; calls that it is behind are closed."""
@@ -145,32 +168,28 @@ class ForwardCall:
             # through an output; else what lies inside was a side output.
             outer._reached()
 
-    def close(self) -> None:
-        self.entered = None
-        self.unit.backward_passed(self)
 
-
-@hooks.breaks_graph
-def leaf_arrived(unit_ref: Callable[[], CalledUnit | None], key: LeafKey, leaf: torch.Tensor) -> None:
-    """The gradient of leaf ``key`` is complete. Each leaf of a step comes by, so it is ``untraced`` by itself."""
+def gradients_arrived(unit_ref: Callable[[], CalledUnit | None]) -> None:
+    """Look at the gradients of a unit that have arrived. Each large one of a step comes by, so this is ``untraced`` by
+    itself."""
     before = set_frame_callback(None)
-    unit = unit_ref()
     try:
-        if unit is None:
-            return
-        context = unit._tree()
-        if context.compute is None:  # no stream to join
-            unit.leaf_ready(context, key, leaf)
-        else:
-            with context.joined():
-                unit.leaf_ready(context, key, leaf)
-    except BaseException as error:
+        unit = unit_ref()
         if unit is not None:
-            unit.backward_failed(error, "gradient of a parameter")
-        raise
+            _look_at_gradients(unit, comes_by_again=unit.expected.arrived.task is not None)
     finally:
         if before is not None:
             set_frame_callback(before)
+
+
+def _look_at_gradients(unit: CalledUnit, *, comes_by_again: bool = False) -> None:
+    try:
+        context = unit._tree()
+        with NOTHING if context.compute is None else context.joined():  # else there is no stream to join
+            unit.gradients_ready(context, comes_by_again=comes_by_again)
+    except BaseException as error:
+        unit.backward_failed(error, "gradient of a parameter")
+        raise
 
 
 @hooks.untraced
@@ -178,7 +197,9 @@ def _input_reached(call_ref: weakref.ref[ForwardCall], grad: torch.Tensor) -> No
     """The gradient of an argument of a call is there. The graph of an input may outlive the one of the call."""
     call = call_ref()
     inside = call is not None and call.entered is not None
-    close_passed(Place.now())
+    place = Place.now()
+    if place != _here.place:  # else an output of another unit has told of it
+        close_passed(place)
     if call is not None and inside and call.entered is None:
         call.unit.backward_left(call)
 
@@ -191,11 +212,13 @@ class _Thread(threading.local):
 
     Attributes:
         innermost: the call of the unit whose module runs now.
+        place: where calls were closed last.
         entered: the calls whose backward has begun here, in that order, so that all ranks close them in one order.
     """
 
     def __init__(self) -> None:
         self.innermost: ForwardCall | None = None
+        self.place: Place | None = None
         self.entered: dict[weakref.ref[ForwardCall], None] = {}
 
 
@@ -203,13 +226,19 @@ _here = _Thread()
 
 
 def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
-    """The backward on this thread is at ``place``: close the calls of all units that lie behind, except ``but``."""
+    """The backward on this thread is at ``place``: look at the gradients that have arrived, and close the calls of all
+    units that lie behind, except ``but``."""
+    _here.place = place
     for reference in list(_here.entered):
         call = reference()
         if call is not None and call.entered is not None:
+            arrived = call.unit.expected.arrived
+            if arrived.gradients or arrived.all_taken:
+                _look_at_gradients(call.unit)
             if call is but or not place.is_behind(call.start, call.entered):
                 continue
-            call.close()
+            call.entered = None
+            call.unit.backward_passed(call)
         _here.entered.pop(reference, None)  # it was closed now, or with the backward that it was part of
 
 
@@ -221,7 +250,8 @@ class Running:
 
     def __init__(self, call: ForwardCall | None, unit_name: str) -> None:
         self.call = call
-        self._range: AbstractContextManager[Any] | None = profiled("forward", unit_name)
+        quiet = Told.recorder is None and not profiler_runs()
+        self._range: AbstractContextManager[Any] | None = NOTHING if quiet else profiled("forward", unit_name)
         self._range.__enter__()
         self._before, _here.innermost = _here.innermost, call
         if call is not None:

@@ -251,7 +251,7 @@ class Membership:
 
     def join(self) -> RootContext:
         """The context of the tree that the unit is in; without one, it becomes the root of everything below it."""
-        context = self.unit.context
+        context: RootContext | None = self.unit._tree()
         if context is None or (self._context is None and self.is_root is None):
             with own_operations():
                 context = self._become_root()

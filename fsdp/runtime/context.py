@@ -20,7 +20,7 @@ from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import Pass
 from fsdp.runtime.passes import Passes
-from fsdp.runtime.ranges import profiled
+from fsdp.runtime.ranges import logs, profiled
 from fsdp.runtime.reduction import ReductionQueue
 from fsdp.runtime.residency import Residency
 from fsdp.runtime.unit_buffers import UnitBuffers
@@ -138,6 +138,7 @@ class RootContext:
         for other in self.units:
             self.residency.refresh(other)
         self.residency.generation += 1
+        self.residency.logged = logs()
         self.residency.expects_backward = torch.is_grad_enabled()
         self.residency.start_order(unit, backward=False)
         try:

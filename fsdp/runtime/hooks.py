@@ -7,11 +7,11 @@ caller of ``backward()``.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from fsdp.comm.streams import NOTHING
+from fsdp.comm.recording import NOTHING
 from fsdp.comm.versions import set_frame_callback, skip_code
 from fsdp.runtime.mistakes import warn_of_habits, warn_of_stale
 
@@ -77,29 +77,20 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
     return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-# The sequence number that the next graph node made on this thread will have.
+# The sequence number that the next graph node made on this thread will have; the later it is made, the larger.
 next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
-def number_of(node: Any) -> int:
-    """The sequence number of a graph node: the later it was made, the larger."""
-    return int(node._sequence_nr())
+# The graph node that the backward on this thread is at; None where nobody knows (in a graph that runs compiled).
+current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
-def current_node_number() -> int:
-    """The sequence number of the graph node that the backward on this thread is at; larger than any where nobody knows
-    (in a graph that runs compiled)."""
-    node = torch._C._current_autograd_node()
-    return sys.maxsize if node is None else int(node._sequence_nr())
-
-
-def those_that_run(nodes: Collection[tuple[Key, Any]]) -> set[Key]:
-    """The keys of those nodes that the graph task which is running reaches."""
-    will_run = torch._C._will_engine_execute_node
+def those_that_run(keys: Sequence[Key], nodes: Sequence[Any]) -> set[Key]:
+    """The keys of those ``nodes``, one each, that the graph task which is running reaches."""
     try:
-        return {key for key, node in nodes if will_run(node)}
+        return set(itertools.compress(keys, map(torch._C._will_engine_execute_node, nodes)))
     except RuntimeError:
-        return {key for key, node in nodes if _will_run_or_return(node)}
+        return set(itertools.compress(keys, map(_will_run_or_return, nodes)))
 
 
 def _will_run_or_return(node: Any) -> bool:
@@ -119,6 +110,10 @@ _SELECTIVE = tuple(
 )
 
 
+# The modes that see the operations of this thread; without any there is nothing to keep ours from.
+count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+
 def own_operations() -> AbstractContextManager[None]:
     """Around what the engine itself computes inside the forward of a module, between the operations of the module.
 
@@ -126,21 +121,19 @@ def own_operations() -> AbstractContextManager[None]:
     the recomputation to be the same. What the engine does depends on what is gathered already and where free memory
     is, and its results must not be replayed, so it is none of those.
     """
-    if torch._C._len_torch_dispatch_stack() and any(
-        isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()
-    ):
+    if count_of_modes() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
         return _disable_current_modes()
     return NOTHING
 
 
-def on_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
+def on_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None], key: str) -> None:
     """Call ``callback``, which is ``untraced``, with ``tensor``'s gradient each time that is complete, after the hooks
-    that are there already."""
+    that are there already; where it is the first, it is found by ``key``."""
     node: Any = tensor.grad_fn
     if node is None or type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
         tensor.register_hook(callback)
         return
-    tensor._backward_hooks = OrderedDict({id(callback): callback})  # nobody needs a handle to remove it by
+    tensor._backward_hooks = OrderedDict({key: callback})  # nobody needs a handle to remove it by
     node._register_hook_dict(tensor)
 
 

@@ -32,6 +32,7 @@ class UnitPrecision:
     def __init__(self, module: nn.Module, asked: MixedPrecision, ignored: Collection[nn.Module]) -> None:
         """``ignored`` modules keep their buffers as they are."""
         self.asked = dataclasses.replace(asked)
+        self.casts = asked.param_dtype is not None  # parameters, unless in full precision
         self.full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "0") == "1"
         self._module = module
         self._ignored = ignored

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,44 +20,60 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp.comm.recording import Told
-from fsdp.comm.streams import NOTHING
+from fsdp.comm.recording import NOTHING, Told
+from fsdp.comm.versions import set_frame_callback
+from fsdp.runtime.hooks import breaks_graph
 
 logger = logging.getLogger("fsdp")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-_profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
+profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
 def profiled(what: str, unit_name: str) -> AbstractContextManager[Any]:
     """Around what ``unit_name`` does: a range, where a profiler runs."""
     if (told := Told.recorder) is not None:
         return told.span(what, unit_name)
-    if not _profiler_runs():
+    if not profiler_runs():
         return NOTHING
     return torch.autograd.profiler.record_function(f"FullyShardedDataParallel.{what} {unit_name}")
 
 
-def communicates(what: str, unit_name: str, forward: int) -> AbstractContextManager[Any]:
-    """As ``profiled``, and a line in the log, for what a unit does in or after its tree's ``forward``-th forward."""
-    if logger.isEnabledFor(logging.INFO) and os.environ.get("FSDP_DEBUG", "0") == "1":
+def logs() -> bool:
+    """Whether what communicates is to be told of in the log."""
+    return logger.isEnabledFor(logging.INFO) and os.environ.get("FSDP_DEBUG", "0") == "1"
+
+
+def communicates(what: str, unit_name: str, forward: int, *, logged: bool) -> AbstractContextManager[Any]:
+    """As ``profiled``, and if it is ``logged`` a line in the log, for what a unit does in or after its tree's
+    ``forward``-th forward."""
+    if logged:
         rank = dist.get_rank() if dist.is_initialized() else 0
         logger.info("rank %d, forward %d: %s %s", rank, forward, what, unit_name)
+    elif Told.recorder is None and not profiler_runs():
+        return NOTHING
     return profiled(what, unit_name)
 
 
-def ranged(what: str) -> Callable[[Method], Method]:
-    """For methods of a unit: ``profiled`` around all of it."""
+def ranged(what: str, name: str) -> Callable[[Method], Method]:
+    """For what the engine does for a unit: ``untraced``, and ``profiled`` around all of it. ``name`` says where the
+    object that the method is of has the name of the unit."""
+    name_of = operator.attrgetter(name)
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def run(unit: Any, *args: Any, **kwargs: Any) -> Any:
-            if Told.recorder is None and not _profiler_runs():
-                return method(unit, *args, **kwargs)
-            with profiled(what, unit.name):
-                return method(unit, *args, **kwargs)
+        def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            before = set_frame_callback(None)
+            try:
+                if Told.recorder is None and not profiler_runs():
+                    return method(owner, *args, **kwargs)
+                with profiled(what, name_of(owner)):
+                    return method(owner, *args, **kwargs)
+            finally:
+                if before is not None:
+                    set_frame_callback(before)
 
-        return run  # type: ignore[return-value]
+        return breaks_graph(run)  # type: ignore[return-value]
 
     return decorate

@@ -29,15 +29,19 @@ import torch
 from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.host_memory import HostBuffers
+from fsdp.comm.recording import NOTHING
 from fsdp.comm.streams import Event, Streams
-from fsdp.flat.full_copy import SlotBuffer, parameter_views
+from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool, PooledTensor
 from fsdp.flat.views import BucketViews
 from fsdp.flat.visible import flag_of
 from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.comm_hook import CommHook
 
+_READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
 _hooks_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+_layout_of: Callable[[torch.Tensor], torch.layout] = operator.attrgetter("layout")
+_PLAIN = frozenset([(torch.Tensor, torch.strided)])
 _dict_of: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
@@ -145,6 +149,8 @@ class BucketGradients:
     """The gradient of one bucket during and between backwards.
 
     Attributes:
+        accumulator: the gradients that are not reduced.
+        partial: what earlier backwards have reduced, but not over replicas.
         target: where this backward writes; None while it has written nothing that is not reduced or shown.
         used: by index, the leaves that this rank has gradients of in what is reduced and not attached yet; empty where
             that makes no difference.
@@ -168,8 +174,8 @@ class BucketGradients:
         self._leaves = set(range(len(self.handle.copy.all_leaves)))  # all of them, by index
         self._written: set[int] = set()  # the leaves, by index, whose slots this backward has written
         self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
-        self._accumulator = Accumulator(views)
-        self._partial: torch.Tensor | None = None  # what earlier backwards have reduced, but not over replicas
+        self.accumulator = Accumulator(views)
+        self.partial: torch.Tensor | None = None
         self.altered = False
 
     @property
@@ -192,7 +198,12 @@ class BucketGradients:
     @property
     def accumulates(self) -> bool:
         """Whether gradients of earlier backwards wait to be reduced, or reduced over replicas."""
-        return self._partial is not None or (self._accumulator.is_visible and self.reduces)
+        return self.partial is not None or (self.accumulator.is_visible and self.reduces)
+
+    @property
+    def waits(self) -> bool:
+        """Whether something may be to do for it at the end of a backward."""
+        return self.target is not None or bool(self.accumulator.exposed) or self.partial is not None
 
     @property
     def lacks(self) -> bool:
@@ -217,16 +228,43 @@ class BucketGradients:
         if self._hook is not None:
             self.use_hook(self._hook)  # the layout is a new one
         self._scratch = None
-        self._accumulator.forget()
+        self.accumulator.forget()
 
     # -- during a backward ---------------------------------------------------------------------------------------------
+
+    def check(self, grads: dict[int, torch.Tensor], *, reads_parameters: bool) -> None:
+        """Raises RuntimeError where gradients of leaves, by index, came in a way that is not supported.
+        ``reads_parameters``: the backward needs the values of the bucket."""
+        handle = self.handle
+        if reads_parameters and handle.copy.state not in _READABLE:
+            raise RuntimeError(
+                f"a backward reached parameter {handle.name_of(next(iter(grads)))!r} of {handle.unit_name} while "
+                "its values were sharded, before it reached an output of the wrapped module: through a tensor that the "
+                "forward stored, or that a hook took. Return that tensor, or mark it inside the forward by "
+                "fsdp.mark_side_output(tensor)"
+            )
+        if any(map(flag_of, grads.values())):
+            index = next(index for index, grad in grads.items() if grad.requires_grad)
+            raise RuntimeError(
+                f"the gradient of parameter {handle.name_of(index)!r} of {handle.unit_name} requires grad itself: "
+                "gradients of gradients (create_graph=True) of sharded parameters are not supported. Compute such "
+                "terms on the plain module"
+            )
+        if self.views.shows_grads:
+            raise RuntimeError(
+                f"a backward of {handle.unit_name} inside summon_full_params(with_grads=True), where .grad holds the "
+                "full gradients of before: run it outside, or summon without gradients"
+            )
 
     def open(self, queue: ReductionQueue, *, synchronize: bool) -> None:
         """Take a buffer for this backward; what users left of the accumulator is continued."""
         layout, device = self.handle.layout, self.handle.device
-        self.hooked, self._awaited = self.views.has_hooks, self._is_awaited
-        accumulator, self._adopted = self._accumulator.reuse()
-        self._written = {index for position in self._adopted for index in self.views.visible[position].members}
+        self.hooked = self.views.has_hooks
+        self._awaited = self._is_awaited
+        accumulator, self._adopted, self._written = None, set[int](), set[int]()
+        if self.accumulator.exposed:
+            accumulator, self._adopted = self.accumulator.reuse()
+            self._written = {index for position in self._adopted for index in self.views.visible[position].members}
         self._continues = accumulator is not None
         if accumulator is not None:
             self.target = SlotBuffer(layout, accumulator)
@@ -241,15 +279,31 @@ class BucketGradients:
             new = queue.pool.empty if self.handle.groups.sharded else torch.empty
             self.target = SlotBuffer(layout, new(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device))
 
-    def add(self, index: int, grad: torch.Tensor) -> None:
-        """Put the gradient of leaf ``index`` into its slot; of the whole vector's leaf, into all slots."""
+    def add(self, grads: dict[int, torch.Tensor], weight: float = 1.0) -> None:
+        """Put gradients of leaves, by index, into their slots, ``weight`` times; of the whole vector's leaf, into all
+        slots."""
         assert self.target is not None
-        if index == len(self.target.slots):
-            for each, part in enumerate(parameter_views(self.handle.layout, grad.to_dense().contiguous())):
-                self.add(each, part)
-            return
+        if self.hooked:
+            grads = {index: self.views.hooked(index, grad) for index, grad in grads.items()}
+        if weight != 1:
+            grads = {index: grad * weight for index, grad in grads.items()}
+        slots, its = self.target.slots, list(grads.values())
+        plain = _PLAIN.issuperset(zip(map(type, its), map(_layout_of, its))) and len(slots) not in grads
+        if plain and len(its) > 1 and self._written.isdisjoint(grads):
+            torch._foreach_copy_(list(map(slots.__getitem__, grads)), its)
+            self._written.update(grads)
+        else:
+            for index, grad in grads.items():
+                self._add(index, grad)
+
+    def _add(self, index: int, grad: torch.Tensor) -> None:
+        assert self.target is not None
         if grad.layout != torch.strided:
             grad = grad.to_dense()
+        if index == len(self.target.slots):
+            for each, part in enumerate(parameter_views(self.handle.layout, grad.contiguous())):
+                self._add(each, part)
+            return
         slot = self.target.slots[index]
         if index in self._written:
             slot.add_(grad)
@@ -278,17 +332,17 @@ class BucketGradients:
         source = self._seal()
         self.target = source  # until the queue has it: if something raises, it goes where an open one goes
         if self._continues:
-            self._accumulator.conceal()
+            self.accumulator.conceal()
         sharded, adopted = self.handle.groups.sharded, self._adopted
         shard = source.flat
         if sharded:
             shard = host_memory.recycled(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
-        streams = queue.streams
-        written = streams.record()
+        streams, on_host = queue.streams, queue.streams.asynchronous_work
+        written = None if on_host else streams.record()
         offloaded: list[tuple[torch.Tensor, Event]] = []
         replicated = self.handle.groups.replica is not None
         waits = replicated and not to_replicas
-        earlier, self._partial = (self._partial, None) if not waits else (None, self._partial)
+        earlier, self.partial = (self.partial, None) if not waits else (None, self.partial)
         by_hook = self._hook is not None and self.handle.groups.hybrid
 
         def fetch(pending: Pending) -> Pending:
@@ -311,8 +365,9 @@ class BucketGradients:
                 return fetch(communicator.average(shard, tag))
 
         averages = average if replicated and not waits and (sharded or by_hook or earlier is not None) else None
-        with streams.on_reduce_stream():
-            streams.wait(written)
+        with NOTHING if on_host else streams.on_reduce_stream():
+            if written is not None:
+                streams.wait(written)
             if not sharded and (waits or earlier is not None):
                 pending = Pending(None, streams)
             elif self._hook is None:
@@ -322,14 +377,14 @@ class BucketGradients:
                 for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
                     shard[start:end].zero_()
                 pending = Pending(None, streams)
-            if averages is None and not waits:
+            if averages is None and not waits and (hook is not None or not on_host):
                 fetch(pending)
 
         def finish() -> None:
             nonlocal earlier
             earlier = None  # held until here, where the stream of the replicas has read it
             if waits:
-                self._partial = shard if self._partial is None else self._partial.add_(shard)
+                self.partial = shard if self.partial is None else self.partial.add_(shard)
                 return
             self.used = set()
             if hook is not None and streams.asynchronous_work:
@@ -374,7 +429,7 @@ class BucketGradients:
         It is ``complete`` where nothing has to be reduced.
         """
         unused = self._leaves - self._written if self._finds_unused else set()
-        self._accumulator.expose(self._seal(), unused, continues=self._continues, hides_sharded=self.reduces)
+        self.accumulator.expose(self._seal(), unused, continues=self._continues, hides_sharded=self.reduces)
         if complete:
             self._announce()
 

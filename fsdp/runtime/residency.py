@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from fsdp.comm.recording import NOTHING
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather
 from fsdp.flat.memory import pool_for
@@ -39,6 +40,7 @@ class Residence(Enum):
 
 
 _IDLE = (Residence.PREFETCHED, Residence.RECOMPUTED)
+_KEPT = (Residence.KEPT, Residence.AWAITED)
 _NEXT = {
     Residence.SHARDED: (Residence.PREFETCHED, Residence.IN_USE),
     Residence.PREFETCHED: (Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
@@ -64,19 +66,18 @@ class Residences(Generic[T]):
     def of(self, unit: T) -> Residence:
         return self._of.get(unit) or self._kept.get(unit, Residence.SHARDED)
 
-    def gathers(self, unit: T, why: Residence) -> None:
-        """``unit`` gets memory, or its memory is filled again."""
-        before = self._of.pop(unit, None) or self._kept.pop(unit, Residence.SHARDED)
+    def becomes(self, unit: T, why: Residence, *, gathered: bool = False) -> bool:
+        """If ``unit`` is gathered, it is so for another reason from here on, or not at all; returns whether it was.
+        With ``gathered`` it gets memory, or its memory is filled again."""
+        before = self._of.pop(unit, None) or self._kept.pop(unit, None)
+        if before is None:
+            if not gathered:
+                return False
+            before = Residence.SHARDED
         if why is not before and why not in _NEXT[before]:
             raise AssertionError(f"a unit went from {before.name} to {why.name}")
         if why is not Residence.SHARDED:
-            (self._kept if why in (Residence.KEPT, Residence.AWAITED) else self._of)[unit] = why
-
-    def becomes(self, unit: T, why: Residence) -> bool:
-        """If ``unit`` is gathered, it is so for another reason from here on, or not at all; returns whether it was."""
-        if unit not in self._of and unit not in self._kept:
-            return False
-        self.gathers(unit, why)
+            (self._kept if why in _KEPT else self._of)[unit] = why
         return True
 
     @property
@@ -93,6 +94,7 @@ class Residency(Residences[UnitBuffers]):
         order: that in which units are gathered.
         generation: counts outermost forwards: what was gathered before is not trusted by the next.
         expects_backward: whether the outermost forward runs with gradients enabled.
+        logged: whether what is gathered and reduced is told of in the log.
     """
 
     def __init__(self, root: UnitBuffers, units: list[UnitBuffers], streams: Streams, passes: Passes) -> None:
@@ -102,8 +104,9 @@ class Residency(Residences[UnitBuffers]):
         self.passes = passes
         self.order: ExecutionOrder[UnitBuffers] = ExecutionOrder()
         self.generation = 0
-        self.expects_backward = False
-        self._root, self._units, self._streams = root, units, streams
+        self.expects_backward = self.logged = False
+        self._root, self._units, self._streams, self._on_host = root, units, streams, streams.asynchronous_work
+        self._keeps = True  # whether some handle may have kept something for its next gather
         self._meetings = 0  # of the ranks, when the order was begun
         self._offloads = any(handle.offload.offload_params for unit in units for handle in unit.handles)
 
@@ -126,12 +129,15 @@ class Residency(Residences[UnitBuffers]):
         nearby = unit.nearby is not None and unit.is_nearby
         if unit.groups.sharded:
             self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
-        backward_follows = self.expects_backward and self.passes.forward is not None and not self.passes.in_backward
-        again = backward_follows and not self.stays(unit) and unit.nearby is None
+        passes = self.passes
+        backward_follows = self.expects_backward and passes.forward is not None and not passes.in_backward
+        again = backward_follows and unit.precision.casts and unit.nearby is None and not self.stays(unit)
+        self._keeps = self._keeps or again
         communicator = unit.nearby if nearby else unit.communicator
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
-        with communicates(what, unit.name, self.generation), self._streams.on_gather_stream():
+        shown = communicates(what, unit.name, self.generation, logged=self.logged)
+        with shown, NOTHING if self._on_host else self._streams.on_gather_stream():
             gather(
                 unit.handles,
                 self.pool,
@@ -143,7 +149,7 @@ class Residency(Residences[UnitBuffers]):
                 private=unit.policy.reduce_unused,
             )
         unit.generation, unit.kept_versions = self.generation, None
-        self.gathers(unit, why)
+        self.becomes(unit, why, gathered=True)
 
     def unshard(self, unit: UnitBuffers, *, refill: bool) -> None:
         """The modules hold the full parameters when this returns, and the current stream may read them.
@@ -151,7 +157,11 @@ class Residency(Residences[UnitBuffers]):
         With ``refill``, a copy that an earlier forward left is gathered again: the shards may have changed since. Where
         a backward of ``no_sync`` kept it, their versions tell.
         """
-        if unit.gathers and (unit.summoned is Summoned.NOWHERE or not unit.is_summoned):
+        if self._of.get(unit) is Residence.PREFETCHED and unit.generation == self.generation:  # nearly always
+            self.order.record(unit)
+            for handle in unit.handles:
+                handle.wait()
+        elif unit.gathers and (unit.summoned is Summoned.NOWHERE or not unit.is_summoned):
             earlier, gathered = refill and unit.generation != self.generation, unit.is_gathered
             stale = earlier and unit.kept_versions != unit.versions
             if not gathered or earlier or self._of.get(unit) is Residence.PREFETCHED:
@@ -168,7 +178,7 @@ class Residency(Residences[UnitBuffers]):
                 unit.generation = self.generation
             unit.wait()
         for view in unit.views:
-            view.use_leaves()
+            view.registration.use_leaves(view.take_over if view.check_writeback else None)
         self.becomes(unit, Residence.IN_USE)
 
     def gather_by_hand(self, unit: UnitBuffers) -> None:
@@ -199,7 +209,8 @@ class Residency(Residences[UnitBuffers]):
 
     def forget_kept(self) -> None:
         """Shards may have changed: the next gathers read them again."""
-        for unit in self._units:
+        keeps, self._keeps = self._keeps, False
+        for unit in self._units if keeps else ():
             for handle in unit.handles:
                 handle.forget_kept()
 
@@ -211,16 +222,19 @@ class Residency(Residences[UnitBuffers]):
         Where ``backward_follows``, this rank keeps its part of what its policy has stay with the ranks nearby, unless
         an earlier forward has gathered it. It is cut on the stream that has filled the buffer, and will gather it.
         """
-        unit.use_resting()
+        for view in unit.views:
+            view.registration.use_resting()
         if unit.in_output or (unit.summoned is not Summoned.NOWHERE and unit.is_summoned):
             return
         if self.becomes(unit, Residence.SHARDED):
-            if not self._streams.asynchronous_work or unit.is_gathering:  # the host has waited for the others
+            on_host = self._on_host
+            if not on_host or unit.is_gathering:  # the host has waited for the others
                 unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
-            last_use = self._streams.record()
+            last_use = None if on_host else self._streams.record()
             backward_follows = backward_follows and unit.generation == self.generation
             nearby = unit.nearby if backward_follows and unit.policy.unshard_in_backward else None
-            with self._streams.on_gather_stream():
+            self._keeps = self._keeps or nearby is not None
+            with NOTHING if on_host else self._streams.on_gather_stream():
                 for handle in unit.handles:
                     if nearby is not None:
                         handle.keep_part(nearby.groups)
@@ -250,7 +264,7 @@ class Residency(Residences[UnitBuffers]):
     def keep_to_backward(self, unit: UnitBuffers) -> bool:
         """``unit`` has run, and a backward is to come: keep it for that if its strategy or the budget says so. Returns
         whether it stays."""
-        stays = self.stays(unit) or self._fits_budget(unit)
+        stays = self.stays(unit) or (unit.policy.keep_gathered_nbytes != 0 and self._fits_budget(unit))
         if stays:
             self.keep(unit)
         return stays
@@ -279,7 +293,7 @@ class Residency(Residences[UnitBuffers]):
         kept = not unit.policy.reshard_after_backward
         if not unit.synchronize and unit.is_gathered:
             kept = kept or unit.policy.reshard_after_forward is False or self._fits_budget(unit)
-        for handle in unit.handles:
+        for handle in unit.handles if self._keeps else ():
             handle.forget_kept()
         if not (kept and unit.is_gathered):
             self.reshard(unit)
@@ -312,16 +326,14 @@ class Residency(Residences[UnitBuffers]):
         Raises:
             RuntimeError: a backward of the unit is under way, or its parameters are shown, in the other dtypes.
         """
-        self.cast_parameters(unit, full_precision)
+        if unit.full_precision is not full_precision:
+            self.cast_parameters(unit, full_precision)
         if unit.precision.asked.buffer_dtype is not None:
             unit.precision.cast_buffers(unit.device, full_precision=full_precision)
 
     def cast_parameters(self, unit: UnitBuffers, full_precision: bool) -> None:
         """As ``compute_in``, without the buffers."""
-        for handle in unit.handles:
-            if handle.full_precision is not full_precision:
-                break
-        else:
+        if unit.full_precision is full_precision or not unit.handles:
             return
         if (unit.is_summoned or unit.expected.seen) and any(handle.casts for handle in unit.handles):
             raise RuntimeError(
@@ -334,13 +346,17 @@ class Residency(Residences[UnitBuffers]):
         self.reshard(unit)
         for handle in unit.handles:
             handle.compute_in_full_precision(full_precision)
+        unit.full_precision = full_precision
         unit.expected.watch()
 
     def refresh(self, unit: UnitBuffers) -> None:
         """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
-        self.forget_output(unit)
-        if not unit.is_summoned:  # now, so that what is prefetched is the right thing
-            self.compute_in(unit, unit.precision.wants_full)
+        if unit.in_output:
+            self.forget_output(unit)
+        if unit.summoned is Summoned.NOWHERE or not unit.is_summoned:  # now, so that the right thing is prefetched
+            full_precision = unit.precision.full_in_eval and unit.precision.wants_full
+            if unit.full_precision is not full_precision or unit.precision.asked.buffer_dtype is not None:
+                self.compute_in(unit, full_precision)
         unit.follow_parameters()
 
     # -- summoning -----------------------------------------------------------------------------------------------------
@@ -369,16 +385,9 @@ class Residency(Residences[UnitBuffers]):
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
-    def _distance(self, unit: UnitBuffers) -> int:
-        """How many units to prefetch while ``unit`` computes."""
-        return unit.policy.backward_prefetch if self.passes.in_backward else unit.policy.forward_prefetch
-
-    def _has_room(self, unit: UnitBuffers, computing: UnitBuffers) -> bool:
-        """Whether one more unit fits while ``computing`` does: 1 + the prefetch distance, not counting the root, the
-        ancestors of ``unit`` and units that are kept."""
-        if not computing.policy.limit_gathers:
-            return True
-        room = self._distance(computing)
+    def _has_room(self, unit: UnitBuffers, room: int) -> bool:
+        """Whether one more unit fits beside ``room`` others, not counting the root, the ancestors of ``unit`` and units
+        that are kept. While a unit computes, as many others may be gathered as are to be prefetched."""
         for other in self._of:
             limited = other is not self._root and other.policy.reshard_after_forward is not False
             room -= limited and other.index not in unit.ancestors
@@ -386,29 +395,32 @@ class Residency(Residences[UnitBuffers]):
 
     def make_room(self, unit: UnitBuffers) -> None:
         """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
-        for other in self.idle:
-            if self._has_room(unit, unit):
+        policy = unit.policy
+        distance = policy.backward_prefetch if self.passes.in_backward else policy.forward_prefetch
+        for other in self.idle if policy.limit_gathers else ():
+            if self._has_room(unit, distance):
                 return
             self.reshard(other)
 
     def prefetch(self, unit: UnitBuffers, *, begins: bool = False) -> None:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow; or
         those that users have listed, once ``unit`` ``begins``."""
-        in_backward = self.passes.in_backward
-        if unit.policy.reduce_unused:
+        in_backward, policy = self.passes.in_backward, unit.policy
+        if policy.reduce_unused:
             return
-        if in_backward and unit.policy.prefetch_after_gradients:
+        if in_backward and policy.prefetch_after_gradients:
             under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED]
             if any(other.index not in unit.ancestors for other in under_way):
                 return
         listed = unit.listed(in_backward) if unit.listed is not None else None
         if listed is not None and not begins:
             return
-        for candidate in self.order.upcoming(self._distance(unit)) if listed is None else listed:
+        distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
+        for candidate in self.order.upcoming(distance) if listed is None else listed:
             if candidate in self._of or candidate.is_gathered:
                 continue
             if in_backward and not candidate.policy.unshard_in_backward:
                 continue
-            if listed is None and not self._has_room(candidate, unit):
+            if listed is None and policy.limit_gathers and not self._has_room(candidate, distance):
                 return
             self.gather(candidate, Residence.PREFETCHED)

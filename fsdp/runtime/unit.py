@@ -19,12 +19,15 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
+from fsdp.comm.recording import NOTHING
+from fsdp.flat.common_views import Marks
 from fsdp.flat.flat_param import FlatParamHandle
-from fsdp.flat.full_copy import BufferState
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
+from fsdp.flat.views import BucketViews
+from fsdp.flat.visible import flag_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, leaf_arrived
+from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, gradients_arrived
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves, LeafKey
@@ -35,8 +38,10 @@ from fsdp.runtime.reduction import BucketGradients
 from fsdp.runtime.residency import Residence
 from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
 
-_READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
+_marks_of: Callable[[BucketViews], Marks] = operator.methodcaller("marks")
 _target_of: Callable[[BucketGradients], Any] = operator.attrgetter("target")
+_waits_of: Callable[[BucketGradients], bool] = operator.attrgetter("waits")
+_key_of: Callable[[tuple[LeafKey, Any]], LeafKey] = operator.itemgetter(0)
 _reduces: Callable[[BucketGradients], bool] = operator.attrgetter("reduces")
 
 
@@ -70,7 +75,7 @@ class Unit(UnitBuffers):
         self._depth = 0  # forwards of this unit under way
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
         self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
-        self.expected = ExpectedLeaves(self.handles, functools.partial(leaf_arrived, self.ref))
+        self.expected = ExpectedLeaves(self.handles, functools.partial(gradients_arrived, self.ref))
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.units.add(self)
         hooks.watch_optimizers()
@@ -242,7 +247,6 @@ class Unit(UnitBuffers):
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    @ranged("_pre_forward")
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
         """Gather, and prefetch; returns the call to hand to ``post_forward``, and the inputs, cast."""
         summoned = self.summoned
@@ -260,17 +264,24 @@ class Unit(UnitBuffers):
         self._depth += 1
         try:
             start = hooks.next_node_number()
-            full_precision = summoned is Summoned.HERE or self.precision.wants_full
-            asked = self.precision.asked
+            precision, asked = self.precision, self.precision.asked
+            full_precision = summoned is Summoned.HERE or (precision.full_in_eval and precision.wants_full)
             if not full_precision and asked.param_dtype is not None:
                 as_root = asked.cast_root_forward_inputs and self is context.root
                 if as_root or (asked.cast_forward_inputs and self.handles):
                     inputs = cast_floating(inputs, asked.param_dtype)
-            with hooks.own_operations():
-                self._make_ready(context, full_precision)
+            recomputing = hooks.current_backward() != hooks.NO_BACKWARD
+            with hooks.own_operations() if hooks.count_of_modes() else NOTHING:
+                if recomputing:
+                    close_passed(Place.now())
+                if self.full_precision is not full_precision or asked.buffer_dtype is not None:
+                    context.residency.compute_in(self, full_precision)
+                context.residency.unshard(self, refill=not recomputing)
+                if not recomputing:
+                    context.residency.prefetch(self, begins=True)
             if not torch.is_grad_enabled():
                 return None, inputs
-            marks = [views.marks() for views in self.views]
+            marks = list(map(_marks_of, self.views))
             call = ForwardCall(self, context, start, marks, full_precision=full_precision)
             args, kwargs = inputs
             for value in (*args, *kwargs.values()):
@@ -281,18 +292,7 @@ class Unit(UnitBuffers):
             self.abort_forward(context)
             raise
 
-    def _make_ready(self, context: RootContext, full_precision: bool) -> None:
-        """Gather for a forward, and prefetch."""
-        recomputing = hooks.current_backward() != hooks.NO_BACKWARD
-        if recomputing:
-            close_passed(Place.now())
-        context.residency.compute_in(self, full_precision)
-        context.residency.unshard(self, refill=not recomputing)
-        if not recomputing:
-            context.residency.prefetch(self, begins=True)
-
-    @hooks.untraced
-    @ranged("_post_forward")
+    @ranged("_post_forward", "name")
     def post_forward(self, context: RootContext, running: Running, output: Any, member: str = "") -> Any:
         """``member`` has run: reshard unless others of the unit's modules are to come, or the backward follows at once;
         and hook the outputs, which are returned."""
@@ -304,14 +304,14 @@ class Unit(UnitBuffers):
         if output_dtype is not None and not self.is_summoned and not self.precision.wants_full:
             output = cast_floating(output, output_dtype)
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
+        differentiable = list(filter(flag_of, outputs)) if call is not None else []
         for handle in self.handles:
             if handle.holds_any(outputs):
                 self.in_output = True
         if call is not None:
             call.hook_outputs(differentiable)
         residency = context.residency
-        with hooks.own_operations():
+        with hooks.own_operations() if hooks.count_of_modes() else NOTHING:
             self._leave_forward(context)
             if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
                 follows = residency.expects_backward
@@ -351,27 +351,20 @@ class Unit(UnitBuffers):
         return bool(self._open_calls or self.expected)
 
     def backward_reached(self, call: ForwardCall) -> None:
-        """The gradient of an output of ``call`` is there."""
-        try:
-            self._pre_backward(call)
-        except BaseException as error:
-            self.backward_failed(error, "start of backward")
-            raise
-
-    @ranged("_pre_backward_hook")
-    def _pre_backward(self, call: ForwardCall) -> None:
-        """Gather, and note what this backward will bring."""
-        context = self.context or call.context
-        if self.gathers and torch.is_grad_enabled():  # in a hook: whether the backward was started with create_graph
+        """The gradient of an output of ``call`` is there: gather, and note what this backward will bring."""
+        context: RootContext = self._tree() or call.context
+        if torch.is_grad_enabled() and self.gathers:  # in a hook: whether the backward was started with create_graph
             raise RuntimeError(
                 f"a backward with create_graph=True reached {self.name}: gradients of gradients of sharded parameters "
                 "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
             )
         context.enter_backward(self)
-        context.residency.compute_in(self, call.full_precision)
+        if self.full_precision is not call.full_precision or self.precision.asked.buffer_dtype is not None:
+            context.residency.compute_in(self, call.full_precision)
         self._open_calls.add(call)
-        expected = self.expected.of_this_task()
         call.enter()
+        expected = self.expected.of_this_task()
+        self.expected.may_wait()
         if self.policy.unshard_in_backward:
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
@@ -379,49 +372,46 @@ class Unit(UnitBuffers):
                 views.check_unchanged(before, {index for of, index in expected if of == bucket})
         context.residency.prefetch(self, begins=True)
 
-    def leaf_ready(self, context: RootContext, key: LeafKey, leaf: torch.Tensor) -> None:
-        """A leaf's gradient of the running graph task is complete: move it to its slot."""
-        grad, leaf.grad = leaf.grad, None
-        expected = self.expected.of_task.get(hooks.current_backward())
+    def gradients_ready(self, context: RootContext, *, comes_by_again: bool) -> None:
+        """Gradients of leaves are complete; with the last of them, reduce, unless the backward ``comes_by_again``."""
+        arrived = self.expected.arrived
+        if arrived.gradients:
+            self._take_gradients(context)
+        if not arrived.all_taken or comes_by_again:
+            return
+        arrived.all_taken = False
+        context.residency.prefetch(self)  # before the reduction: somebody waits for a gather
+        with profiled("_post_backward_hook", self.name):
+            self.finish_gradients(context, at_end=False)
+            if self._maybe_reshard(context):
+                context.residency.prefetch(self)
+
+    def _take_gradients(self, context: RootContext) -> None:
+        """Move the gradients that are complete to their slots."""
+        task, arrived = self.expected.arrived.task, self.expected.arrived.take()
+        expected = self.expected.of_task.get(hooks.current_backward() if task is None else task)
         if expected is None:  # else the backward has been here
             context.enter_backward(self)
-        if grad is None:
-            return  # the leaf's own hook took it
-        bucket, index = key
-        if self.handles[bucket].copy.state not in _READABLE and self.policy.unshard_in_backward:
-            raise RuntimeError(
-                f"a backward reached parameter {self.handles[bucket].name_of(index)!r} of {self.name} while "
-                "its values were sharded, before it reached an output of the wrapped module: through a tensor that the "
-                "forward stored, or that a hook took. Return that tensor, or mark it inside the forward by "
-                "fsdp.mark_side_output(tensor)"
-            )
-        if grad.requires_grad:
-            raise RuntimeError(
-                f"the gradient of parameter {self.handles[bucket].name_of(index)!r} of {self.name} requires "
-                "grad itself: gradients of gradients (create_graph=True) of sharded parameters are not supported. "
-                "Compute such terms on the plain module"
-            )
+        by_bucket: list[dict[int, torch.Tensor]] = [{} for _ in self.gradients]
+        for (bucket, index), grad in arrived:
+            if grad is not None:
+                by_bucket[bucket][index] = grad
+        for bucket, grads in enumerate(by_bucket):
+            if grads:
+                self.gradients[bucket].check(grads, reads_parameters=self.policy.unshard_in_backward)
         if expected is None:
+            if not any(by_bucket):
+                return
             expected = self.expected.of_this_task()
-        gradients = self.gradients[bucket]
-        if gradients.target is None:
-            if self.views[bucket].shows_grads:
-                raise RuntimeError(
-                    f"a backward of {self.name} inside summon_full_params(with_grads=True), where .grad holds the full "
-                    "gradients of before: run it outside, or summon without gradients"
-                )
-            gradients.open(context.reductions, synchronize=self.synchronize)
-        if self.gradient_weight:  # else its slot counts as one that nobody wrote
-            if gradients.hooked:
-                grad = self.views[bucket].hooked(index, grad)
-            gradients.add(index, grad if self.gradient_weight == 1 else grad * self.gradient_weight)
-        expected.discard(key)
-        if not expected and not self.expected:
-            context.residency.prefetch(self)  # before the reduction: somebody waits for a gather
-            with profiled("_post_backward_hook", self.name):
-                self.finish_gradients(context, at_end=False)
-                if self._maybe_reshard(context):
-                    context.residency.prefetch(self)
+        expected.difference_update(map(_key_of, arrived))
+        for gradients, grads in zip(self.gradients, by_bucket):
+            if not grads:
+                continue
+            if gradients.target is None:
+                gradients.open(context.reductions, synchronize=self.synchronize)
+            if self.gradient_weight:  # else their slots count as some that nobody wrote
+                gradients.add(grads, self.gradient_weight)
+        self.expected.arrived.all_taken = not expected and not any(self.expected.of_task.values())
 
     def backward_left(self, call: ForwardCall) -> None:
         """The backward is at an argument of ``call``, which it is behind of: gather what comes next."""
@@ -434,14 +424,16 @@ class Unit(UnitBuffers):
     def backward_passed(self, call: ForwardCall) -> None:
         """The backward is behind ``call``; of several modules others may be to come, for what they share or have of
         their own."""
-        context = self.context or call.context
+        context: RootContext = self._tree() or call.context
         self._open_calls.discard(call)
+        if not self._open_calls:
+            self.expected.arrived.task = None  # nothing tells whether the backward comes by again
         if not self._maybe_reshard(context) and len(self._ran) > 1 and not self._open_calls and self._depth == 0:
             context.residency.keep_to_others(self)
 
     def _maybe_reshard(self, context: RootContext) -> bool:
         """Reshard if the backward is over for the unit; returns whether it is."""
-        if self._in_backward or self._depth > 0:
+        if self._open_calls or self._depth > 0 or any(self.expected.of_task.values()):
             return False
         context.residency.end_backward(self)
         return True
@@ -458,7 +450,8 @@ class Unit(UnitBuffers):
             return
         if self.synchronize and any(map(_reduces, self.gradients)):
             context.passes.about_to(REDUCE, self)
-            with communicates("reduce", self.name, context.residency.generation):
+            residency = context.residency
+            with communicates("reduce", self.name, residency.generation, logged=residency.logged):
                 self._reduce(context)
         elif at_end:
             for gradients in self.gradients:
@@ -493,6 +486,17 @@ class Unit(UnitBuffers):
 
     def end_backward(self) -> None:
         context: RootContext = self._tree()
+        expected = self.expected.of_task
+        if not (self._depth or self._open_calls or any(map(_waits_of, self.gradients)) or any(expected.values())):
+            expected.clear()  # nearly always: it is through
+            if not self.groups.sharded or context.residency.of(self) is not Residence.SHARDED:
+                context.residency.end_backward(self)
+            return
+        if self.expected.arrived.gradients:
+            self._take_gradients(context)
+        if self.expected.arrived.all_taken:
+            with profiled("_post_backward_hook", self.name):
+                self.finish_gradients(context, at_end=False)
         if self.synchronize and not any(map(_target_of, self.gradients)):
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:

@@ -115,6 +115,7 @@ class UnitBuffers(Member):
     expected: ExpectedLeaves = field(init=False)  # the gradients that are still to come
     synchronize: bool = field(default=True, init=False)  # whether a backward, when it runs, reduces its gradients
     gradient_weight: float = field(default=1.0, init=False)  # what this rank's gradients count, as they come
+    full_precision: bool = field(default=False, init=False)  # whether it computes and reduces in the shards' dtypes
     index: int = field(default=0, init=False)  # its number in the tree
     place: int = field(default=0, init=False)  # that among the units of its first group, equal on every rank
     ancestors: frozenset[int] = field(default=frozenset(), init=False)  # the indices of the units around it
@@ -203,10 +204,7 @@ class UnitBuffers(Member):
 
     @property
     def in_full_precision(self) -> bool:
-        for handle in self.handles:
-            if handle.full_precision and handle.is_mixed:
-                return True
-        return False
+        return self.full_precision and any(handle.is_mixed for handle in self.handles)
 
     @property
     def is_summoned(self) -> bool:

@@ -18,7 +18,7 @@ that are only counted. The terms, per bucket, are those of [Note: The tensors of
 * what gloo's all-reduce over replicas receives into: two segments of at most 1 MiB (``gloo/allreduce.cc``), of the
   latest one;
 * one parameter's gradient, which is copied into its slot, until the reduction has begun: the largest of the unit's,
-  in the compute dtype;
+  in the compute dtype. Where the backward ends with the unit, autograd has let it go before that;
 * reduced gradients: ``shard_numel`` in the reduce dtype, from the unit's reduction on.
 """
 
@@ -196,6 +196,7 @@ class Step:
         reached = self._reached()
         order = [(index, begin) for index, begin in order if index in reached]
         begins = [index for index, begin in order if begin]
+        ends = [index for index, begin in order if not begin and self._units[index].trained]
         position = 0
         for index, begin in order:
             unit = self._units[index]
@@ -212,6 +213,7 @@ class Step:
                 continue
             if unit.trained and not (has_inner and unit.opens_early and not unit.closes_late):
                 self._open_buffers(unit)
+                self._leaf *= index != ends[-1]
                 self._start_reduction(unit)
             self._activations -= unit.activation_nbytes
             self._reshard(unit)
