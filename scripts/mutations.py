@@ -1894,7 +1894,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/agreement.py",
-        "        elif recorded != event:\n            self._announce(words, self._position, event)\n",
+        "        elif recorded != then:\n            self._announce(words, self._position, event)\n",
         "",
         "a rank leaves the recorded order without a word",
         _tests("out_of_step", "another_order"),

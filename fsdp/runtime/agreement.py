@@ -186,21 +186,12 @@ class Agreement:
         self._host_may_wait = streams.asynchronous_work
         self._members = [weakref.ref(member) for member in members]
         self._places = weakref.WeakKeyDictionary({member: place for place, member in enumerate(members)})
-        # what is said of each collective of a member: words, and a number; the members are there as long as it is used
-        self._steps = {
-            (kind, id(member), full): (
-                f"{kind} {member.name}{' in full precision' if full else ''}",
-                (place * len(KINDS) + number) * 2 + full,
-            )
-            for place, member in enumerate(members)
-            for number, kind in enumerate(KINDS)
-            for full in (False, True)
-        }
         self.ref = weakref.ref(self)
         self.others: list[weakref.ref[Agreement]] = []  # of the same tree
         self._board = Board(group, None)  # of this tree once the layout is agreed on; nobody is heard before
         self._layout_agreed = False
-        self._record: dict[int, int] = {}  # what came before -> what followed; the oldest first
+        # what came before -> what followed, and the hash with it; the oldest first
+        self._record: dict[int, tuple[int, int]] = {}
         self._longest_record = 64 * (len(members) + 1)
         self._habit = Habit()
         self._before = 0  # a hash of the pass so far
@@ -432,20 +423,27 @@ class Agreement:
 
         return look
 
-    def about_to(self, kind: str, member: Member) -> None:
+    def said_of(self, kind: str, member: Member) -> tuple[tuple[str, int], tuple[str, int]]:
+        """What is said of such a collective of ``member``, and of one in full precision: words, and a number."""
+        words, event = f"{kind} {member.name}", (self._places[member] * len(KINDS) + KINDS.index(kind)) * 2
+        return (words, event), (f"{words} in full precision", event + 1)
+
+    def about_to(self, kind: str, member: Member, words: str, event: int) -> None:
         """``member`` is about to gather or reduce. Returns once the ranks agree, as far as they have to be asked.
+
+        ``words`` and ``event`` are what ``said_of`` says.
 
         Raises:
             RuntimeError: another rank is about to do something else.
         """
-        words, event = self._steps[kind, id(member), member.full_precision and member.in_full_precision]
-        if self._questions or self._detailed or self._record.get(self._before) != event:
+        known = self._record.get(self._before)
+        if known is None or known[0] != event or self._questions or self._detailed:
             self._next(words, event)
             if self._detailed and kind == GATHER:
                 self._compare_handles(member)
         else:  # as ``_next`` does it
             self._recent.append((self._passes, self._position, event, words))
-            self._before = (self._before * 1000003 + event + 1) & _MASK
+            self._before = known[1]
             self._position += 1
 
     def _compare_handles(self, member: Member) -> None:
@@ -465,15 +463,16 @@ class Agreement:
             self._look_at_answers()
         self._recent.append((self._passes, self._position, event, words))  # for the other ranks
         recorded = self._record.get(self._before)
+        then = event, (self._before * 1000003 + event + 1) & _MASK
         if recorded is None or self._detailed:
             self._check(Vote(event, self._group, self._device, f"agree to {words}"))
-        elif recorded != event:
+        elif recorded != then:
             self._announce(words, self._position, event)
-        if recorded != event:
-            self._record[self._before] = event
+        if recorded != then:
+            self._record[self._before] = then
             if len(self._record) > self._longest_record:  # what is forgotten is asked for again
                 del self._record[next(iter(self._record))]
-        self._before = (self._before * 1000003 + event + 1) & _MASK
+        self._before = then[1]
         self._position += 1
 
     def _announce(self, words: str, position: int, event: int) -> None:

@@ -67,9 +67,9 @@ class Negotiation(Agreement):
     def _ask_to_begin(self) -> None:
         """Each proposal tells which pass it is for."""
 
-    def about_to(self, kind: str, member: Member) -> None:
+    def about_to(self, kind: str, member: Member, words: str, event: int) -> None:
         if not self._follows:
-            self._propose(*self._steps[kind, id(member), member.in_full_precision])
+            self._propose(words, event)
 
     def end(self, *, wait: bool) -> None:
         """The pass is over for this rank: help the others with what they have still to do."""

@@ -49,7 +49,10 @@ class Passes:
         if len(several) > 1 and isinstance(several[0], Negotiation) and isinstance(several[1], Negotiation):
             several[0].lead(several[1])
         self._agreements = {
-            (kind, id(member)): [self._by_group[id(group)] for group in member.groups_for(kind)]
+            (kind, id(member)): [
+                (agreement, agreement.said_of(kind, member))
+                for agreement in (self._by_group[id(group)] for group in member.groups_for(kind))
+            ]
             for kind in KINDS
             for member in members
         }
@@ -74,15 +77,17 @@ class Passes:
     def about_to(self, kind: str, member: Member) -> None:
         """``member`` is about to gather or reduce: see that the ranks of its groups agree. Outside of passes and calls
         that is a call by itself."""
-        agreements = self._agreements[kind, id(member)]
-        if agreements and self.current is None:
+        agreements, current = self._agreements[kind, id(member)], self.current
+        if agreements and current is None:
             with self.calling(kind, f"{kind} of {member.name}", often=True):
                 self.about_to(kind, member)
             return
-        for agreement in agreements:
-            if agreement.under_way is not self.current or Agreement.latest is not agreement.ref:
-                agreement.come_to(self.current)
-            agreement.about_to(kind, member)
+        full_precision = member.full_precision and member.in_full_precision
+        for agreement, said in agreements:
+            if agreement.under_way is not current or Agreement.latest is not agreement.ref:
+                agreement.come_to(current)
+            words, event = said[full_precision]
+            agreement.about_to(kind, member, words, event)
 
     def announce(self, group: Any) -> None:
         """The call under way is about to communicate over ``group`` in a manner of its own: see that all ranks of it
