@@ -337,13 +337,6 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "is Residence.PREFETCHED and unit.generation == self.generation:",
-        "is Residence.PREFETCHED:",
-        "what an earlier forward has prefetched is computed with",
-        ("tests/test_backward_stale.py",),
-    ),
-    Mutation(
-        "fsdp/runtime/residency.py",
         "        self._keeps = self._keeps or again\n",
         "",
         "the next forward computes with the cast of shards that were written since",
