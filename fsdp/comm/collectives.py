@@ -115,9 +115,9 @@ class Communicator:
 
     # -- the two collectives -------------------------------------------------------------------------------------------
 
-    def sharers(self, device: torch.device, tag: Tag) -> Sharers | None:
+    def sharers(self, tag: Tag) -> Sharers | None:
         """With whom the next gather's full buffers can be in common, where they may be; None if it goes another way."""
-        channel = self._memory(device, tag)
+        channel = self._memory(tag)
         return None if channel is None else Sharers(channel, self.groups.shard, tag.label)
 
     def gather(self, parts: Sequence[Gather], tag: Tag, *, to_write: bool = False) -> Pending | Work:
@@ -135,7 +135,7 @@ class Communicator:
             return Pending(None, self.streams)
         if not self.is_chosen:
             self.choose(device)
-        if self._channel is not None and (channel := self._memory(device, tag)) is not None:
+        if self._channel is not None and (channel := self._memory(tag)) is not None:
             starts = []
             for i in range(0, len(parts), PARTS):
                 what = parts[i : i + PARTS], tag.label, tag.number + i
@@ -172,7 +172,7 @@ class Communicator:
         op, before, after = way
         if before != 1:
             full.div_(before)
-        if self._channel is not None and (channel := self._memory(full.device, tag)) is not None:
+        if self._channel is not None and (channel := self._memory(tag)) is not None:
             add_up = functools.partial(sum_in_rank_order, divisor=after)
             what = out, full, tag.label, tag.number, add_up
             start = functools.partial(channel.reduce, *what, until_read=to_write)
@@ -214,9 +214,8 @@ class Communicator:
             tensors = tuple(map(_wire, tensors))
         return issue(name, *tensors, label=tag.label, asynchronous=self._on_host, **options)
 
-    def _memory(self, device: torch.device, tag: Tag) -> Channel | None:
+    def _memory(self, tag: Tag) -> Channel | None:
         """The memory that the ranks share, if their next collective goes through it."""
-        self.choose(device)
         channel = self._channel
         if channel is None or not channel.usable:
             return None

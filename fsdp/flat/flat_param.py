@@ -365,7 +365,7 @@ class FlatParamHandle:
             self.release(pool, None)
         if copy.state is BufferState.SHARDED:
             in_common = communicator.in_common and not private
-            pool.allocate(copy.pooled, communicator.sharers(self.device, tag) if in_common else None)
+            pool.allocate(copy.pooled, communicator.sharers(tag) if in_common else None)
         copy.enter(BufferState.GATHERING)
         shard = self._shard
         if nearby:

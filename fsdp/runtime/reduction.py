@@ -1,8 +1,8 @@
 """From gradient slots to the gradient that the optimizer sees: reduce-scatter, average, ``.grad`` of the shard.
 
 A leaf's gradient is copied into its slot as soon as autograd has it (the cast to the reduce dtype is part of the
-copy) and dropped. When the unit's last leaf has delivered, the slots nobody wrote are zeroed and the whole vector is
-reduced. What comes out is attached as ``.grad`` at the end of the backward.
+copy) and dropped; those of small leaves wait for each other. When the unit's last leaf has delivered, the slots nobody
+wrote are zeroed and the whole vector is reduced. What comes out is attached as ``.grad`` at the end of the backward.
 
 Without synchronisation (``no_sync``) the slots belong to the ``accumulator`` instead.
 

@@ -488,7 +488,7 @@ class Unit(UnitBuffers):
         context: RootContext = self._tree()
         expected = self.expected.of_task
         if not (self._depth or self._open_calls or any(map(_waits_of, self.gradients)) or any(expected.values())):
-            expected.clear()  # nearly always: it is through
+            self.expected.forget()  # nearly always: it is through
             if not self.groups.sharded or context.residency.of(self) is not Residence.SHARDED:
                 context.residency.end_backward(self)
             return
