@@ -54,11 +54,9 @@ class Arrived:
     @hooks.breaks_graph
     def large(self, key: LeafKey, leaf: torch.Tensor) -> None:
         """As ``small``, without a wait."""
-        if self.task is not None and self.task != hooks.current_backward():
-            self._end_wait()
-        self.gradients.append((key, leaf.grad))
-        leaf.grad = None
-        self._look()
+        self.small(key, leaf)
+        if self.task is not None:
+            self._look()
 
     def _end_wait(self) -> None:
         """What comes is of another graph task than those that wait."""
