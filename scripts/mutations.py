@@ -343,6 +343,13 @@ MUTATIONS = [
         CASTS,
     ),
     Mutation(
+        "fsdp/runtime/residency.py",
+        "        self._keeps = True  # whether",
+        "        self._keeps = False  # whether",
+        "a tree computes with the casts that a tree before it has kept",
+        CASTS,
+    ),
+    Mutation(
         "fsdp/runtime/backward.py",
         "or self.thread == _NO_THREAD:",
         "or False:",

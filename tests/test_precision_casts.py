@@ -145,6 +145,25 @@ def test_a_shard_is_cast_once_per_forward_with_its_backward() -> None:
     run_ranks(2, count_casts)
 
 
+def _kept_by_another_tree() -> None:
+    """A forward keeps the casts for its backward, which does not come; then the shards change, and the unit its tree."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"mixed_precision": MixedPrecision(param_dtype=BF16), "device_id": torch.device("cpu")}
+    x = torch.randn(2, 8)
+    inner = wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), wrap_policy=ModuleWrapPolicy({nn.Linear}), **options)
+    inner(x)
+    with torch.no_grad():
+        for param in inner.parameters():
+            param.mul_(2)
+    expected = deepcopy(inner)(x)
+    outer = wrap(nn.Sequential(inner), wrap_policy=None, **options)
+    assert_bit_equal({"output": outer(x).detach()}, {"output": expected.detach()}, "in a tree around it")
+
+
+def test_what_was_kept_for_a_backward_is_not_trusted_in_another_tree() -> None:
+    run_ranks(2, _kept_by_another_tree)
+
+
 # -- inputs and outputs --------------------------------------------------------------------------------------------
 
 
