@@ -952,13 +952,6 @@ MUTATIONS = [
         _tests("shared_memory", "a_fork_takes_no_part"),
     ),
     Mutation(
-        "fsdp/flat/flat_param.py",
-        "            communicator.choose(self.device)  # which may fail, and decides which memory is of use\n",
-        "            pass\n",
-        "a unit whose ranks cannot share memory as they are told to cannot say so twice",
-        _tests("shared_memory", "memory_is_used_where_all_ranks_can"),
-    ),
-    Mutation(
         "fsdp/comm/shared_memory.py",
         "            own.leave_header(Header(left.headers[left.rank], left.epoch + 3))\n",
         "            pass\n",

@@ -146,7 +146,7 @@ def test_a_shard_is_cast_once_per_forward_with_its_backward() -> None:
 
 
 def _kept_by_another_tree() -> None:
-    """A forward keeps the casts for its backward, which does not come; then the shards change, and the unit its tree."""
+    """A forward keeps casts for its backward, which does not come; then the shards change, and the unit its tree."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"mixed_precision": MixedPrecision(param_dtype=BF16), "device_id": torch.device("cpu")}
     x = torch.randn(2, 8)

@@ -16,7 +16,7 @@ from fsdp.flat.released import PLAIN_KINDS
 from fsdp.runtime import hooks
 
 LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
-_SMALL = 1 << 16  # bytes: so large a gradient may lie beside its slot for a while
+SMALL = 1 << 16  # bytes: so large a gradient may lie beside its slot for a while
 
 
 class Arrived:
@@ -98,7 +98,7 @@ class ExpectedLeaves:
                     self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
                     if id(leaf) not in self._hooked:
                         self._hooked.add(id(leaf))
-                        small = type(leaf) in PLAIN_KINDS and leaf.nbytes <= _SMALL
+                        small = type(leaf) in PLAIN_KINDS and leaf.nbytes <= SMALL
                         arrives = self.arrived.small if small else self.arrived.large
                         hooks.on_accumulated(leaf, functools.partial(arrives, key))
         self._keys = [key for key, _ in self._accumulators.values()]
