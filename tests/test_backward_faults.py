@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp import FullyShardedDataParallel
 from fsdp.runtime import hooks
 from tests.harness.lockstep import (
     CLEAR,
@@ -285,3 +287,38 @@ def _growth() -> None:
 def test_faults_leave_no_memory_behind() -> None:
     """R48"""
     run_ranks(2, _growth)
+
+
+class _FailsOnce(nn.Module):
+    """Its backward raises the first time."""
+
+    failed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        y.register_hook(self._reached)
+        return y
+
+    def _reached(self, grad: Tensor) -> None:
+        if not self.failed:
+            self.failed = True
+            raise ZeroDivisionError
+
+
+def _small_gradients_wait() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), _FailsOnce(), nn.Linear(4, 4))  # in one unit; 64 bytes are small
+    model = FullyShardedDataParallel(deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
+    x = torch.randn(2, 4)
+    for each in (plain, model):
+        with pytest.raises(ZeroDivisionError):
+            each(x).sum().backward()
+        each.zero_grad()
+        each(x).sum().backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert param.grad is not None and torch.equal(param.grad, expected.grad)
+
+
+def test_gradients_that_waited_when_a_backward_failed_are_forgotten() -> None:
+    run_ranks(2, _small_gradients_wait)
