@@ -517,15 +517,15 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
-        added = FSDP_PREFIX if self._fsdp_unit.phase is Phase.SUMMONED else ""
-        for name, param in super().named_parameters(*args, **kwargs):
-            yield name.replace(added, "") if added else name, param
+        return self._cleaned(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As ``nn.Module.named_buffers``; inside ``summon_full_params`` without the parts that wrapping added."""
-        added = FSDP_PREFIX if self._fsdp_unit.phase is Phase.SUMMONED else ""
-        for name, buffer in super().named_buffers(*args, **kwargs):
-            yield name.replace(added, "") if added else name, buffer
+        return self._cleaned(super().named_buffers(*args, **kwargs))
+
+    def _cleaned(self, named: Iterator[Any]) -> Iterator[Any]:
+        summoned = self._fsdp_unit.phase is Phase.SUMMONED
+        return ((name.replace(FSDP_PREFIX, ""), its) for name, its in named) if summoned else named
 
     # -- gradients -----------------------------------------------------------------------------------------------------
 

@@ -312,11 +312,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/expected.py",
-        "    def small(self, key: LeafKey, leaf: torch.Tensor) -> None:\n"
-        '        """The gradient of ``leaf`` is complete."""\n'
         "        if self.task is not None and self.task != hooks.current_backward():\n",
-        "    def small(self, key: LeafKey, leaf: torch.Tensor) -> None:\n"
-        '        """The gradient of ``leaf`` is complete."""\n'
         "        if False:\n",
         "a gradient that a nested backward brings counts as one of the backward around it",
         ("tests/test_backward.py::test_structures",),
@@ -330,10 +326,45 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/backward.py",
-        "            if arrived.gradients or arrived.all_taken:\n",
+        "            if expected.arrived.gradients or expected.arrived.all_taken:\n",
         "            if False:\n",
         "units reduce when the whole backward is over",
         _tests("prefetch", "what_is_gathered_before_what_computes"),
+    ),
+    Mutation(
+        "fsdp/runtime/expected.py",
+        "        if alone and self._all_small and not self.of_task:\n",
+        "        if self._all_small and not self.of_task:\n",
+        "a backward that is behind one call of a unit takes what lies on leaves for all that its other calls bring",
+        ("tests/test_backward.py::test_structures",),
+    ),
+    Mutation(
+        "fsdp/runtime/expected.py",
+        "            self.of_task[arrived.task] = {key for key, _ in arrived.gradients}\n",
+        "            pass\n",
+        "a unit with an unused parameter waits for its gradient to the end of the backward",
+        _tests("backward_end", "units_reduce_once_the_backward_has_passed_them"),
+    ),
+    Mutation(
+        "fsdp/runtime/expected.py",
+        "        self.end_stay()\n        self.of_task.clear()\n",
+        "        self.of_task.clear()\n",
+        "gradients that a failed backward has left on leaves are added to by the next",
+        _tests("backward_faults", "gradients_that_waited_when_a_backward_failed_are_forgotten"),
+    ),
+    Mutation(
+        "fsdp/runtime/unit.py",
+        "        self.expected.end_stay()\n        if self.expected.arrived.gradients:\n",
+        "        if self.expected.arrived.gradients:\n",
+        "gradients that lie on leaves when the backward ends are lost",
+        ("tests/test_backward.py::test_structures",),
+    ),
+    Mutation(
+        "fsdp/runtime/backward.py",
+        "            if behind and expected.left_by == place.thread:\n",
+        "            if False:\n",
+        "units whose gradients are small reduce when the whole backward is over",
+        ("tests/test_backward.py::test_checkpointed_units_gather_and_reduce_as_often_as_the_formula_says",),
     ),
     Mutation(
         "fsdp/runtime/residency.py",
@@ -729,8 +760,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/ledger.py",
-        "    work = Work(works, group, label, device)\n",
-        "    work = Work(works, group, label, device, ends_alone=True)\n",
+        '    work = Work(works, group, label, on_host=device.type == "cpu")\n',
+        '    work = Work(works, group, label, on_host=device.type == "cpu", ends_alone=True)\n',
         "a rank that waits for messages looks around by breaking their connection",
         _tests("out_of_step", "another_order_by_direct_exchange[skip the last unit-3]"),
     ),

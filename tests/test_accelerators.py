@@ -153,8 +153,8 @@ def leave_the_order() -> tuple[str, int]:
     units = [unit for unit in context.units if unit.handles]
     try:
         context.passes.about_to("gather", units[dist.get_rank()])
-        watcher.follow(Over(), Work((), group, "what is over", AWAY))
-        watcher.follow(NeverOver(), Work((), group, f"gather {units[0].name}", AWAY))
+        watcher.follow(Over(), Work((), group, "what is over", on_host=False))
+        watcher.follow(NeverOver(), Work((), group, f"gather {units[0].name}", on_host=False))
         ended.wait(30)
         watcher.check(mock.Mock())  # other groups go on
         watcher.check(group)

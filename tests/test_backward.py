@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp.runtime.unit import units_in
 from tests.harness.lockstep import (
+    ALL_SMALL,
     CLEAR,
     Data,
     Reference,
     assert_at_rest,
+    with_gradients,
 )
 from tests.harness.models import MlpBlock, SegmentBlock
 from tests.harness.passes import (
@@ -204,10 +206,11 @@ def _sketch(outer: str) -> None:
         _check_chain(segment, outer, SKETCH, by_turns(number)[:strategies])
 
 
+@ALL_SMALL
 @pytest.mark.parametrize("outer", KINDS)
-def test_checkpointing_inside_and_outside(outer: str) -> None:
+def test_checkpointing_inside_and_outside(outer: str, all_small: bool) -> None:
     """R20, R25, R26: the unit checkpointed, and segments of it, under five patterns; everything at rest after each."""
-    run_ranks(2, _sketch, outer)
+    run_ranks(2, with_gradients, all_small, _sketch, outer)
 
 
 def _sketch_poisoned() -> None:
@@ -229,9 +232,10 @@ def _more_orders() -> None:
     _check_chain("non-reentrant", "reentrant", MORE, [(FULL, True)], debug=True)
 
 
-def test_more_orders_of_passes() -> None:
+@ALL_SMALL
+def test_more_orders_of_passes(all_small: bool) -> None:
     """R25, R26, R28: three at a time, overlapping pairs, kept graphs, no backward, gradients of inputs alone."""
-    run_ranks(2, _more_orders)
+    run_ranks(2, with_gradients, all_small, _more_orders)
 
 
 def _three_ranks() -> None:
@@ -282,8 +286,9 @@ def _random_programs() -> None:
             _check_chain(segment, outer, [_Random(10 * seed + i)], by_turns(i)[: 3 - i])
 
 
-def test_random_orders_of_passes() -> None:
-    run_ranks(2, _random_programs)
+@ALL_SMALL
+def test_random_orders_of_passes(all_small: bool) -> None:
+    run_ranks(2, with_gradients, all_small, _random_programs)
 
 
 # -- how often, and in what state --------------------------------------------------------------------------------
@@ -319,9 +324,10 @@ def _count_collectives() -> None:
                 assert ours == roots[program], f"{what}, root: {ours}, expected {roots[program]}"
 
 
-def test_checkpointed_units_gather_and_reduce_as_often_as_the_formula_says() -> None:
+@ALL_SMALL
+def test_checkpointed_units_gather_and_reduce_as_often_as_the_formula_says(all_small: bool) -> None:
     """R20"""
-    run_ranks(2, _count_collectives)
+    run_ranks(2, with_gradients, all_small, _count_collectives)
 
 
 def _rest_without_backward() -> None:
@@ -617,9 +623,10 @@ def _check_structures() -> None:
                     clear(model)
 
 
-def test_structures() -> None:
+@ALL_SMALL
+def test_structures(all_small: bool) -> None:
     """Nested, shared, parameterless, sparse, ... each once and twice in a pass, in both modes."""
-    run_ranks(2, _check_structures)
+    run_ranks(2, with_gradients, all_small, _check_structures)
 
 
 def _nested_checkpoints() -> None:
@@ -633,9 +640,10 @@ def _nested_checkpoints() -> None:
                 reference.check(model, f"reentrant={(inner, outer)}, {program.__name__}, {describe(mode)}")
 
 
-def test_a_unit_wrapped_twice_in_checkpoints() -> None:
+@ALL_SMALL
+def test_a_unit_wrapped_twice_in_checkpoints(all_small: bool) -> None:
     """R20"""
-    run_ranks(2, _nested_checkpoints)
+    run_ranks(2, with_gradients, all_small, _nested_checkpoints)
 
 
 def _child_before(model: nn.Module, data: Data) -> Iterator[Any]:

@@ -27,7 +27,7 @@ import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
-from tests.harness.lockstep import CLEAR, REASSOCIATED, STEP, Data, Reference
+from tests.harness.lockstep import ALL_SMALL, CLEAR, REASSOCIATED, STEP, Data, Reference, with_gradients
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import wrap
@@ -561,9 +561,10 @@ def _side_outputs() -> None:
         Reference(build, _taken_by_a_hook).check(model, f"of a unit inside, orig={orig}")
 
 
-def test_side_outputs_that_are_marked_and_those_of_inner_units() -> None:
+@ALL_SMALL
+def test_side_outputs_that_are_marked_and_those_of_inner_units(all_small: bool) -> None:
     """FD36: the unit is gathered when the gradient of a marked tensor is there, and the units around one with it."""
-    run_ranks(2, _side_outputs)
+    run_ranks(2, with_gradients, all_small, _side_outputs)
 
 
 class Biased(nn.Module):
@@ -590,9 +591,10 @@ def _unmarked() -> None:
         F.mse_loss(model(torch.randn(3, WIDTH)), torch.zeros(3, WIDTH)).backward()  # and goes on
 
 
-def test_a_side_output_that_is_not_marked_is_an_error_by_name() -> None:
+@ALL_SMALL
+def test_a_side_output_that_is_not_marked_is_an_error_by_name(all_small: bool) -> None:
     """FD36: never a gradient from released memory."""
-    run_ranks(2, _unmarked)
+    run_ranks(2, with_gradients, all_small, _unmarked)
 
 
 class Again(nn.Module):
@@ -670,8 +672,9 @@ def steps_of_vectors(model: nn.Module, data: Data) -> Iterator[Any]:
         yield CLEAR
 
 
-def test_what_a_forward_computes_on_another_thread() -> None:
-    run_ranks(2, _threaded)
+@ALL_SMALL
+def test_what_a_forward_computes_on_another_thread(all_small: bool) -> None:
+    run_ranks(2, with_gradients, all_small, _threaded)
 
 
 class Pooled(nn.Module):
@@ -694,3 +697,46 @@ def _pooled() -> None:
 
 def test_units_of_one_forward_run_on_one_thread() -> None:
     run_ranks(2, _pooled)
+
+
+class Partial(Block):
+    """Has a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(WIDTH))
+
+
+def _reduced_on_the_way() -> None:
+    for kind, orig in itertools.product((Block, Partial), (True, False)):
+        model = wrap(nn.Sequential(kind(), kind(), kind()), FULL, orig, wrap_policy=ModuleWrapPolicy({kind}))
+        for _ in range(3):
+            loss = model(torch.randn(3, WIDTH)).square().mean()
+            with record_collectives() as log:
+                loss.backward()
+        order = [("gather", 2), ("gather", 1), ("reduce", 2), ("gather", 0), ("reduce", 1), ("reduce", 0)]
+        found = [record.label for record in log.records if record.label and " unit" in record.label]
+        assert found == [f"{what} unit '{index}'" for what, index in order], (kind.__name__, orig, found)
+
+
+@ALL_SMALL
+def test_units_reduce_once_the_backward_has_passed_them(all_small: bool) -> None:
+    """Whether or not some of their parameters were unused."""
+    run_ranks(2, with_gradients, all_small, _reduced_on_the_way)
+
+
+class Registers(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.bias.register_post_accumulate_grad_hook(lambda bias: None)
+        return super().forward(x)
+
+
+def _registered_in_forward() -> None:
+    model = wrap(nn.Sequential(Registers(WIDTH, WIDTH)), FULL, True, wrap_policy=ModuleWrapPolicy({Registers}))
+    with pytest.raises(RuntimeError, match=r"inside of the forward of a wrapped module.*Register the hook outside"):
+        model(torch.randn(3, WIDTH))
+
+
+def test_a_hook_on_a_gradient_is_not_registered_in_a_forward() -> None:
+    """It would be called for other gradients, too, and for those that are not reduced."""
+    run_ranks(2, _registered_in_forward)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from tests.harness import random_models, random_programs
+from tests.harness.lockstep import ALL_SMALL, with_gradients
 from tests.harness.pool import run_ranks
 
 SEEDS = range(4, 16)  # all pieces, strategies, passes and kinds of checkpointing are among them
 
 
-def test_random_programs_train_as_the_plain_model_does() -> None:
+@ALL_SMALL
+def test_random_programs_train_as_the_plain_model_does(all_small: bool) -> None:
     """FD01, FD02, FD03, FD24, FD35, FD36: whatever lies in the units and between them."""
-    run_ranks(2, random_programs.check_range, SEEDS)
+    run_ranks(2, with_gradients, all_small, random_programs.check_range, SEEDS)
 
 
 def test_the_sample_has_something_of_everything() -> None:

@@ -122,7 +122,7 @@ def test_fd22_works_that_take_no_timeout(monkeypatch: pytest.MonkeyPatch) -> Non
     work, group = WithoutTimeout(), Group()
     watcher = Impatient(work, OutOfStep("gone"))
     watch(group, watcher)
-    blocking = Work([work], group, "gather", torch.device("cpu"))
+    blocking = Work([work], group, "gather", on_host=True)
     for _ in range(2):
         with pytest.raises(OutOfStep, match="gone"):
             blocking.wait()
@@ -133,7 +133,7 @@ def test_fd22_works_that_take_no_timeout(monkeypatch: pytest.MonkeyPatch) -> Non
     watcher = Impatient(failing)
     watch(group, watcher)
     with pytest.raises(RuntimeError, match=r"gather: the collective failed or timed out: closed\. so far, so good"):
-        Work([failing], group, "gather", torch.device("cpu")).wait()
+        Work([failing], group, "gather", on_host=True).wait()
 
 
 class Late(dist.Work):
@@ -154,7 +154,7 @@ class Late(dist.Work):
 def test_what_ends_just_after_a_wait_was_given_up_has_not_failed() -> None:
     work, group, watcher = Late(), Group(), Impatient(WithoutTimeout())
     watch(group, watcher)
-    Work([work], group, "gather", torch.device("cpu"), ends_alone=True).wait()
+    Work([work], group, "gather", on_host=True, ends_alone=True).wait()
     assert work.waits == 2
 
 

@@ -28,7 +28,6 @@ _KEPT = 64  # of the latest of each group: ranks that agree are never so far apa
 _functions = operator.attrgetter(ALL_GATHER, REDUCE_SCATTER, "batch_isend_irecv", "all_reduce")
 _TORCHS_OWN = _functions(distributed_c10d)
 _OPERATIONS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
-_numel_of: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _TAG_BASE = 1 << 20  # keeps our tags away from those of a user's own sends
 
 
@@ -151,9 +150,8 @@ def issue(
     known = ledger.known.get(key)
     kind = device.type if known is None else known[0]
     ledger.count += 1
-    ledger.latest.append(
-        (name, kind, detail, first.dtype, tuple(map(_numel_of, tensors)) if not pieces else (), control)
-    )
+    numels = () if pieces else (first.numel(), *[tensor.numel() for tensor in tensors[1:]])
+    ledger.latest.append((name, kind, detail, first.dtype, numels, control))
     serving = serving_group(group, device) if control else group
     function = getattr(dist, name)
     _label.text = label
@@ -164,7 +162,7 @@ def issue(
     if known is None:  # it does not change once it has served
         backend = backend_of(serving, device)
         known = ledger.known[key] = kind, backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
-    return Work([work] if work is not None else [], group, label, device, ends_alone=known[1])
+    return Work(() if work is None else (work,), group, label, on_host=kind == "cpu", ends_alone=known[1])
 
 
 def issue_gathers(
@@ -183,7 +181,7 @@ def issue_gathers(
     with labelled(label), distributed_c10d._coalescing_manager(group):
         for full, shard in in_bytes:
             getattr(dist, ALL_GATHER)(full, shard, group=group)
-    return Work([], group, label, device)
+    return Work((), group, label, on_host=device.type == "cpu")
 
 
 def _coalesces(group: Any, device: torch.device) -> bool:
@@ -200,7 +198,7 @@ def issue_in_memory(starts: Iterable[Callable[[], HostWork]], device: torch.devi
             works.append(start())
     finally:
         _label.text = None
-    return Work(works, group, label, device, ends_alone=True)
+    return Work(works, group, label, on_host=device.type == "cpu", ends_alone=True)
 
 
 def are_torchs_own() -> bool:
@@ -247,7 +245,7 @@ def issue_transfers(transfers: Sequence[Transfer], group: Any, label: str, devic
     ledger = _note(group, "messages", device.type, detail)
     with labelled(label):
         works = dist.batch_isend_irecv(operations) if operations else []
-    work = Work(works, group, label, device)
+    work = Work(works, group, label, on_host=device.type == "cpu")
     ledger.messages.extend(weakref.ref(each) for each in work.on_host)
     return work
 
@@ -303,7 +301,8 @@ def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]])
         where = torch.device("cpu") if what.device == "cpu" else device
         under_way.append(_issue_again(found, group, where, f"catch up with {what.name}"))
     held = _ledger_of(group).held
-    for work in [*under_way, *(Work([each], group, "catch up", device, ends_alone=True) for each in held)]:
+    on_host = device.type == "cpu"
+    for work in [*under_way, *(Work([e], group, "catch up", on_host=on_host, ends_alone=True) for e in held)]:
         work.wait()
     held.clear()
 

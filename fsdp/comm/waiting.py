@@ -24,7 +24,6 @@ from concurrent import futures
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from fsdp.comm.groups import group_timeout
@@ -200,14 +199,14 @@ class Work:
     __slots__ = ("_on_host", "_watch", "_works", "group", "label")
 
     def __init__(
-        self, works: Sequence[Any], group: Any, label: str, device: torch.device, *, ends_alone: bool = False
+        self, works: Sequence[Any], group: Any, label: str, *, on_host: bool, ends_alone: bool = False
     ) -> None:
-        """``works`` are ``torch.distributed``'s, none where the current stream of ``device`` waits for it anyway.
-        ``ends_alone``: they end without being waited for, unlike messages and a reduce-scatter of gloo's, and works of
-        groups that are written in Python."""
+        """``works`` are ``torch.distributed``'s, none where the current stream waits for it anyway. ``on_host``: the
+        host waits, as it does not for an accelerator. ``ends_alone``: they end without being waited for, unlike
+        messages and a reduce-scatter of gloo's, and works of groups that are written in Python."""
         self.group, self.label = group, label
-        self._on_host = device.type == "cpu"  # an accelerator's host does not wait
-        self._works = works if ends_alone or not works or not self._on_host else (BlockingWork(works),)
+        self._on_host = on_host
+        self._works = works if ends_alone or not works or not on_host else (BlockingWork(works),)
         self._watch = _watches.get(id(group))
 
     @staticmethod

@@ -69,12 +69,25 @@ _INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are 
 _new_place: Callable[[tuple[int, int, int]], Place] = functools.partial(tuple.__new__, Place)  # as its class, but in C
 
 
+class LiveCalls:
+    """How many forward calls of a unit there are, each as long as its graph."""
+
+    def __init__(self) -> None:
+        self.token = object()  # which each of them holds
+        self._without = sys.getrefcount(self.token)
+
+    @property
+    def count(self) -> int:
+        return sys.getrefcount(self.token) - self._without
+
+
 class CalledUnit(Protocol):
     """What calls and leaves report a backward to: a unit."""
 
     _tree: Callable[[], Any]  # its context
 
     expected: ExpectedLeaves
+    live_calls: LiveCalls
 
     def gradients_ready(self, context: Any, *, comes_by_again: bool) -> None: ...
 
@@ -100,12 +113,23 @@ class ForwardCall:
         entered: where a backward entered it; None before that, and once the backward is behind it.
     """
 
-    __slots__ = ("__weakref__", "_runs", "context", "entered", "full_precision", "marks", "outer", "start", "unit")
+    __slots__ = (
+        "__weakref__",
+        "_counted",
+        "_runs",
+        "context",
+        "entered",
+        "full_precision",
+        "marks",
+        "outer",
+        "start",
+        "unit",
+    )
 
     def __init__(
         self, unit: CalledUnit, context: RootContext, start: int, marks: list[Marks], *, full_precision: bool
     ) -> None:
-        self.unit = unit
+        self.unit, self._counted = unit, unit.live_calls.token
         self.marks = marks
         self.context = context
         self.start = start
@@ -232,10 +256,13 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
     for reference in list(_here.entered):
         call = reference()
         if call is not None and call.entered is not None:
-            arrived = call.unit.expected.arrived
-            if arrived.gradients or arrived.all_taken:
+            expected = call.unit.expected
+            behind = call is not but and place.is_behind(call.start, call.entered)
+            if behind and expected.left_by == place.thread:
+                expected.end_stay(passed=True)
+            if expected.arrived.gradients or expected.arrived.all_taken:
                 _look_at_gradients(call.unit)
-            if call is but or not place.is_behind(call.start, call.entered):
+            if not behind:
                 continue
             call.entered = None
             call.unit.backward_passed(call)

@@ -6,6 +6,7 @@ See [Note: When a unit's backward is over] in ``backward.py``.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,13 +27,17 @@ class Arrived:
     wait for that, to be taken together. So does what follows on the last of all: autograd may hold that one until its
     hook has returned.
 
+    Hooks hold this, and so it holds no leaf: what refers to itself lives until the collector comes.
+
     Attributes:
         all_taken: whether the last of all was taken, and nothing has followed on that.
         gradients: which leaf's, and it, or None where a hook on the leaf has taken it.
+        hooks: of the small leaves.
+        small: which leaf has which id, of these.
         task: the only graph task that has reached the unit, while it has not passed the unit; else None.
     """
 
-    __slots__ = ("_look", "all_taken", "gradients", "task")
+    __slots__ = ("_look", "all_taken", "gradients", "hooks", "small", "task")
 
     def __init__(self, look: Callable[[], None]) -> None:
         """``look`` looks at them, and takes them."""
@@ -40,29 +45,29 @@ class Arrived:
         self.gradients: list[tuple[LeafKey, torch.Tensor | None]] = []
         self.task: int | None = None
         self.all_taken = False
+        self.hooks = hooks.SharedHooks(self._small_arrived)
+        self.small: dict[int, LeafKey] = {}
 
-    @hooks.breaks_graph
-    def small(self, key: LeafKey, leaf: torch.Tensor) -> None:
-        """The gradient of ``leaf`` is complete."""
-        if self.task is not None and self.task != hooks.current_backward():
-            self._end_wait()
-        self.gradients.append((key, leaf.grad))
-        leaf.grad = None
-        if self.task is None:
-            self._look()
-
-    @hooks.breaks_graph
-    def large(self, key: LeafKey, leaf: torch.Tensor) -> None:
-        """As ``small``, without a wait."""
-        self.small(key, leaf)
-        if self.task is not None:
-            self._look()
-
-    def _end_wait(self) -> None:
-        """What comes is of another graph task than those that wait."""
+    def end_wait(self) -> None:
+        """What comes is looked at when it comes, and what is there now."""
         if self.gradients:
             self._look()
         self.task = None
+
+    @hooks.breaks_graph
+    def _small_arrived(self, leaf: torch.Tensor) -> None:
+        """The gradient of ``leaf`` is complete."""
+        self.large(self.small[id(leaf)], leaf, waits=True)
+
+    @hooks.breaks_graph
+    def large(self, key: LeafKey, leaf: torch.Tensor, *, waits: bool = False) -> None:
+        """As ``_small_arrived``, of one that is large, unless it ``waits`` for others if that is of use."""
+        if self.task is not None and self.task != hooks.current_backward():
+            self.end_wait()  # this one is of another graph task
+        self.gradients.append((key, leaf.grad))
+        leaf.grad = None
+        if self.task is None or not waits:
+            self._look()
 
     def take(self) -> list[tuple[LeafKey, torch.Tensor | None]]:
         """All that are there, which are so no more."""
@@ -77,7 +82,8 @@ class ExpectedLeaves:
     Attributes:
         arrived: the gradients that have come.
         of_task: by graph task, the leaves it has still to deliver. One that delivered all stays, with nothing, so that
-            it is not asked again.
+            it is not asked again. While gradients stay on leaves it is all of them.
+        left_by: the thread on which autograd leaves gradients on the leaves now; see ``enter``.
     """
 
     def __init__(self, handles: Sequence[FlatParamHandle], look: Callable[[], None]) -> None:
@@ -88,21 +94,32 @@ class ExpectedLeaves:
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[LeafKey, Any]] = {}
         self._nodes: list[Any] = []
+        self._all_small: list[tuple[LeafKey, torch.Tensor]] = []  # what requires grad, if no gradient of it is large
+        self.left_by: int | None = None
         self.watch()
 
     def watch(self) -> None:
         """Hook the leaves that require grad now, as far as they are not yet."""
+        leaves, arrived = self._leaves(), self.arrived
+        wholes = [
+            len(handle.layout.params) for handle in self._handles
+        ]  # of flat parameters; hardly any module uses it
         with torch.inference_mode(False), torch.enable_grad():
-            for key, leaf in self._leaves():
+            for key, leaf in leaves:
                 if leaf.requires_grad and id(leaf) not in self._accumulators:
                     self._accumulators[id(leaf)] = (key, hooks.accumulator_of(leaf))
-                    if id(leaf) not in self._hooked:
-                        self._hooked.add(id(leaf))
-                        small = type(leaf) in PLAIN_KINDS and leaf.nbytes <= SMALL
-                        arrives = self.arrived.small if small else self.arrived.large
-                        hooks.on_accumulated(leaf, functools.partial(arrives, key))
+                    if id(leaf) in self._hooked:
+                        continue
+                    self._hooked.add(id(leaf))
+                    if type(leaf) in PLAIN_KINDS and leaf.nbytes <= SMALL and key[1] != wholes[key[0]]:
+                        arrived.small[id(leaf)] = key
+                        hooks.share(leaf, arrived.hooks)
+                    else:
+                        hooks.on_accumulated(leaf, functools.partial(arrived.large, key))
         self._keys = [key for key, _ in self._accumulators.values()]
         self._nodes = [node for _, node in self._accumulators.values()]
+        trained = [(key, leaf) for key, leaf in leaves if leaf.requires_grad and key[1] != wholes[key[0]]]
+        self._all_small = trained if arrived.small.keys() >= {id(leaf) for _, leaf in trained} else []
 
     def renew(self) -> None:
         """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
@@ -110,6 +127,7 @@ class ExpectedLeaves:
         self._accumulators.clear()
         self._nodes.clear()  # a node lives as long as somebody holds it
         self._hooked &= {id(leaf) for _, leaf in self._leaves()}  # a DTensor of another dtype is another leaf
+        self.arrived.small = {of: key for of, key in self.arrived.small.items() if of in self._hooked}
         self.watch()
 
     def _leaves(self) -> list[tuple[LeafKey, torch.Tensor]]:
@@ -120,16 +138,52 @@ class ExpectedLeaves:
         task = hooks.current_backward()
         expected = self.of_task.get(task)
         if expected is None:
-            expected = self.of_task[task] = hooks.those_that_run(self._keys, self._nodes)
+            expected = self.of_task[task] = self.reached()
         return expected
 
-    def may_wait(self) -> None:
+    def reached(self) -> set[LeafKey]:
+        """The leaves that the running graph task reaches, those that it has delivered among them."""
+        return hooks.those_that_run(self._keys, self._nodes)
+
+    def enter(self, *, alone: bool) -> None:
         """The running graph task has entered a call of the unit, and tells when it has passed that: gradients of small
-        leaves may wait for it, unless other tasks have reached the unit as well."""
-        self.arrived.task = hooks.current_backward() if len(self.of_task) == 1 else None
+        leaves may wait for it, unless other tasks have reached the unit as well.
+
+        Where all are small, and there is no other call (``alone``), autograd leaves them on the leaves until then and
+        calls nobody: hooks would cost more than all else that is done for them. What a task nested in this one adds
+        meanwhile is added as autograd does it, and when the backward is behind the call nothing is to come.
+        """
+        task = hooks.current_backward()
+        if alone and self._all_small and not self.of_task:
+            self.of_task[task] = set(self._keys)
+            self.left_by = threading.get_ident()
+            self.arrived.hooks.clear()
+        elif task not in self.of_task:
+            self.end_stay()
+            self.of_this_task()
+        if len(self.of_task) == 1:
+            self.arrived.task = task
+        else:
+            self.arrived.end_wait()
+
+    def end_stay(self, *, passed: bool = False) -> None:
+        """Gradients that autograd has left on the leaves have arrived, and those that it may be about to leave there
+        come by hooks again; or where the backward has ``passed`` the unit nothing more comes."""
+        if self.left_by is None:
+            return
+        arrived = self.arrived
+        for key, leaf in self._all_small:
+            grad = leaf.grad
+            if grad is not None:
+                leaf.grad = None
+                arrived.gradients.append((key, grad))
+        if passed and arrived.task is not None:
+            self.of_task[arrived.task] = {key for key, _ in arrived.gradients}
+        self.left_by = None
+        arrived.hooks.resume()
 
     def __bool__(self) -> bool:
-        """Whether any task has gradients to deliver."""
+        """Whether any task may have gradients to deliver."""
         return any(self.of_task.values())
 
     @property
@@ -139,6 +193,7 @@ class ExpectedLeaves:
 
     def forget(self) -> None:
         """The backward is over, or failed."""
+        self.end_stay()
         self.of_task.clear()
         self.arrived.task, self.arrived.all_taken = None, False
         self.arrived.gradients.clear()

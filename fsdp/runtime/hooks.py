@@ -153,6 +153,31 @@ def on_accumulated(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None])
     return leaf.register_post_accumulate_grad_hook(callback)
 
 
+class SharedHooks(dict[str, Callable[[torch.Tensor], None]]):
+    """A hook of several leaves: autograd looks for it each time a gradient has been added to one of them, and finds
+    nothing from ``clear()`` to ``resume()``."""
+
+    def __init__(self, callback: Callable[[torch.Tensor], None]) -> None:
+        """``callback`` is ``untraced``."""
+        super().__init__()
+        self._callback = callback
+        self.resume()
+
+    def resume(self) -> None:
+        super().__setitem__("fsdp", self._callback)
+
+    def __setitem__(self, key: Any, hook: Any) -> None:
+        raise RuntimeError(
+            "register_post_accumulate_grad_hook() inside of the forward of a wrapped module, where parameters are not "
+            "those that get the reduced gradients. Register the hook outside, on what model.parameters() yields"
+        )
+
+
+def share(leaf: Any, hooks: SharedHooks) -> None:
+    """As ``on_accumulated``, with the callback of ``hooks``."""
+    leaf._post_accumulate_grad_hooks = hooks
+
+
 def around_forward(
     module: torch.nn.Module, enter: Callable[[Any, Any, Any], Any], leave: Callable[[Any, Any, Any], Any]
 ) -> None:

@@ -27,7 +27,7 @@ from fsdp.flat.views import BucketViews
 from fsdp.flat.visible import flag_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, gradients_arrived
+from fsdp.runtime.backward import ForwardCall, LiveCalls, Place, Running, close_passed, gradients_arrived
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves, LeafKey
@@ -73,6 +73,7 @@ class Unit(UnitBuffers):
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)  # of what it makes and takes
         self.ref = weakref.ref(self)
         self._depth = 0  # forwards of this unit under way
+        self.live_calls = LiveCalls()  # a backward may be to come to each of them
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
         self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
         self.expected = ExpectedLeaves(self.handles, functools.partial(gradients_arrived, self.ref))
@@ -363,13 +364,12 @@ class Unit(UnitBuffers):
             context.residency.compute_in(self, call.full_precision)
         self._open_calls.add(call)
         call.enter()
-        expected = self.expected.of_this_task()
-        self.expected.may_wait()
+        self.expected.enter(alone=self.live_calls.count <= 1)
         if self.policy.unshard_in_backward:
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
             if views.marks() != before:
-                views.check_unchanged(before, {index for of, index in expected if of == bucket})
+                views.check_unchanged(before, {index for of, index in self.expected.reached() if of == bucket})
         context.residency.prefetch(self, begins=True)
 
     def gradients_ready(self, context: RootContext, *, comes_by_again: bool) -> None:
@@ -492,6 +492,7 @@ class Unit(UnitBuffers):
             if not self.groups.sharded or context.residency.of(self) is not Residence.SHARDED:
                 context.residency.end_backward(self)
             return
+        self.expected.end_stay()
         if self.expected.arrived.gradients:
             self._take_gradients(context)
         if self.expected.arrived.all_taken:

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
+from fsdp.runtime import expected
 from fsdp.runtime.unit import units_in
 from tests.harness.oracle import MakeOptimizer, assert_bit_equal, assert_close_ulp, named_parameters, sgd_of_halves
 from tests.harness.sharded import _in_memory_order
@@ -295,3 +297,16 @@ def assert_at_rest(model: nn.Module, what: str) -> None:
             wrong.append(f"the context of {name!r} is not at rest")
     if wrong:
         raise AssertionError(f"{what}, not at rest: " + "; ".join(wrong[:6]))
+
+
+ALL_SMALL = pytest.mark.parametrize("all_small", [False, True], ids=["mixed", "small"])
+
+
+def with_gradients(all_small: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function`` on a rank, where units that it makes have gradients that are ``all_small``, and stay on their
+    leaves; else they have some of each kind."""
+    before, expected.SMALL = expected.SMALL, (1 << 16 if all_small else expected.SMALL)
+    try:
+        return function(*args)
+    finally:
+        expected.SMALL = before
