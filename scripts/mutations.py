@@ -340,7 +340,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/expected.py",
-        "            self.of_task[arrived.task] = {key for key, _ in arrived.gradients}\n",
+        "            self.of_task[arrived.task] = set()\n",
         "            pass\n",
         "a unit with an unused parameter waits for its gradient to the end of the backward",
         _tests("backward_end", "units_reduce_once_the_backward_has_passed_them"),
@@ -1075,8 +1075,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            self._settle(self._in_flight[0])\n",
-        "            self._in_flight[0].source = None\n",
+        "        self._settle(self._in_flight)\n",
+        "        for item in self._in_flight:\n            item.source = None\n",
         "a reduction is attached before it is over",
         _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
     ),
@@ -1146,7 +1146,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "            item.pending.wait()  # where that is interrupted, the memory stays in use\n",
+        "            item.pending.wait_for_sum()  # where that is interrupted, the memory stays in use\n",
         "",
         "a reduce buffer is used again while its reduction reads it",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),

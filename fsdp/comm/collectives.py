@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,11 +58,18 @@ class Pending:
     """A collective under way. ``wait()`` before its result is used: on CPU the host waits, else the current stream, as
     every stream has to that uses it."""
 
-    __slots__ = ("_event", "_finish", "_streams", "_work")
+    __slots__ = ("_event", "_finish", "_quotient", "_streams", "_work")
 
-    def __init__(self, work: Work | None, streams: Streams, finish: Callable[[], object] | None = None) -> None:
-        """``work`` is None where nothing travels. ``finish`` is called when it is over."""
-        self._work, self._finish, self._streams = work, finish, streams
+    def __init__(
+        self,
+        work: Work | None,
+        streams: Streams,
+        finish: Callable[[], object] | None = None,
+        quotient: tuple[torch.Tensor, float] | None = None,
+    ) -> None:
+        """``work`` is None where nothing travels. ``finish`` is called when it is over, and then the first of the
+        ``quotient`` is divided by the second."""
+        self._work, self._finish, self._quotient, self._streams = work, finish, quotient, streams
         self._event: Event = None if streams.asynchronous_work else streams.record()
         if self._event is not None and work is not None and work.watch is not None:
             if streams.is_capturing():
@@ -77,6 +84,12 @@ class Pending:
 
     def wait(self) -> None:
         """Where it is interrupted, or the ranks are out of step, this is still under way: memory stays in use."""
+        self.wait_for_sum()
+        if self._quotient is not None:
+            Pending.divide([self])
+
+    def wait_for_sum(self) -> None:
+        """As ``wait``, for whoever calls ``divide`` before the result is used."""
         if self._work is not None:
             self._work.wait()
         finish, self._finish = self._finish, None
@@ -84,6 +97,17 @@ class Pending:
             finish()
         if self._event is not None:
             self._streams.wait(self._event)
+
+    @staticmethod
+    def divide(several: Iterable[Pending]) -> None:
+        """What they have summed becomes means, of all together: small tensors cost their calls."""
+        by_divisor: dict[float, list[torch.Tensor]] = {}
+        for pending in several:
+            quotient, pending._quotient = pending._quotient, None
+            if quotient is not None:
+                by_divisor.setdefault(quotient[1], []).append(quotient[0])
+        for divisor, tensors in by_divisor.items():
+            torch._foreach_div_(tensors, divisor)
 
 
 class Communicator:
@@ -200,10 +224,9 @@ class Communicator:
 
     def _divided(self, work: Work, out: torch.Tensor, after: float) -> Pending:
         """``out`` is what becomes of ``work``, and is then divided by ``after``."""
-        divide = functools.partial(out.div_, after)
         if self._on_host:
-            return Pending(work, self.streams, divide)
-        divide()
+            return Pending(work, self.streams, quotient=(out, after))
+        out.div_(after)
         return Pending(work, self.streams)
 
     # -- how -----------------------------------------------------------------------------------------------------------

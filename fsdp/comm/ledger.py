@@ -150,7 +150,7 @@ def issue(
     known = ledger.known.get(key)
     kind = device.type if known is None else known[0]
     ledger.count += 1
-    numels = () if pieces else (first.numel(), *[tensor.numel() for tensor in tensors[1:]])
+    numels = () if pieces else (first.numel(), tensors[1].numel()) if len(tensors) == 2 else (first.numel(),)
     ledger.latest.append((name, kind, detail, first.dtype, numels, control))
     serving = serving_group(group, device) if control else group
     function = getattr(dist, name)

@@ -76,7 +76,9 @@ class OriginalViews(CommonViews):
             return False
         if not self.check_writeback:
             return True
-        return all(map(torch.Tensor.is_set_to, self.params, self._values or ())) and self.registration.rests
+        if list(map(address_of, self.params)) != self._addresses or not self.registration.rests:
+            return False
+        return [param.untyped_storage()._cdata for param in self._empty] == self._storages
 
     def refresh(self) -> bool:
         if not self.runs:

@@ -33,6 +33,7 @@ class _EndOfBackward:
         self._context = context
         self._called = False
 
+    @hooks.untraced
     def __call__(self) -> None:
         self._called = True
         self._context.finish_backward()

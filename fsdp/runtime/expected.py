@@ -155,7 +155,7 @@ class ExpectedLeaves:
         """
         task = hooks.current_backward()
         if alone and self._all_small and not self.of_task:
-            self.of_task[task] = set(self._keys)
+            self.of_task[task] = set(self._keys)  # not asked: nearly always it is these
             self.left_by = threading.get_ident()
             self.arrived.hooks.clear()
         elif task not in self.of_task:
@@ -178,7 +178,7 @@ class ExpectedLeaves:
                 leaf.grad = None
                 arrived.gradients.append((key, grad))
         if passed and arrived.task is not None:
-            self.of_task[arrived.task] = {key for key, _ in arrived.gradients}
+            self.of_task[arrived.task] = set()
         self.left_by = None
         arrived.hooks.resume()
 

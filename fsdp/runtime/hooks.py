@@ -66,8 +66,8 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the graph task that is running now is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(untraced(callback))
+    """Call ``callback``, which is ``untraced``, when the graph task that is running now is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def accumulator_of(leaf: torch.Tensor) -> Any:

@@ -20,7 +20,7 @@ import functools
 import itertools
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,30 +114,33 @@ class ReductionQueue:
 
     def _attach_at_once(self, item: InFlight) -> None:
         if item.at_once and item.source is None and item.average is None:
-            self._settle(item)
+            self._settle([item])
             self._in_flight.remove(item)
             item.finish()
 
     def _complete(self, item: InFlight) -> None:
         if item.source is not None:
-            item.pending.wait()  # where that is interrupted, the memory stays in use
+            item.pending.wait_for_sum()  # where that is interrupted, the memory stays in use
             self.free(item.source)
             item.source = None
             if item in self._reading:
                 self._reading.remove(item)
 
-    def _settle(self, item: InFlight) -> None:
-        self._complete(item)
-        if item.averaged is not None:
-            item.averaged.wait()
+    def _settle(self, items: Collection[InFlight]) -> None:
+        """Their results are there when this returns."""
+        for item in items:
+            self._complete(item)
+            if item.averaged is not None:
+                item.averaged.wait_for_sum()
+        Pending.divide(item.averaged or item.pending for item in items)
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results (or, after an error, drop them)."""
         if attach:
             self._average_all()  # all are under way before one is waited for
         self._to_average.clear()
+        self._settle(self._in_flight)
         while self._in_flight:
-            self._settle(self._in_flight[0])
             item = self._in_flight.popleft()
             if attach:
                 item.finish()

@@ -142,7 +142,7 @@ class Residency(Residences[UnitBuffers]):
                 unit.handles,
                 self.pool,
                 communicator,
-                unit.tag(0, "gather"),
+                unit.gather_tags[0],
                 keep_cast=again,
                 nearby=nearby,
                 to_write=to_write,

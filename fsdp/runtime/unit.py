@@ -177,7 +177,7 @@ class Unit(UnitBuffers):
             return
         with context.streams.on_gather_stream():
             parts = [handle.part_for_others(context.streams, full_precision=full_precision) for handle in self.handles]
-            pending = communicator.gather(parts, self.tag(0, "gather"))
+            pending = communicator.gather(parts, self.gather_tags[0])
         pending.wait()  # on the compute stream: whoever writes to the shard next must not overtake it
 
     def check_idle(self, words: str, kind: type[Exception] = RuntimeError) -> None:
@@ -403,7 +403,8 @@ class Unit(UnitBuffers):
             if not any(by_bucket):
                 return
             expected = self.expected.of_this_task()
-        expected.difference_update(map(_key_of, arrived))
+        if expected:
+            expected.difference_update(map(_key_of, arrived))
         for gradients, grads in zip(self.gradients, by_bucket):
             if not grads:
                 continue
@@ -472,7 +473,7 @@ class Unit(UnitBuffers):
             gradients.reduce(
                 self.communicator,
                 context.reductions,
-                self.tag(bucket, "reduce"),
+                self.reduce_tags[bucket],
                 to_replicas=self.policy.requires_all_reduce,
                 hook=self.all_reduce_hook,
             )

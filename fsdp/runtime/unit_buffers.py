@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import weakref
 from abc import abstractmethod
@@ -133,7 +134,6 @@ class UnitBuffers(Member):
     def __post_init__(self) -> None:
         self.handles = [views.handle for views in self.views]
         self._tree: Callable[[], Any] = lambda: None  # the RootContext that it is in, or None
-        self._tags: dict[tuple[int, str], Tag] = {}  # see ``tag``
         self._call(self.name)
 
     # -- the tree ------------------------------------------------------------------------------------------------------
@@ -155,7 +155,8 @@ class UnitBuffers(Member):
 
     def _call(self, name: str) -> None:
         self.name = name
-        self._tags.clear()
+        for tags in ("gather_tags", "reduce_tags"):
+            self.__dict__.pop(tags, None)
         for handle in self.handles:
             handle.unit_name = name
 
@@ -216,11 +217,19 @@ class UnitBuffers(Member):
         """Others when a shard was written: through what users hold, or by the engine."""
         return [(view.handle.shard._version, view.versions) for view in self.views]
 
-    def tag(self, bucket: int, what: str) -> Tag:
-        if (bucket, what) not in self._tags:
-            number = (self.place * 2 + (what == "reduce")) * MAX_BUCKETS + bucket
-            self._tags[bucket, what] = Tag(f"{what} {self.name}", number)
-        return self._tags[bucket, what]
+    @functools.cached_property
+    def gather_tags(self) -> list[Tag]:
+        """By bucket; the first is that of all together."""
+        return self._tags("gather", 0)
+
+    @functools.cached_property
+    def reduce_tags(self) -> list[Tag]:
+        """By bucket."""
+        return self._tags("reduce", 1)
+
+    def _tags(self, what: str, kind: int) -> list[Tag]:
+        first = (self.place * 2 + kind) * MAX_BUCKETS
+        return [Tag(f"{what} {self.name}", first + bucket) for bucket in range(len(self.handles) or 1)]
 
     def use_resting(self) -> None:
         """The modules show shards, or what is summoned."""
@@ -256,7 +265,7 @@ class UnitBuffers(Member):
         assert self.communicator is not None
         self.announce(replicas=False)
         full = torch.empty(self.handles[bucket].layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        self.communicator.gather([Gather(full, shard)], self.tag(bucket, "gather")).wait()
+        self.communicator.gather([Gather(full, shard)], self.gather_tags[bucket]).wait()
         return full
 
     def announce(self, *, replicas: bool = True) -> None:
