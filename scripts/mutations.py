@@ -1074,6 +1074,20 @@ MUTATIONS = [
         _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
     ),
     Mutation(
+        "fsdp/flat/views.py",
+        "        return [param.untyped_storage()._cdata for param in self._empty] == self._storages\n",
+        "        return True\n",
+        "ranks without a part of a parameter do not see that it was given other data",
+        ("tests/test_accumulation.py",),
+    ),
+    Mutation(
+        "fsdp/runtime/reduction.py",
+        "        Pending.divide(item.averaged or item.pending for item in items)\n",
+        "",
+        "what gloo has summed is attached as it is",
+        _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
+    ),
+    Mutation(
         "fsdp/runtime/reduction.py",
         "        self._settle(self._in_flight)\n",
         "        for item in self._in_flight:\n            item.source = None\n",
@@ -1686,8 +1700,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "all(map(torch.Tensor.is_set_to, self.params, self._values or ())) and ",
-        "",
+        "if list(map(address_of, self.params)) != self._addresses or not self.registration.rests:",
+        "if not self.registration.rests:",
         "an optimizer steps other memory than what it was given for a parameter",
         _tests("writes", "what_is_replaced_is_taken_over_at_every_entry"),
     ),
@@ -1707,8 +1721,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/collectives.py",
-        "        divide()\n        return Pending(work, self.streams)\n",
-        "        divide()\n        return Pending(None, self.streams)\n",
+        "        out.div_(after)\n        return Pending(work, self.streams)\n",
+        "        out.div_(after)\n        return Pending(None, self.streams)\n",
         "nobody looks after a reduction on an accelerator",
         _tests("accelerators", "gathers_and_reductions_are_looked_after"),
     ),
@@ -3610,7 +3624,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
-        "        if item.averaged is not None:\n            item.averaged.wait()\n",
+        "            if item.averaged is not None:\n                item.averaged.wait_for_sum()\n",
         "",
         "gradients are attached before the mean over replicas is over",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[HYBRID_SHARD-original-BACKWARD_PRE-2]"),
