@@ -5,7 +5,9 @@ Two things end it, and they are not the same. When the *last leaf that this back
 gradient, the unit reduces, as soon as the backward comes by it again. Autograd knows which leaves it will reach. The
 expected ones are kept per graph task, because reentrant checkpointing runs tasks inside an open outer one; the unit is
 done when no task expects anything. So an unused parameter blocks nothing, a module used twice reduces once, and ranks
-that reach the same units start their collectives at the same places in the graph.
+that reach the same units start their collectives at the same places in the graph. Where all gradients of a unit are
+small, nobody asks and nothing is counted: autograd leaves them on the leaves, and all are there once the backward is
+behind the only call of the unit (``ExpectedLeaves.enter``).
 
 When, besides, the backward is *behind every forward call of the unit* that it has entered, the unit reshards: a frozen
 or detached weight that was used first in forward is read last in backward, after every leaf. Of one graph task, thread

@@ -149,9 +149,10 @@ class ExpectedLeaves:
         """The running graph task has entered a call of the unit, and tells when it has passed that: gradients of small
         leaves may wait for it, unless other tasks have reached the unit as well.
 
-        Where all are small, and there is no other call (``alone``), autograd leaves them on the leaves until then and
-        calls nobody: hooks would cost more than all else that is done for them. What a task nested in this one adds
-        meanwhile is added as autograd does it, and when the backward is behind the call nothing is to come.
+        Where all are small, and there is no other call and no unit inside (``alone``), autograd leaves them on the
+        leaves until then and calls nobody: hooks would cost more than all else that is done for them. What a task
+        nested in this one adds meanwhile is added as autograd does it, and when the backward is behind the call nothing
+        is to come.
         """
         task = hooks.current_backward()
         if alone and self._all_small and not self.of_task:

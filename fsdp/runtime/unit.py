@@ -364,7 +364,7 @@ class Unit(UnitBuffers):
             context.residency.compute_in(self, call.full_precision)
         self._open_calls.add(call)
         call.enter()
-        self.expected.enter(alone=self.live_calls.count <= 1)
+        self.expected.enter(alone=self.live_calls.count <= 1 and not self.encloses_units)
         if self.policy.unshard_in_backward:
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
