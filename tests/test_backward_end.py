@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -740,3 +741,94 @@ def _registered_in_forward() -> None:
 def test_a_hook_on_a_gradient_is_not_registered_in_a_forward() -> None:
     """It would be called for other gradients, too, and for those that are not reduced."""
     run_ranks(2, _registered_in_forward)
+
+
+class Remembers(nn.Module):
+    """Keeps its state, and the graph of it, from one call to the next, or what it computes of its weight."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.kept = what, torch.zeros(())
+        self.inputs, self.state = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "state":
+            self.kept = torch.tanh(self.inputs(x) + self.state(torch.zeros_like(x) + self.kept))
+            return self.kept * 1.0
+        if self.kept.dim() == 0:
+            self.kept = self.inputs.weight / self.inputs.weight.norm()
+        return self.state(x @ self.kept)
+
+
+def _remembering(model: nn.Module, data: Data) -> Iterator[Any]:
+    unit = next(module for module in model.modules() if isinstance(module, Remembers))
+    for index in range(3):
+        unit.kept = torch.zeros(())
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(tokens(data, index).sum().item()))
+        if unit.what == "state":
+            model(x)  # whose output nobody wants
+        else:
+            model(x).square().mean().backward(retain_graph=True)
+            yield {}
+        model(x * 0.5).square().mean().backward()
+        yield {}
+        yield CLEAR
+
+
+class Apart(Block):
+    """A branch of it is computed on another thread, and does not lead to its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apart = nn.Linear(WIDTH, WIDTH)
+
+    def branch(self) -> Tensor:
+        return torch.tanh(self.apart(torch.ones(3, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = super().forward(x)
+        with ThreadPoolExecutor(1) as pool:
+            return result + pool.submit(self.branch).result()
+
+
+class Segmented(nn.Module):
+    """Uses its weight in two segments, of which a nested backward each brings a gradient, and between them; the first
+    ``plainly`` calls have no segments."""
+
+    def __init__(self, *, clamped: bool, plainly: int) -> None:
+        super().__init__()
+        self.weight, self.plainly = nn.Parameter(torch.ones(WIDTH)), plainly
+        if clamped:
+            self.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+
+    def segment(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.plainly -= 1
+        if self.plainly >= 0:
+            return self.segment(self.segment(x) * self.weight + x)
+        y: Tensor = checkpoint(self.segment, x, use_reentrant=True)
+        return checkpoint(self.segment, y * self.weight + x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def _reached_otherwise() -> None:
+    modules: list[tuple[Callable[[], nn.Module], Any]] = [
+        (lambda: Remembers("state"), _remembering),
+        (lambda: Remembers("weight"), _remembering),
+        (Apart, steps_of_vectors),
+        *((partial(Segmented, clamped=c, plainly=n), steps_of_vectors) for c in (False, True) for n in (0, 1)),
+    ]
+    kinds = ModuleWrapPolicy({Block, Remembers, Apart, Segmented})
+    for (number, (make, program)), strategy in itertools.product(enumerate(modules), (FULL, ShardingStrategy.NO_SHARD)):
+        build = seeded(lambda make=make: nn.Sequential(Block(), make(), Block()))
+        ulps = 8 if make().__class__ is Segmented else 0  # each nested backward ends in a reduction
+        model = wrap(build(), strategy, True, wrap_policy=kinds)
+        Reference(build, program).check(model, f"{number}, {strategy.name}", ulps=ulps)
+
+
+@ALL_SMALL
+def test_what_reaches_a_unit_otherwise_than_through_one_call(all_small: bool) -> None:
+    """Where autograd may leave gradients on the leaves, too: calls whose output nobody wants, graphs that outlive a
+    call, branches of other threads, and backwards inside of the backward, of which each has hooks called."""
+    run_ranks(2, with_gradients, all_small, _reached_otherwise)

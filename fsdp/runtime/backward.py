@@ -5,9 +5,7 @@ Two things end it, and they are not the same. When the *last leaf that this back
 gradient, the unit reduces, as soon as the backward comes by it again. Autograd knows which leaves it will reach. The
 expected ones are kept per graph task, because reentrant checkpointing runs tasks inside an open outer one; the unit is
 done when no task expects anything. So an unused parameter blocks nothing, a module used twice reduces once, and ranks
-that reach the same units start their collectives at the same places in the graph. Where all gradients of a unit are
-small, nobody asks and nothing is counted: autograd leaves them on the leaves, and all are there once the backward is
-behind the only call of the unit (``ExpectedLeaves.enter``).
+that reach the same units start their collectives at the same places in the graph.
 
 When, besides, the backward is *behind every forward call of the unit* that it has entered, the unit reshards: a frozen
 or detached weight that was used first in forward is read last in backward, after every leaf. Of one graph task, thread
@@ -71,25 +69,12 @@ _INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are 
 _new_place: Callable[[tuple[int, int, int]], Place] = functools.partial(tuple.__new__, Place)  # as its class, but in C
 
 
-class LiveCalls:
-    """How many forward calls of a unit there are, each as long as its graph."""
-
-    def __init__(self) -> None:
-        self.token = object()  # which each of them holds
-        self._without = sys.getrefcount(self.token)
-
-    @property
-    def count(self) -> int:
-        return sys.getrefcount(self.token) - self._without
-
-
 class CalledUnit(Protocol):
     """What calls and leaves report a backward to: a unit."""
 
     _tree: Callable[[], Any]  # its context
 
     expected: ExpectedLeaves
-    live_calls: LiveCalls
 
     def gradients_ready(self, context: Any, *, comes_by_again: bool) -> None: ...
 
@@ -115,23 +100,12 @@ class ForwardCall:
         entered: where a backward entered it; None before that, and once the backward is behind it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_counted",
-        "_runs",
-        "context",
-        "entered",
-        "full_precision",
-        "marks",
-        "outer",
-        "start",
-        "unit",
-    )
+    __slots__ = ("__weakref__", "_runs", "context", "entered", "full_precision", "marks", "outer", "start", "unit")
 
     def __init__(
         self, unit: CalledUnit, context: RootContext, start: int, marks: list[Marks], *, full_precision: bool
     ) -> None:
-        self.unit, self._counted = unit, unit.live_calls.token
+        self.unit = unit
         self.marks = marks
         self.context = context
         self.start = start
@@ -259,12 +233,11 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
         call = reference()
         if call is not None and call.entered is not None:
             expected = call.unit.expected
-            behind = call is not but and place.is_behind(call.start, call.entered)
-            if behind and expected.left_by == place.thread:
-                expected.end_stay(passed=True)
+            if expected.left_by == place.thread:
+                expected.collect()
             if expected.arrived.gradients or expected.arrived.all_taken:
                 _look_at_gradients(call.unit)
-            if not behind:
+            if call is but or not place.is_behind(call.start, call.entered):
                 continue
             call.entered = None
             call.unit.backward_passed(call)

@@ -33,18 +33,19 @@ class Arrived:
         all_taken: whether the last of all was taken, and nothing has followed on that.
         gradients: which leaf's, and it, or None where a hook on the leaf has taken it.
         hooks: of the small leaves.
+        nested: whether a graph task other than the one that entered the unit has ever brought one.
         small: which leaf has which id, of these.
         task: the only graph task that has reached the unit, while it has not passed the unit; else None.
     """
 
-    __slots__ = ("_look", "all_taken", "gradients", "hooks", "small", "task")
+    __slots__ = ("_look", "all_taken", "gradients", "hooks", "nested", "small", "task")
 
     def __init__(self, look: Callable[[], None]) -> None:
         """``look`` looks at them, and takes them."""
         self._look = look
         self.gradients: list[tuple[LeafKey, torch.Tensor | None]] = []
         self.task: int | None = None
-        self.all_taken = False
+        self.all_taken = self.nested = False
         self.hooks = hooks.SharedHooks(self._small_arrived)
         self.small: dict[int, LeafKey] = {}
 
@@ -63,6 +64,7 @@ class Arrived:
     def large(self, key: LeafKey, leaf: torch.Tensor, *, waits: bool = False) -> None:
         """As ``_small_arrived``, of one that is large, unless it ``waits`` for others if that is of use."""
         if self.task is not None and self.task != hooks.current_backward():
+            self.nested = True
             self.end_wait()  # this one is of another graph task
         self.gradients.append((key, leaf.grad))
         leaf.grad = None
@@ -82,8 +84,8 @@ class ExpectedLeaves:
     Attributes:
         arrived: the gradients that have come.
         of_task: by graph task, the leaves it has still to deliver. One that delivered all stays, with nothing, so that
-            it is not asked again. While gradients stay on leaves it is all of them.
-        left_by: the thread on which autograd leaves gradients on the leaves now; see ``enter``.
+            it is not asked again.
+        left_by: the thread on which autograd leaves gradients on the leaves now; see ``stay``.
     """
 
     def __init__(self, handles: Sequence[FlatParamHandle], look: Callable[[], None]) -> None:
@@ -95,7 +97,10 @@ class ExpectedLeaves:
         self._accumulators: dict[int, tuple[LeafKey, Any]] = {}
         self._nodes: list[Any] = []
         self._all_small: list[tuple[LeafKey, torch.Tensor]] = []  # what requires grad, if no gradient of it is large
+        self._small_keys: frozenset[LeafKey] = frozenset()  # theirs
         self.left_by: int | None = None
+        self.is_new = False  # whether the call that was entered last was the first one of a backward
+        self._was_hooked = False  # whether a backward has brought gradients by hooks
         self.watch()
 
     def watch(self) -> None:
@@ -120,6 +125,7 @@ class ExpectedLeaves:
         self._nodes = [node for _, node in self._accumulators.values()]
         trained = [(key, leaf) for key, leaf in leaves if leaf.requires_grad and key[1] != wholes[key[0]]]
         self._all_small = trained if arrived.small.keys() >= {id(leaf) for _, leaf in trained} else []
+        self._small_keys = frozenset([key for key, _ in self._all_small])
 
     def renew(self) -> None:
         """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
@@ -138,53 +144,53 @@ class ExpectedLeaves:
         task = hooks.current_backward()
         expected = self.of_task.get(task)
         if expected is None:
-            expected = self.of_task[task] = self.reached()
+            expected = self.of_task[task] = hooks.those_that_run(self._keys, self._nodes)
         return expected
 
-    def reached(self) -> set[LeafKey]:
-        """The leaves that the running graph task reaches, those that it has delivered among them."""
-        return hooks.those_that_run(self._keys, self._nodes)
-
-    def enter(self, *, alone: bool) -> None:
+    def enter(self) -> set[LeafKey]:
         """The running graph task has entered a call of the unit, and tells when it has passed that: gradients of small
-        leaves may wait for it, unless other tasks have reached the unit as well.
-
-        Where all are small, and there is no other call and no unit inside (``alone``), autograd leaves them on the
-        leaves until then and calls nobody: hooks would cost more than all else that is done for them. What a task
-        nested in this one adds meanwhile is added as autograd does it, and when the backward is behind the call nothing
-        is to come.
-        """
-        task = hooks.current_backward()
-        if alone and self._all_small and not self.of_task:
-            self.of_task[task] = set(self._keys)  # not asked: nearly always it is these
-            self.left_by = threading.get_ident()
-            self.arrived.hooks.clear()
-        elif task not in self.of_task:
-            self.end_stay()
-            self.of_this_task()
+        leaves may wait for it, unless other tasks have reached the unit as well. Returns what the task has still to
+        deliver."""
+        self.is_new = not self.of_task
+        expected = self.of_this_task()
         if len(self.of_task) == 1:
-            self.arrived.task = task
+            self.arrived.task = hooks.current_backward()
         else:
+            if self.left_by == threading.get_ident():
+                self.end_stay()
             self.arrived.end_wait()
+        return expected
 
-    def end_stay(self, *, passed: bool = False) -> None:
-        """Gradients that autograd has left on the leaves have arrived, and those that it may be about to leave there
-        come by hooks again; or where the backward has ``passed`` the unit nothing more comes."""
-        if self.left_by is None:
-            return
-        arrived = self.arrived
+    def brings_all(self, expected: set[LeafKey]) -> bool:
+        """Whether the task that has just entered a call, the first one, brings the gradients of all leaves, which are
+        small, by itself: as far as the backwards before tell, of which each unit's first has hooks for that.
+        ``expected`` is what it has to deliver."""
+        told = self._was_hooked and not self.arrived.nested
+        return told and self.is_new and bool(self._all_small) and expected >= self._small_keys
+
+    def stay(self) -> None:
+        """Autograd leaves gradients on the leaves from here on and calls nobody, and who comes by the unit looks there
+        (``collect``): hooks would cost more than all else that is done for small gradients."""
+        self.left_by = threading.get_ident()
+        self.arrived.hooks.clear()
+
+    def collect(self) -> None:
+        """Gradients that autograd has left on the leaves have arrived."""
         for key, leaf in self._all_small:
             grad = leaf.grad
             if grad is not None:
                 leaf.grad = None
-                arrived.gradients.append((key, grad))
-        if passed and arrived.task is not None:
-            self.of_task[arrived.task] = set()
-        self.left_by = None
-        arrived.hooks.resume()
+                self.arrived.gradients.append((key, grad))
+
+    def end_stay(self) -> None:
+        """The same, and those that are to come will be brought by hooks."""
+        if self.left_by is not None:
+            self.collect()
+            self.left_by = None
+            self.arrived.hooks.resume()
 
     def __bool__(self) -> bool:
-        """Whether any task may have gradients to deliver."""
+        """Whether any task has gradients to deliver."""
         return any(self.of_task.values())
 
     @property
@@ -194,6 +200,7 @@ class ExpectedLeaves:
 
     def forget(self) -> None:
         """The backward is over, or failed."""
+        self._was_hooked = self._was_hooked or bool(self.of_task)
         self.end_stay()
         self.of_task.clear()
         self.arrived.task, self.arrived.all_taken = None, False

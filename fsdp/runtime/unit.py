@@ -27,7 +27,7 @@ from fsdp.flat.views import BucketViews
 from fsdp.flat.visible import flag_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.backward import ForwardCall, LiveCalls, Place, Running, close_passed, gradients_arrived
+from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, gradients_arrived
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves, LeafKey
@@ -42,6 +42,7 @@ _marks_of: Callable[[BucketViews], Marks] = operator.methodcaller("marks")
 _target_of: Callable[[BucketGradients], Any] = operator.attrgetter("target")
 _waits_of: Callable[[BucketGradients], bool] = operator.attrgetter("waits")
 _key_of: Callable[[tuple[LeafKey, Any]], LeafKey] = operator.itemgetter(0)
+_may_stay: Callable[[BucketGradients], bool] = operator.attrgetter("may_stay_on_leaves")
 _reduces: Callable[[BucketGradients], bool] = operator.attrgetter("reduces")
 
 
@@ -73,7 +74,6 @@ class Unit(UnitBuffers):
         self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)  # of what it makes and takes
         self.ref = weakref.ref(self)
         self._depth = 0  # forwards of this unit under way
-        self.live_calls = LiveCalls()  # a backward may be to come to each of them
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
         self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
         self.expected = ExpectedLeaves(self.handles, functools.partial(gradients_arrived, self.ref))
@@ -364,12 +364,14 @@ class Unit(UnitBuffers):
             context.residency.compute_in(self, call.full_precision)
         self._open_calls.add(call)
         call.enter()
-        self.expected.enter(alone=self.live_calls.count <= 1 and not self.encloses_units)
+        expected = self.expected.enter()
+        if self.expected.brings_all(expected) and not self.encloses_units and all(map(_may_stay, self.gradients)):
+            self.expected.stay()
         if self.policy.unshard_in_backward:
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
             if views.marks() != before:
-                views.check_unchanged(before, {index for of, index in self.expected.reached() if of == bucket})
+                views.check_unchanged(before, {index for of, index in expected if of == bucket})
         context.residency.prefetch(self, begins=True)
 
     def gradients_ready(self, context: RootContext, *, comes_by_again: bool) -> None:
@@ -428,6 +430,7 @@ class Unit(UnitBuffers):
         context: RootContext = self._tree() or call.context
         self._open_calls.discard(call)
         if not self._open_calls:
+            self.expected.end_stay()
             self.expected.arrived.task = None  # nothing tells whether the backward comes by again
         if not self._maybe_reshard(context) and len(self._ran) > 1 and not self._open_calls and self._depth == 0:
             context.residency.keep_to_others(self)
@@ -487,13 +490,13 @@ class Unit(UnitBuffers):
 
     def end_backward(self) -> None:
         context: RootContext = self._tree()
-        expected = self.expected.of_task
-        if not (self._depth or self._open_calls or any(map(_waits_of, self.gradients)) or any(expected.values())):
+        self.expected.end_stay()
+        busy = self._depth or self._open_calls or self.expected.arrived.gradients or any(map(_waits_of, self.gradients))
+        if not (busy or self.expected):
             self.expected.forget()  # nearly always: it is through
             if not self.groups.sharded or context.residency.of(self) is not Residence.SHARDED:
                 context.residency.end_backward(self)
             return
-        self.expected.end_stay()
         if self.expected.arrived.gradients:
             self._take_gradients(context)
         if self.expected.arrived.all_taken:
