@@ -106,9 +106,7 @@ class ExpectedLeaves:
     def watch(self) -> None:
         """Hook the leaves that require grad now, as far as they are not yet."""
         leaves, arrived = self._leaves(), self.arrived
-        wholes = [
-            len(handle.layout.params) for handle in self._handles
-        ]  # of flat parameters; hardly any module uses it
+        wholes = [len(handle.layout.params) for handle in self._handles]  # what stands for all, and hardly anybody uses
         with torch.inference_mode(False), torch.enable_grad():
             for key, leaf in leaves:
                 if leaf.requires_grad and id(leaf) not in self._accumulators:
