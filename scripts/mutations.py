@@ -346,13 +346,6 @@ MUTATIONS = [
         ("tests/test_backward.py::test_structures",),
     ),
     Mutation(
-        "fsdp/runtime/expected.py",
-        " and expected >= self._small_keys\n",
-        "\n",
-        "a unit of which nested backwards alone reach some leaves reduces in other places",
-        ("tests/test_backward.py",),
-    ),
-    Mutation(
         "fsdp/runtime/reduction.py",
         " and not self.views.has_hooks\n",
         "\n",
@@ -371,7 +364,7 @@ MUTATIONS = [
         "            self.expected.end_stay()\n",
         "",
         "gradients that come after the backward has passed their unit stay on the leaves to its end",
-        ("tests/test_backward_end.py", "tests/test_backward.py"),
+        _tests("backward_end", "gradients_that_come_after_the_backward_has_passed_their_unit"),
     ),
     Mutation(
         "fsdp/runtime/backward.py",

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import (
@@ -832,3 +833,31 @@ def test_what_reaches_a_unit_otherwise_than_through_one_call(all_small: bool) ->
     """Where autograd may leave gradients on the leaves, too: calls whose output nobody wants, graphs that outlive a
     call, branches of other threads, and backwards inside of the backward, of which each has hooks called."""
     run_ranks(2, with_gradients, all_small, _reached_otherwise)
+
+
+class ApartInPart(Apart):
+    """Has a parameter that the first rank alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(torch.ones(WIDTH))
+
+    def branch(self) -> Tensor:
+        return super().branch() * (self.extra if dist.get_rank() == 0 else 1)
+
+
+def _late_gradients() -> None:
+    for strategy in (FULL, ShardingStrategy.NO_SHARD):
+        kinds = ModuleWrapPolicy({Block, ApartInPart})
+        model = wrap(nn.Sequential(Block(), ApartInPart(), Block()), strategy, True, wrap_policy=kinds)
+        for step in range(3):
+            with record_collectives() as log:
+                model(torch.randn(3, WIDTH)).square().mean().backward()
+            reduced = [each.label for each in log.records if each.label and each.label.startswith("reduce")]
+            assert sorted(reduced) == [f"reduce unit '{index}'" for index in range(3)], (strategy, step, reduced)
+
+
+@ALL_SMALL
+def test_gradients_that_come_after_the_backward_has_passed_their_unit(all_small: bool) -> None:
+    """Each unit reduces once, in the same place on all ranks, whether or not a rank leaves gradients on the leaves."""
+    run_ranks(2, with_gradients, all_small, _late_gradients)

@@ -290,9 +290,11 @@ def test_faults_leave_no_memory_behind() -> None:
 
 
 class _FailsOnce(nn.Module):
-    """Its backward raises the first time."""
+    """Its backward raises the first time after so many."""
 
-    failed = False
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.clone()
@@ -300,17 +302,19 @@ class _FailsOnce(nn.Module):
         return y
 
     def _reached(self, grad: Tensor) -> None:
-        if not self.failed:
-            self.failed = True
+        self.left -= 1
+        if self.left == -1:
             raise ZeroDivisionError
 
 
-def _small_gradients_wait() -> None:
+def _small_gradients_wait(after: int) -> None:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 4), _FailsOnce(), nn.Linear(4, 4))  # in one unit; 64 bytes are small
+    plain = nn.Sequential(nn.Linear(4, 4), _FailsOnce(after), nn.Linear(4, 4))  # in one unit; 64 bytes are small
     model = FullyShardedDataParallel(deepcopy(plain), device_id=torch.device("cpu"), use_orig_params=True)
     x = torch.randn(2, 4)
     for each in (plain, model):
+        for _ in range(after):
+            each(x).sum().backward()
         with pytest.raises(ZeroDivisionError):
             each(x).sum().backward()
         each.zero_grad()
@@ -320,5 +324,7 @@ def _small_gradients_wait() -> None:
             assert param.grad is not None and torch.equal(param.grad, expected.grad)
 
 
-def test_gradients_that_waited_when_a_backward_failed_are_forgotten() -> None:
-    run_ranks(2, _small_gradients_wait)
+@pytest.mark.parametrize("after", [0, 1])
+def test_gradients_that_waited_when_a_backward_failed_are_forgotten(after: int) -> None:
+    """Also those that autograd left on the leaves, as it does from the second backward on."""
+    run_ranks(2, _small_gradients_wait, after)
