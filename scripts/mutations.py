@@ -1092,7 +1092,7 @@ MUTATIONS = [
         "        Pending.divide(item.averaged or item.pending for item in items)\n",
         "",
         "what gloo has summed is attached as it is",
-        _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
+        _tests("parity", "parity_with_either_kind_of_collective"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
