@@ -1082,8 +1082,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "        return [param.untyped_storage()._cdata for param in self._empty] == self._storages\n",
-        "        return True\n",
+        "[self.params[position].untyped_storage()._cdata for position in self._empty] == self._storages",
+        "True",
         "ranks without a part of a parameter do not see that it was given other data",
         ("tests/test_accumulation.py",),
     ),

@@ -810,7 +810,8 @@ class Segmented(nn.Module):
         if self.plainly >= 0:
             return self.segment(self.segment(x) * self.weight + x)
         y: Tensor = checkpoint(self.segment, x, use_reentrant=True)
-        return checkpoint(self.segment, y * self.weight + x, use_reentrant=True)  # type: ignore[no-any-return]
+        z: Tensor = checkpoint(self.segment, y * self.weight + x, use_reentrant=True)
+        return z
 
 
 def _reached_otherwise() -> None:

@@ -42,7 +42,7 @@ class CommonViews:
         self._values: list[torch.Tensor] | None = None
         self._pointers: list[int] = []
         self._addresses: list[int] = []  # nearly the same, and sooner compared: 0 of what has no elements
-        self._empty: list[torch.Tensor] = []  # parameters that have none
+        self._empty: list[int] = []  # the positions of what has none
         self._storages: list[int] = []  # whose these are
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
@@ -341,8 +341,8 @@ class CommonViews:
         self.registration.rest(self._resting(self._values))
         self._pointers = memories_of(self._values or ())
         self._addresses = list(map(address_of, self._values or ()))
-        self._empty = [param for param, address in zip(self.params, self._addresses) if not address]
-        self._storages = [param.untyped_storage()._cdata for param in self._empty]
+        self._empty = [position for position, address in enumerate(self._addresses) if not address]
+        self._storages = [self.params[position].untyped_storage()._cdata for position in self._empty]
         self.registration.use_resting()
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:

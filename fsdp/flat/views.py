@@ -78,7 +78,7 @@ class OriginalViews(CommonViews):
             return True
         if list(map(address_of, self.params)) != self._addresses or not self.registration.rests:
             return False
-        return [param.untyped_storage()._cdata for param in self._empty] == self._storages
+        return [self.params[position].untyped_storage()._cdata for position in self._empty] == self._storages
 
     def refresh(self) -> bool:
         if not self.runs:
