@@ -16,7 +16,7 @@ from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
 from fsdp.flat.registration import Layer, Registration
 from fsdp.flat.runs import Runs
 from fsdp.flat.tensor_parallel import local_of
-from fsdp.flat.visible import Visible, address_of, flags_of, looks_of, memories_of, version_of
+from fsdp.flat.visible import Visible, flags_of, looks_of, memories_of, version_of
 
 # of each visible parameter which one it is, and how often it was changed in place
 Versions = tuple[Sequence[int], list[int]]
@@ -41,9 +41,6 @@ class CommonViews:
         # the memory of what rests on the modules, if that has values, and where it is
         self._values: list[torch.Tensor] | None = None
         self._pointers: list[int] = []
-        self._addresses: list[int] = []  # nearly the same, and sooner compared: 0 of what has no elements
-        self._empty: list[int] = []  # the positions of what has none
-        self._storages: list[int] = []  # whose these are
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
     # -- versions ------------------------------------------------------------------------------------------------------
@@ -340,9 +337,6 @@ class CommonViews:
         self._values = self.handle.sharded_views(self.handle.shard)
         self.registration.rest(self._resting(self._values))
         self._pointers = memories_of(self._values or ())
-        self._addresses = list(map(address_of, self._values or ()))
-        self._empty = [position for position, address in enumerate(self._addresses) if not address]
-        self._storages = [self.params[position].untyped_storage()._cdata for position in self._empty]
         self.registration.use_resting()
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:

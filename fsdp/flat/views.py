@@ -59,6 +59,10 @@ class OriginalViews(CommonViews):
 
     def _resting(self, values: list[torch.Tensor]) -> list[Any]:
         point_at(self._originals, values)
+        # Nearly what ``CommonViews`` compares, and sooner looked at: an address is 0 where there are no elements.
+        self._addresses = list(map(address_of, values))
+        self._empty = [position for position, address in enumerate(self._addresses) if not address]
+        self._storages = [self._originals[position].untyped_storage()._cdata for position in self._empty]
         for run in self.runs:
             run.point()
         return self._originals
