@@ -340,6 +340,13 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/expected.py",
+        "            if self.left_by == threading.get_ident():\n                self.end_stay()\n",
+        "",
+        "a unit that a nested backward enters as well reduces when the whole backward is over",
+        _tests("backward_end", "a_backward_that_enters_a_unit_again_inside_of_its_backward"),
+    ),
+    Mutation(
+        "fsdp/runtime/expected.py",
         "        told = self._was_hooked and not self.arrived.nested\n",
         "        told = True\n",
         "what a nested backward brings is taken for what the backward around it brings",

@@ -696,6 +696,11 @@ def _written_under_no_sync() -> None:
             for param in model.parameters():
                 param.data = param.data * 0.5
 
+        def replaced(model: nn.Module) -> None:
+            for module in model.modules():
+                for name, param in module.named_parameters(recurse=False):
+                    setattr(module, name, nn.Parameter(param.detach() * 0.5))
+
         def summoned(model: nn.Module) -> None:
             with FullyShardedDataParallel.summon_full_params(model):
                 in_place(model)
@@ -716,8 +721,11 @@ def _written_under_no_sync() -> None:
             with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
                 model.load_state_dict(state if dist.get_rank() == 0 else {})
 
+        writes = [in_place, summoned, assigned, summoned_past_versions, loaded, in_place, loaded_from_rank_0]
+        if orig:
+            writes += [replaced, assigned]  # to the new ones, too
         with model.no_sync():
-            for write in (in_place, summoned, assigned, summoned_past_versions, loaded, in_place, loaded_from_rank_0):
+            for write in writes:
                 model(x).sum().backward()
                 write(model)
                 write(plain)

@@ -862,3 +862,48 @@ def _late_gradients() -> None:
 def test_gradients_that_come_after_the_backward_has_passed_their_unit(all_small: bool) -> None:
     """Each unit reduces once, in the same place on all ranks, whether or not a rank leaves gradients on the leaves."""
     run_ranks(2, with_gradients, all_small, _late_gradients)
+
+
+class Echo(Block):
+    """Inside of its backward runs that of the call before, if nothing else has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x.detach())
+        before = self.before
+        if before is not None:
+            normed.register_hook(lambda grad: before.backward())
+        result = fsdp.mark_side_output(torch.tanh(self.linear(normed)))
+        self.before = result.square().mean()
+        return x + result
+
+
+def _enters_again() -> None:
+    kinds = ModuleWrapPolicy({Block, Echo})
+    build = seeded(lambda: nn.Sequential(Block(), Echo(), Block()))
+    plain, model = build(), wrap(build(), FULL, True, wrap_policy=kinds)
+    for step in range(3):
+        both = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(step))
+        with record_collectives() as log:
+            for each in (plain, model):
+                for x in both:
+                    loss = each(x).square().mean()
+                loss.backward()
+                next(module for module in each.modules() if isinstance(module, Echo)).before = None
+        reduced = [record.label for record in log.records if record.label and record.label.startswith("reduce")]
+        assert reduced == [f"reduce unit '{index}'" for index in (2, 1, 0)], (step, reduced)
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            for (name, param), expected in zip(model.named_parameters(), plain.parameters()):
+                assert param.grad is not None and expected.grad is not None
+                torch.testing.assert_close(param.grad, expected.grad, rtol=0, atol=0, msg=f"{step}, {name}")
+        plain.zero_grad()
+        model.zero_grad()
+
+
+@ALL_SMALL
+def test_a_backward_that_enters_a_unit_again_inside_of_its_backward(all_small: bool) -> None:
+    """Each of the two has its gradients told apart from the other's, and the unit reduces when both have passed it."""
+    run_ranks(2, with_gradients, all_small, _enters_again)
