@@ -177,7 +177,7 @@ def test_gathers_and_reductions_are_looked_after() -> None:
     streams, work = mock.Mock(asynchronous_work=False, is_capturing=lambda: False), mock.Mock()
     communicator = Communicator(Groups(mock.Mock(), 0, 2, None, 0, 1), streams)
     with (
-        mock.patch.object(collectives_module, "issue", return_value=work),
+        mock.patch.object(collectives_module, "Issuer", return_value=mock.Mock(return_value=work)),
         mock.patch.object(collectives_module, "watcher") as watcher,
     ):
         part = collectives_module.Gather(torch.ones(4), torch.ones(2))
@@ -372,7 +372,7 @@ def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
     system may have that memory, and it goes where no step comes."""
 
     def take() -> Tensor:
-        return host_memory.recycled(nbytes // 4, dtype=torch.float32, device=CPU).fill_(1)
+        return host_memory.recycled(nbytes // 4, torch.empty(0)).fill_(1)
 
     def lazy(address: int) -> int:
         return int(mapping_of(address)["LazyFree"].split()[0]) << 10
@@ -390,7 +390,7 @@ def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
         assert sorted(each.data_ptr() for each in again) == sorted(places)
         if places[1] - places[0] not in (nbytes, -nbytes):  # else one mapping
             assert lazy(places[0]) == 0
-        small, of_another = (host_memory.recycled(n, dtype=torch.int8, device=CPU) for n in (1 << 10, nbytes + 1))
+        small, of_another = (host_memory.recycled(n, torch.empty(0, dtype=torch.int8)) for n in (1 << 10, nbytes + 1))
         assert small.data_ptr() not in places and of_another.data_ptr() not in places
     with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(waiting, "IDLE", 0.05):
         place = take().data_ptr()

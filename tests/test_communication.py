@@ -368,16 +368,27 @@ def test_who_waits_for_a_late_rank_looks_around(way: str) -> None:
     run_ranks(2, wait_for_a_late_rank, way)
 
 
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "all_gather_single"), reason="this torch names it otherwise")
 def test_torchs_groups_get_the_options_of_each_call() -> None:
-    """The package's own calls of a group's flat collectives share options, which say what was asked for."""
-    group = mock.Mock()
+    """The package's own calls of a group's collectives set up the options once, which say what was asked for."""
+    group = mock.Mock(spec=dist.ProcessGroup)
     out, full = torch.empty(2), torch.empty(4)
     for asynchronous, op in itertools.product((True, False), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
-        ledger._gather(full, out, group=group, async_op=asynchronous)
-        assert group.all_gather_single.call_args.args[2].asyncOp is asynchronous
-        ledger._reduce_scatter(out, full, op=op, group=group, async_op=asynchronous)
-        options = group.reduce_scatter_single.call_args.args[2]
-        assert (options.asyncOp, options.reduceOp) == (asynchronous, op)
+        usual: dict[str, Any] = {"group": group, "label": "", "asynchronous": asynchronous}
+        each: list[tuple[str, Any, tuple[torch.Tensor, ...], dict[str, Any]]] = [
+            ("all_gather_single", group.all_gather_single, (full, out), {}),
+            ("reduce_scatter_single", group.reduce_scatter_single, (out, full), {"op": op}),
+            ("all_reduce", group.allreduce, (full,), {"op": op}),
+        ]
+        for name, called, tensors, options in each:
+            called.reset_mock()
+            issuer = ledger.Issuer(name, tensors, **usual, **options)
+            for _ in range(2):
+                issuer(*tensors)
+                *given, torchs = called.call_args.args
+                assert given == (list(tensors) if len(tensors) > 1 else [list(tensors)])
+                assert torchs.asyncOp is asynchronous and getattr(torchs, "reduceOp", None) == options.get("op")
+            assert called.call_count == 2 and called.return_value.wait.call_count == (0 if asynchronous else 2)
 
 
 def test_buckets_are_gathered_together() -> None:

@@ -19,6 +19,7 @@ holds full buffers once for all ranks: :mod:`fsdp.comm.common_memory`.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +33,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from fsdp.comm.common_memory import Sharers
 from fsdp.comm.groups import Groups, backend_of, control_device
 from fsdp.comm.ledger import Gather as Gather
+from fsdp.comm.ledger import Issuer, are_torchs_own, issue, issue_gathers, issue_in_memory, issue_transfers, issue_vote
 from fsdp.comm.ledger import Transfer as Transfer
-from fsdp.comm.ledger import are_torchs_own, issue, issue_gathers, issue_in_memory, issue_transfers
 from fsdp.comm.ledger import current_label as current_label
 from fsdp.comm.shared_memory import PARTS, Channel, Posts, channel_of, connect, why_not
 from fsdp.comm.streams import Event, Streams, streams_for
@@ -42,6 +43,7 @@ from fsdp.comm.waiting import OutOfStep as OutOfStep
 from fsdp.comm.waiting import Work, watcher
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
+_NEVER = math.inf
 _full_nbytes_of: Callable[[Gather], int] = operator.attrgetter("full.nbytes")
 _TRAVEL_AS_THEY_ARE = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _TRAVEL_AS_THEY_ARE |= {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
@@ -118,8 +120,11 @@ class Communicator:
         self.streams, self._on_host = streams, streams.asynchronous_work
         self.divisor: float | None = None  # of the sum over all ranks, instead of their number
         self.is_chosen = not groups.sharded  # whether what comes next is known
-        self._ways: dict[Any, tuple[Any, float, float]] = {}  # by dtype and divisor, what ``_averaging`` says
-        self._direct_min = float("inf")  # messages of so many bytes go direct
+        # by what they are for and what is gathered, or reduced, with what that is divided by before and after
+        self._gathers: dict[Any, Issuer] = {}
+        self._reductions: dict[Any, tuple[Issuer, float, float]] = {}
+        self._averages: dict[Any, tuple[Issuer, float, float]] = {}
+        self._direct_min = _NEVER  # messages of so many bytes go direct
         self._channel: Channel | None = None  # to the memory that the ranks share
         self.in_common = False  # whether its ranks may have full buffers in common
 
@@ -152,26 +157,31 @@ class Communicator:
         Runs on the current stream; no tensor may be touched before ``wait()``. What is ``full`` may only be read after
         that, as others may still do; unless it is ``to_write``, on all ranks.
         """
-        group, device = self.groups.shard, parts[0].full.device
+        group = self.groups.shard
         if not self.groups.sharded:
             for part in parts:
                 part.full.copy_(part.shard)
             return Pending(None, self.streams)
         if not self.is_chosen:
-            self.choose(device)
+            self.choose(parts[0].full.device)
         if self._channel is not None and (channel := self._memory(tag)) is not None:
             starts = []
             for i in range(0, len(parts), PARTS):
                 what = parts[i : i + PARTS], tag.label, tag.number + i
                 starts.append(functools.partial(channel.gather, *what, until_read=to_write))
-            work = issue_in_memory(starts, device, group, tag.label)
-        elif sum(map(_full_nbytes_of, parts)) >= self._direct_min:
+            work = issue_in_memory(starts, parts[0].full.device, group, tag.label)
+        elif self._direct_min < _NEVER and sum(map(_full_nbytes_of, parts)) >= self._direct_min:
             work = self._direct_gather(parts, tag)
         elif len(parts) == 1:
             full, shard, _ = parts[0]
             if full.dtype not in _TRAVEL_AS_THEY_ARE:
                 full, shard = _wire(full), _wire(shard)
-            work = issue(ALL_GATHER, full, shard, group=group, label=tag.label, asynchronous=self._on_host)
+            key = tag, full.dtype, full.numel()
+            issuer = self._gathers.get(key)
+            if issuer is None:
+                issuer = Issuer(ALL_GATHER, (full, shard), group, tag.label, asynchronous=self._on_host)
+                self._gathers[key] = issuer
+            work = issuer(full, shard)
         else:
             wired = [(_wire(full), _wire(shard)) for full, shard, _ in parts]
             work = issue_gathers(wired, group, tag.label, asynchronous=self._on_host)
@@ -189,11 +199,8 @@ class Communicator:
             return self.average(full, tag)
         if not self.is_chosen:
             self.choose(full.device)
-        key = full.dtype, self.divisor
-        way = self._ways.get(key)
-        if way is None:
-            way = self._ways[key] = _averaging(self.groups.shard, self.groups.shard_size, full, self.divisor)
-        op, before, after = way
+        key = tag, full.dtype, self.divisor
+        issuer, before, after = self._reductions.get(key) or self._new_reduction(key, out, full)
         if before != 1:
             full.div_(before)
         if self._channel is not None and (channel := self._memory(tag)) is not None:
@@ -201,10 +208,17 @@ class Communicator:
             what = out, full, tag.label, tag.number, add_up
             start = functools.partial(channel.reduce, *what, until_read=to_write)
             return Pending(issue_in_memory([start], full.device, self.groups.shard, tag.label), self.streams)
-        if full.nbytes >= self._direct_min:
+        if self._direct_min < _NEVER and full.nbytes >= self._direct_min:
             return self._direct_reduce(out, full, tag, after)
-        work = self._issue(tag, REDUCE_SCATTER, out, full, op=op, group=self.groups.shard)
+        work = issuer(out, full) if full.dtype in _TRAVEL_AS_THEY_ARE else issuer(_wire(out), _wire(full))
         return Pending(work, self.streams) if after == 1 else self._divided(work, out, after)
+
+    def _new_reduction(self, key: Any, out: torch.Tensor, full: torch.Tensor) -> tuple[Issuer, float, float]:
+        op, before, after = _averaging(self.groups.shard, self.groups.shard_size, full, self.divisor)
+        tensors, label = (_wire(out), _wire(full)), key[0].label
+        issuer = Issuer(REDUCE_SCATTER, tensors, self.groups.shard, label, asynchronous=self._on_host, op=op)
+        self._reductions[key] = issuer, before, after
+        return issuer, before, after
 
     def average(self, values: torch.Tensor, tag: Tag) -> Pending:
         """Start replacing ``values`` by the mean of every replica's. Runs on the current stream; they may not be
@@ -216,11 +230,19 @@ class Communicator:
             if divisor is not None and divisor != 1:
                 values.div_(divisor)
             return Pending(None, self.streams)
-        op, before, after = _averaging(group, self.groups.replica_size, values, divisor)
+        key = tag, values.dtype, divisor
+        issuer, before, after = self._averages.get(key) or self._new_average(key, values)
         if before != 1:
             values.div_(before)
-        work = self._issue(tag, "all_reduce", values, op=op, group=group)
+        work = issuer(values if values.dtype in _TRAVEL_AS_THEY_ARE else _wire(values))
         return Pending(work, self.streams) if after == 1 else self._divided(work, values, after)
+
+    def _new_average(self, key: Any, values: torch.Tensor) -> tuple[Issuer, float, float]:
+        (tag, _, divisor), group = key, self.groups.replica
+        op, before, after = _averaging(group, self.groups.replica_size, values, divisor)
+        issuer = Issuer("all_reduce", (_wire(values),), group, tag.label, asynchronous=self._on_host, op=op)
+        self._averages[key] = issuer, before, after
+        return issuer, before, after
 
     def _divided(self, work: Work, out: torch.Tensor, after: float) -> Pending:
         """``out`` is what becomes of ``work``, and is then divided by ``after``."""
@@ -230,12 +252,6 @@ class Communicator:
         return Pending(work, self.streams)
 
     # -- how -----------------------------------------------------------------------------------------------------------
-
-    def _issue(self, tag: Tag, name: str, *tensors: Any, **options: Any) -> Work:
-        """A reduction."""
-        if tensors[0].dtype not in _TRAVEL_AS_THEY_ARE:
-            tensors = tuple(map(_wire, tensors))
-        return issue(name, *tensors, label=tag.label, asynchronous=self._on_host, **options)
 
     def _memory(self, tag: Tag) -> Channel | None:
         """The memory that the ranks share, if their next collective goes through it."""
@@ -394,19 +410,28 @@ class Vote:
     lengths differ.
     """
 
-    def __init__(self, number: int, group: Any, device: torch.device, label: str, *, largest: int = 0) -> None:
-        """``device`` is where the ranks' models compute."""
+    def __init__(
+        self,
+        number: int,
+        group: Any,
+        device: torch.device,
+        label: str,
+        *,
+        largest: int = 0,
+        issuers: dict[str, Issuer] | None = None,
+    ) -> None:
+        """``device`` is where the ranks' models compute; ``issuers`` are kept by whoever asks again and again."""
         self._largest: Callable[[], int | None]  # once the work is over
-        on, channel = control_device(group, device), channel_of(group)
-        if channel is not None and on.type == "cpu" and _go_through(channel.questions, group, label):
+        channel = channel_of(group)
+        on = None if channel is None else control_device(group, device)
+        if channel is not None and on is not None and on.type == "cpu" and _go_through(channel.questions, group, label):
             said: list[tuple[int, int]] = []  # by all ranks
             ask = functools.partial(channel.ask, number, largest, label, said)
             self._work = issue_in_memory([ask], on, group, label)
             self._largest = lambda: max(each for _, each in said) if {other for other, _ in said} == {number} else None
             return
-        votes = torch.tensor([number, -number, largest], device=on)
-        options: dict[str, Any] = {"asynchronous": True, "control": True, "op": dist.ReduceOp.MAX}
-        self._work = issue("all_reduce", votes, group=group, label=label, **options)
+        numbers = number, -number, largest
+        votes, self._work = issue_vote(numbers, group, device, label, {} if issuers is None else issuers)
 
         def from_votes() -> int | None:
             *numbers, found = votes.tolist()
@@ -528,5 +553,5 @@ def direct_threshold(group: Any, device: torch.device) -> float:
     """From how many bytes on the direct exchange is used in ``group``."""
     choice = _choice()
     if choice == "native" or backend_of(group, device) != "gloo" or debug_detail():
-        return float("inf")
+        return _NEVER
     return 0 if choice == "direct" else DIRECT_MIN_NBYTES

@@ -133,11 +133,13 @@ class _Left:
 _left = _Left()
 
 
-def recycled(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As :func:`empty`, for what goes with every step: maybe in memory that one before it has left."""
-    nbytes = numel * dtype.itemsize
+def recycled(numel: int, like: torch.Tensor) -> torch.Tensor:
+    """As :func:`empty`, of the dtype and on the device of another one, for what goes with every step: maybe in memory
+    that one before it has left."""
+    nbytes = numel * like.itemsize
     if nbytes < _RECYCLED:
-        return torch.empty(numel, dtype=dtype, device=device)
+        return like.new_empty(numel)
+    dtype, device = like.dtype, like.device
     if device.type != "cpu" or not _MAY_RECYCLE:
         return empty(numel, dtype=dtype, device=device)
     return torch.frombuffer(_left.take(nbytes), dtype=dtype, count=numel)

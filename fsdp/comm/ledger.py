@@ -7,8 +7,8 @@ anything else it takes part in them, with memory that nobody reads: see :func:`c
 
 from __future__ import annotations
 
+import array
 import contextlib
-import functools
 import operator
 import threading
 import weakref
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fsdp.comm.groups import backend_of, serving_group
+from fsdp.comm.groups import backend_of, control_device, serving_group
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import HostWork, Work, watcher
 
@@ -73,8 +73,6 @@ class _Ledger:
     def __init__(self) -> None:
         self.count = 0
         self.latest: deque[tuple[Any, ...]] = deque(maxlen=_KEPT)  # each what ``Issued`` has
-        # by function, device and whether they are control messages: the type of the device, and whether works end alone
-        self.known: dict[tuple[str, torch.device, bool], tuple[str, bool]] = {}
         self.messages: deque[weakref.ref[HostWork]] = deque(maxlen=_KEPT)  # the latest waits for messages
         self.held: set[HostWork] = set()  # those that a failure has left
 
@@ -100,69 +98,132 @@ def _note(
     return ledger
 
 
-@functools.cache
-def _gather_options(async_op: bool) -> Any:
-    options = distributed_c10d.AllgatherOptions()
-    options.asyncOp = async_op
+def _options_of(kind: Any, **attributes: Any) -> Any:
+    options = kind()
+    for name, value in attributes.items():
+        setattr(options, name, value)
     return options
 
 
-@functools.cache
-def _reduce_options(op: Any, async_op: bool) -> Any:
-    options = distributed_c10d.ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = op, async_op
-    return options
-
-
-def _gather(output: torch.Tensor, source: torch.Tensor, *, group: Any, async_op: bool) -> Any:
-    work = group.all_gather_single(output, source, _gather_options(async_op))
-    return work if async_op else _ended(work)
-
-
-def _reduce_scatter(output: torch.Tensor, source: torch.Tensor, *, op: Any, group: Any, async_op: bool) -> Any:
-    work = group.reduce_scatter_single(output, source, _reduce_options(op, async_op))
-    return work if async_op else _ended(work)
-
-
-def _ended(work: Any) -> None:
-    """Wait for ``work``, unless the backend has."""
-    if work is not None:
-        work.wait()
-
-
-# What some of torch's functions come down to, without what they ask about their arguments at each call.
-_UNCHECKED: dict[Any, Callable[..., Any]] = {}
+# What some of torch's functions come down to, without what they ask about their arguments at each call: the group's
+# method of that name, with such options.
+_DIRECT: dict[Any, tuple[str, Any]] = {}
 if hasattr(dist.ProcessGroup, ALL_GATHER):
-    _UNCHECKED[getattr(distributed_c10d, ALL_GATHER)] = _gather
-    _UNCHECKED[getattr(distributed_c10d, REDUCE_SCATTER)] = _reduce_scatter
+    _DIRECT[getattr(distributed_c10d, ALL_GATHER)] = ALL_GATHER, distributed_c10d.AllgatherOptions
+    _DIRECT[getattr(distributed_c10d, REDUCE_SCATTER)] = REDUCE_SCATTER, distributed_c10d.ReduceScatterOptions
+    _DIRECT[distributed_c10d.all_reduce] = "allreduce", distributed_c10d.AllreduceOptions
+
+
+class Issuer:
+    """Issues a collective of a group, as often as it is called: each time with tensors of the same sizes, dtype and
+    device as the first ``tensors``. What is the same at each call is asked once."""
+
+    __slots__ = (
+        "_asynchronous",
+        "_direct",
+        "_ends_alone",
+        "_entry",
+        "_further",
+        "_group",
+        "_label",
+        "_ledger",
+        "_name",
+        "_on_host",
+        "_options",
+        "_serving",
+        "_torchs",
+        "device",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[Any],
+        group: Any,
+        label: str,
+        *,
+        asynchronous: bool,
+        control: bool = False,
+        **options: Any,
+    ) -> None:
+        """Of ``torch.distributed``'s function of that name, over ``group``, or if it is a ``control`` message over what
+        serves the group on its device. Where it is not ``asynchronous`` there is nothing to wait for. Behind two
+        tensors come how much of them comes from, and goes to, each rank."""
+        first, pieces = tensors[0], tensors[2:]
+        numels = () if pieces else tuple(tensor.numel() for tensor in tensors)
+        detail = pieces or options.get("op") or options.get("src")
+        self._name, self._group, self._label, self._asynchronous = name, group, label, asynchronous
+        self.device, self._options, self._ledger = first.device, options, _ledger_of(group)
+        self._entry = name, first.device.type, detail, first.dtype, numels, control
+        self._on_host = first.device.type == "cpu"
+        self._serving: Any = None if control else group  # a group that serves control messages is made when it is used
+        self._ends_alone: bool | None = None  # which does not change once it has served
+        self._torchs: Any = None  # torch's function, where ``_direct`` does the same if it is called with ``_further``
+        self._direct: Any = None
+        self._further: Any = None
+
+    def _settle(self) -> None:
+        """Before the first call."""
+        if self._serving is None:
+            self._serving = serving_group(self._group, self.device)
+        torchs = getattr(distributed_c10d, self._name)
+        if torchs in _DIRECT and isinstance(self._serving, dist.ProcessGroup):
+            method, kind = _DIRECT[torchs]
+            self._torchs, self._direct = torchs, getattr(self._serving, method)
+            operation = {"reduceOp": self._options["op"]} if "op" in self._options else {}
+            self._further = _options_of(kind, asyncOp=self._asynchronous, **operation)
+
+    def __call__(self, first: Any, second: Any = None, *pieces: Any) -> Work:
+        if watcher.any_broken:
+            watcher.check(self._group)
+        ledger = self._ledger
+        ledger.count += 1
+        ledger.latest.append(self._entry)
+        settles = self._ends_alone is None
+        if settles:
+            self._settle()
+        function = getattr(dist, self._name)
+        _label.text = self._label
+        try:
+            if function is not self._torchs:  # looked up at each call: others may have been put in their place
+                tensors = (first,) if second is None else (first, second)
+                options = {"group": self._serving, "async_op": self._asynchronous, **self._options}
+                work = function(*tensors, *pieces, **options)
+            elif second is not None:
+                work = self._direct(first, second, self._further)
+            else:
+                work = self._direct([first], self._further)
+        finally:
+            _label.text = None
+        if settles:
+            backend = backend_of(self._serving, self.device)
+            self._ends_alone = backend == "fake" or (backend == "gloo" and self._name != REDUCE_SCATTER)
+        if work is not None and not self._asynchronous:
+            work.wait()  # unless the backend has
+            work = None
+        return Work(() if work is None else (work,), self._group, self._label, self._on_host, self._ends_alone is True)
+
+
+def issue_vote(
+    numbers: Sequence[int], group: Any, device: torch.device, label: str, issuers: dict[str, Issuer]
+) -> tuple[torch.Tensor, Work]:
+    """Start replacing each of the ``numbers`` by the largest of all ranks; returns where they are. ``device`` is where
+    the ranks' models compute, and ``issuers`` are those of ``group``'s votes so far, by label."""
+    votes = torch.frombuffer(array.array("q", numbers), dtype=torch.int64)
+    issuer = issuers.get(label)
+    if issuer is None:
+        on = votes.to(control_device(group, device))
+        options: dict[str, Any] = {"asynchronous": True, "control": True, "op": dist.ReduceOp.MAX}
+        issuer = issuers[label] = Issuer("all_reduce", [on], group, label, **options)
+    votes = votes.to(issuer.device)
+    return votes, issuer(votes)
 
 
 def issue(
     name: str, *tensors: Any, group: Any, label: str, asynchronous: bool, control: bool = False, **options: Any
 ) -> Work:
-    """Call ``torch.distributed``'s function of that name over ``group``, or if it is a ``control`` message over what
-    serves the group on its device. If it is not ``asynchronous`` there is nothing to wait for."""
-    if watcher.any_broken:
-        watcher.check(group)
-    first, pieces = tensors[0], tensors[2:]  # how much of them comes from, and goes to, each rank
-    device, detail = first.device, pieces or options.get("op") or options.get("src")
-    ledger, key = _ledgers.get(id(group)) or _ledger_of(group), (name, device, control)
-    known = ledger.known.get(key)
-    kind = device.type if known is None else known[0]
-    ledger.count += 1
-    numels = () if pieces else (first.numel(), tensors[1].numel()) if len(tensors) == 2 else (first.numel(),)
-    ledger.latest.append((name, kind, detail, first.dtype, numels, control))
-    serving = serving_group(group, device) if control else group
-    function = getattr(dist, name)
-    _label.text = label
-    try:
-        work = _UNCHECKED.get(function, function)(*tensors, group=serving, async_op=asynchronous, **options)
-    finally:
-        _label.text = None
-    if known is None:  # it does not change once it has served
-        backend = backend_of(serving, device)
-        known = ledger.known[key] = kind, backend == "fake" or (backend == "gloo" and name != REDUCE_SCATTER)
-    return Work(() if work is None else (work,), group, label, on_host=kind == "cpu", ends_alone=known[1])
+    """What an :class:`Issuer` of these issues once."""
+    return Issuer(name, tensors, group, label, asynchronous=asynchronous, control=control, **options)(*tensors)
 
 
 def issue_gathers(
@@ -181,7 +242,7 @@ def issue_gathers(
     with labelled(label), distributed_c10d._coalescing_manager(group):
         for full, shard in in_bytes:
             getattr(dist, ALL_GATHER)(full, shard, group=group)
-    return Work((), group, label, on_host=device.type == "cpu")
+    return Work((), group, label, device.type == "cpu")
 
 
 def _coalesces(group: Any, device: torch.device) -> bool:
@@ -198,7 +259,7 @@ def issue_in_memory(starts: Iterable[Callable[[], HostWork]], device: torch.devi
             works.append(start())
     finally:
         _label.text = None
-    return Work(works, group, label, on_host=device.type == "cpu", ends_alone=True)
+    return Work(works, group, label, device.type == "cpu", ends_alone=True)
 
 
 def are_torchs_own() -> bool:
@@ -245,7 +306,7 @@ def issue_transfers(transfers: Sequence[Transfer], group: Any, label: str, devic
     ledger = _note(group, "messages", device.type, detail)
     with labelled(label):
         works = dist.batch_isend_irecv(operations) if operations else []
-    work = Work(works, group, label, on_host=device.type == "cpu")
+    work = Work(works, group, label, device.type == "cpu")
     ledger.messages.extend(weakref.ref(each) for each in work.on_host)
     return work
 
@@ -302,7 +363,7 @@ def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]])
         under_way.append(_issue_again(found, group, where, f"catch up with {what.name}"))
     held = _ledger_of(group).held
     on_host = device.type == "cpu"
-    for work in [*under_way, *(Work([e], group, "catch up", on_host=on_host, ends_alone=True) for e in held)]:
+    for work in [*under_way, *(Work([e], group, "catch up", on_host, ends_alone=True) for e in held)]:
         work.wait()
     held.clear()
 

@@ -272,7 +272,9 @@ class Channel:
         """Fill each of up to ``PARTS`` vectors with every rank's shard of it. Where the vector lies in the segment, the
         others copy this rank's piece out of it; with ``until_read`` the wait is for them as well. ``event``: what it is
         for, the same on all ranks."""
-        posts, wheres, copied, size = self.collectives, list[int](), list[Block](), len(self.names)
+        posts, size = self.collectives, len(self.names)
+        wheres: list[int] = []
+        copied: list[Block] = []
         number, total = posts.next(label), 0
         targets: list[tuple[Sequence[torch.Tensor], Block | None]] = []
         try:
@@ -324,7 +326,8 @@ class Channel:
             lent.posted(self, number)
 
         def finish() -> None:
-            numel, dtype, pieces = out.numel(), out.dtype, list[torch.Tensor]()
+            numel, dtype = out.numel(), out.dtype
+            pieces: list[torch.Tensor] = []
             for rank, mapping in enumerate(self._mappings):
                 pieces.append(mapping.piece(posts.said(rank, number, PLACE) + start, numel, dtype))
             add_up(out, pieces)

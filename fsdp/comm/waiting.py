@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 
 from fsdp.comm.groups import group_timeout
-from fsdp.comm.recording import NOTHING, Told
+from fsdp.comm.recording import Told
 
 logger = logging.getLogger("fsdp")
 
@@ -198,9 +198,7 @@ class Work:
 
     __slots__ = ("_on_host", "_watch", "_works", "group", "label")
 
-    def __init__(
-        self, works: Sequence[Any], group: Any, label: str, *, on_host: bool, ends_alone: bool = False
-    ) -> None:
+    def __init__(self, works: Sequence[Any], group: Any, label: str, on_host: bool, ends_alone: bool = False) -> None:
         """``works`` are ``torch.distributed``'s, none where the current stream waits for it anyway. ``on_host``: the
         host waits, as it does not for an accelerator. ``ends_alone``: they end without being waited for, unlike
         messages and a reduce-scatter of gloo's, and works of groups that are written in Python."""
@@ -236,37 +234,60 @@ class Work:
         Raises:
             RuntimeError: the collective failed or timed out, with what it was for and what the ranks did last.
         """
-        if not self._works:
+        works, given_up = self._works, False
+        if not works:
             return
-        with NOTHING if Told.recorder is None else Told.recorder.span("wait", self.label):
-            while self._works:
-                first, *others = self._works
-                try:
-                    watch = None if self._watch is None or not self._on_host else self._watch()
-                    if watch is None or not isinstance(first, _PATIENT):
-                        first.wait()
-                    else:
-                        self._wait_for(first, watch)
-                except OutOfStep:
-                    raise
-                except Exception as error:
-                    self._works = ()  # it has failed
-                    if not isinstance(error, RuntimeError):
-                        raise
-                    words = "" if self.watch is None or not self._on_host else f" {self.watch.explain()}"
-                    raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}.{words}") from error
-                self._works = others
-
-    def _wait_for(self, work: Any, watch: Watch) -> None:
-        started, told, was_over = time.monotonic(), False, False
-        while True:
-            try:
-                work.wait(PATIENCE)
+        if Told.recorder is not None:
+            with Told.recorder.span("wait", self.label):
+                self._wait(given_up)
+            return
+        if len(works) == 1 and self._watch is not None and self._on_host and isinstance(works[0], _PATIENT):
+            try:  # nearly always it is soon over
+                works[0].wait(PATIENCE)
+                self._works = ()
                 return
+            except OutOfStep:
+                raise
             except RuntimeError:
-                if was_over or time.monotonic() - started > group_timeout(self.group).total_seconds():
-                    raise  # failed, not just slow
-            was_over = work.is_completed()  # or has failed; it may end just after the wait was given up, so wait again
+                given_up = True  # or it has failed, which the next wait tells
+            except Exception:
+                self._works = ()
+                raise
+        self._wait(given_up)
+
+    def _wait(self, given_up: bool) -> None:
+        """``given_up``: the first one has just been waited for, as long as a wait goes on before one looks around."""
+        while self._works:
+            first = self._works[0]
+            try:
+                watch = None if self._watch is None or not self._on_host else self._watch()
+                if watch is None or not isinstance(first, _PATIENT):
+                    first.wait()
+                else:
+                    self._wait_for(first, watch, given_up)
+            except OutOfStep:
+                raise
+            except Exception as error:
+                self._works = ()  # it has failed
+                if not isinstance(error, RuntimeError):
+                    raise
+                words = "" if self.watch is None or not self._on_host else f" {self.watch.explain()}"
+                raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}.{words}") from error
+            self._works, given_up = self._works[1:], False
+
+    def _wait_for(self, work: Any, watch: Watch, given_up: bool) -> None:
+        started, told, was_over = time.monotonic(), False, False
+        if given_up:
+            started -= PATIENCE.total_seconds()
+        while True:
+            if not given_up:
+                try:
+                    work.wait(PATIENCE)
+                    return
+                except RuntimeError:
+                    if was_over or time.monotonic() - started > group_timeout(self.group).total_seconds():
+                        raise  # failed, not just slow
+            given_up, was_over = False, work.is_completed()  # or has failed; it may also have ended since: wait again
             if not was_over:
                 watch.slow()
                 told = told or self.tells_of(time.monotonic() - started, watch)
