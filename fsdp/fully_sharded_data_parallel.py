@@ -56,6 +56,7 @@ from fsdp.ddp_names import DDPNames, refuse_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, has_meta, owned_params
+from fsdp.flat.registration import drop_gradients
 from fsdp.module_groups import has_groups
 from fsdp.runtime.backward import Running
 from fsdp.runtime.build import (
@@ -75,7 +76,7 @@ from fsdp.runtime.full_params import SummonOptions, full_params, summon
 from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.ranges import ranged
-from fsdp.runtime.unit import Phase, register_comm_hook, units_in, units_of
+from fsdp.runtime.unit import register_comm_hook, units_in, units_of
 from fsdp.switches import UnshardHandle
 from fsdp.switches import register_forward_method as register_forward_method
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
@@ -515,19 +516,12 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         with summon(list(units.items()), options):
             yield
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
-        return self._cleaned(super().named_parameters(*args, **kwargs))
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As ``nn.Module.named_buffers``; inside ``summon_full_params`` without the parts that wrapping added."""
-        return self._cleaned(super().named_buffers(*args, **kwargs))
-
-    def _cleaned(self, named: Iterator[Any]) -> Iterator[Any]:
-        summoned = self._fsdp_unit.phase is Phase.SUMMONED
-        return ((name.replace(FSDP_PREFIX, ""), its) for name, its in named) if summoned else named
-
     # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``."""
+        if not (set_to_none and drop_gradients(self)):
+            super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -645,6 +645,52 @@ def test_attributes_and_items_fall_through() -> None:
     assert model._fsdp_wrapped_module is module and model.module is module
 
 
+class Hiding(nn.Sequential):
+    """Does not tell of its third module."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = set(self[2].modules())
+        return ((name, module) for name, module in super().named_modules(*args, **kwargs) if module not in hidden)
+
+
+class Listing(FullyShardedDataParallel):
+    """Says itself which parameters it has."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([next(super().parameters(recurse))])
+
+
+def sharing(kind: type[nn.Sequential]) -> nn.Module:
+    """One module in two places, one whose bias is registered as None, and one that is None itself."""
+    twice = nn.Linear(WIDTH, WIDTH)
+    module = kind(twice, nn.Sequential(twice, nn.Linear(WIDTH, WIDTH, bias=False)), nn.Linear(WIDTH, WIDTH))
+    module.register_module("nothing", None)
+    return module
+
+
+@both_modes
+@pytest.mark.parametrize("kind", [nn.Sequential, Hiding])
+@pytest.mark.parametrize("wrapper", [FullyShardedDataParallel, Listing])
+def test_zero_grad_does_what_it_does_for_a_plain_module(
+    kind: type[nn.Sequential], wrapper: type[FullyShardedDataParallel], use_orig_params: bool
+) -> None:
+    for set_to_none in (True, False):
+        found = []
+        for zero_grad in (wrapper.zero_grad, nn.Module.zero_grad):
+            model = wrapper(sharing(kind), process_group=StandIn(), use_orig_params=use_orig_params, device_id="cpu")
+            late, hidden = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))  # of no unit
+            model[1][1]._parameters["late"], model[2]._parameters["late"] = late, hidden
+            several = [late, hidden, *nn.Module.parameters(model)]
+            for param in several[: -1 if len(several) > 3 else None]:  # one has none to begin with
+                param.grad = torch.ones_like(param)
+            zero_grad(model, set_to_none)
+            found.append([param.grad if param.grad is None else param.grad.tolist() for param in several])
+        assert found[0] == found[1], (set_to_none, found)
+        done, ones = None if set_to_none else [0.0] * 3, [1.0] * 3
+        if wrapper is FullyShardedDataParallel:
+            assert found[0][:2] == [done, ones if kind is Hiding else done], "of what no unit has, too"
+
+
 @both_modes
 def test_module_looks_through_a_checkpoint_wrapper(use_orig_params: bool) -> None:
     """R1, G11: the flat parameter is registered on the innermost module."""

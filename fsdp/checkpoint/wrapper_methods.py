@@ -1,4 +1,5 @@
-"""The methods of the wrapper that make and take state dicts, and choose their kind; thin over this floor's rooms."""
+"""The methods of the wrapper that make and take state dicts, choose their kind, and name what is in it; thin over this
+floor's rooms."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,8 +28,8 @@ from fsdp.checkpoint.forms import Form, Full, Rows
 from fsdp.checkpoint.load_state_dict import load
 from fsdp.checkpoint.sharded_tensors import check_no_mesh
 from fsdp.checkpoint.state_dict import calling, collecting, strip_wrapper
-from fsdp.flat.names import unit_of, wrappers_in
-from fsdp.runtime.unit import Unit, units_in, units_of
+from fsdp.flat.names import WRAPPED_MODULE, unit_of, wrappers_in
+from fsdp.runtime.unit import Phase, Unit, units_in, units_of
 
 _TORCHS = "torch.distributed.checkpoint.state_dict"
 _STOPPED = {  # all but get_model_state_dict, which asks us for state_dict()
@@ -41,6 +43,18 @@ _STOPPED = {  # all but get_model_state_dict, which asks us for state_dict()
 
 class StateDictMethods(nn.Module):
     """What ``FullyShardedDataParallel`` has from here."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As ``nn.Module.named_parameters``; inside ``summon_full_params`` without the parts that wrapping added."""
+        return self._cleaned(super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As ``nn.Module.named_buffers``; inside ``summon_full_params`` without the parts that wrapping added."""
+        return self._cleaned(super().named_buffers(*args, **kwargs))
+
+    def _cleaned(self, named: Iterator[Any]) -> Iterator[Any]:
+        summoned = unit_of(self).phase is Phase.SUMMONED
+        return ((name.replace(f"{WRAPPED_MODULE}.", ""), its) for name, its in named) if summoned else named
 
     @property
     def _state_dict_type(self) -> StateDictType:

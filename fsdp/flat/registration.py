@@ -11,7 +11,6 @@ hold the shard (``use_orig_params=True``), or :class:`ShardedPlaceholder` s besi
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -126,7 +125,7 @@ class Home:
 class _Writes:
     """Tensors, and the places (dictionaries and keys) that they are put in, all at once."""
 
-    __slots__ = ("_by_owner", "_careful", "_keys", "_owners", "tensors")
+    __slots__ = ("_by_owner", "_careful", "_each", "tensors")
 
     def __init__(
         self,
@@ -135,24 +134,29 @@ class _Writes:
         careful: Sequence[tuple[Slot, Any]] = (),
     ) -> None:
         """``careful``: slots that have to be told of their tensors."""
-        self._owners, self._keys = [owner for owner, _ in places], [key for _, key in places]
         self.tensors, self._careful = tensors, careful
-        self._by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._each: list[tuple[dict[str, Any], str, Any]] = []
+        by_owner: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         for (owner, key), tensor in zip(places, tensors, strict=True):
-            self._by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
+            self._each.append((owner, key, tensor))
+            by_owner.setdefault(id(owner), (owner, {}))[1][key] = tensor
+        self._by_owner = list(by_owner.values())
 
     def put(self) -> None:
-        for owner, its in self._by_owner.values():
-            owner.update(its)
+        for owner, its in self._by_owner:
+            owner |= its
         for slot, tensor in self._careful:
             slot.put(tensor)
 
     def there(self) -> list[Any]:
         """What stands in each of the places now."""
-        return list(map(dict.get, self._owners, self._keys))
+        return [owner.get(key) for owner, key, _ in self._each]
 
     def are_there(self) -> bool:
-        return all(map(operator.is_, map(dict.get, self._owners, self._keys), self.tensors))
+        for owner, key, tensor in self._each:
+            if owner.get(key) is not tensor:
+                return False
+        return True
 
 
 @dataclass(eq=False)
@@ -255,8 +259,12 @@ class Registration:
         self._unguard()
 
     def _unguard(self) -> None:
-        for dictionary, key, _ in self._guards:
-            dictionary.pop(key, None)
+        try:
+            for dictionary, key, _ in self._guards:
+                del dictionary[key]
+        except KeyError:  # not all of them were there
+            for dictionary, key, _ in self._guards:
+                dictionary.pop(key, None)
 
     def unregister(self) -> None:
         """Nothing of the bucket is registered until ``use_resting``."""
@@ -419,6 +427,26 @@ def registered_params(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def register_instead(module: nn.Module, attribute: str, placeholder: torch.Tensor) -> None:
     """Register ``placeholder`` as ``attribute`` of ``module``, in the place of what is there."""
     module._parameters[attribute] = placeholder  # type: ignore[assignment]
+
+
+def drop_gradients(model: nn.Module) -> bool:
+    """Set the gradients of all parameters of ``model`` to None. ``nn.Module.zero_grad`` does the same, and makes names
+    and paths for that. Returns False, with nothing done, where a module says itself which modules it has."""
+    if type(model).parameters is not nn.Module.parameters:
+        return False
+    modules, seen = [model], {model}
+    for module in modules:
+        if type(module).named_modules is not nn.Module.named_modules:
+            return False
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    for module in modules:
+        for param in module._parameters.values():
+            if param is not None and param.grad is not None:
+                param.grad = None
+    return True
 
 
 def _keep_layout() -> None:
