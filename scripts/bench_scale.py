@@ -11,7 +11,9 @@ whole output, and so takes longer with more ranks).
 Prints for each the milliseconds of wrapping; those of processor time that sharding adds to a step, by unit (median,
 with the fastest and slowest round), and the group's beside it; the bytes of parameters and gradients that a rank keeps;
 the collectives of a step; the functions that Python calls for a unit and step, as the fake group's tensors leave the
-processor's caches to nobody, and so all is slower at many ranks; and wrapping and processor time in units of FSDP1's.
+processor's caches to nobody, and so all is slower at many ranks; and wrapping in units of FSDP1's, and processor time
+in units of FSDP1's and of FSDP2's. That is of a step that finds in the caches what the others have left there; *warm*
+is the one after it, which finds them as in a training.
 ``--json`` writes what was measured.
 """
 
@@ -103,7 +105,8 @@ def measure(ranks: int, contenders: list[str], units: int, rounds: int) -> dict[
         torch.manual_seed(0)
         model, seconds = wrapped(units, contender)
         local = [getattr(p, "_local_tensor", p) for p in model.parameters()]
-        found[contender] = {"wrap": seconds, "bytes": 2 * sum(p.nbytes for p in local), "host": [], "group": []}
+        nbytes = 2 * sum(p.nbytes for p in local)
+        found[contender] = {"wrap": seconds, "bytes": nbytes, "host": [], "warm": [], "group": []}
 
         def step(model: Any = model) -> None:
             model(batch).sum().backward()
@@ -118,29 +121,33 @@ def measure(ranks: int, contenders: list[str], units: int, rounds: int) -> dict[
         for contender, step in steps.items():
             started = time.process_time()
             step()
-            whole = time.process_time() - started
+            between = time.process_time()
+            step()
+            ended = time.process_time()
             counted = GroupTime()
             with counted:
                 step()
-            found[contender]["host"].append((whole - counted.seconds) / units)
+            found[contender]["host"].append((between - started - counted.seconds) / units)
+            found[contender]["warm"].append((ended - between - counted.seconds) / units)
             found[contender]["group"].append(counted.seconds / units)
             found[contender] |= {"collectives": counted.calls, "functions": counted.functions / units}
     dist.destroy_process_group()
     plain = found.pop("plain")
     for got in found.values():
-        got["host"] = [host - bare for host, bare in zip(got["host"], plain["host"])]
+        for kind in ("host", "warm"):
+            got[kind] = [host - bare for host, bare in zip(got[kind], plain[kind])]
         got["functions"] -= plain["functions"]
     return found
 
 
 def show(ranks: int, found: dict[str, Any]) -> None:
-    head = f"{ranks} ranks"
+    head, bases = f"{ranks} ranks", [base for base in ("fsdp1", "fsdp2") if base in found]
     print(
         f"\n{head:12}{'wrap ms':>9}{'unit ms':>9}{'fastest':>9}{'slowest':>9}{'group ms':>9}{'kB kept':>9}"
         f"{'calls':>7}{'Python':>8}",
         end="",
     )
-    print(f"{'wrap':>7}{'unit':>7}" if "fsdp1" in found else "")
+    print(f"{'wrap':>7}" if "fsdp1" in found else "", *(f"{f'unit, warm of {base}':>22}" for base in bases), sep="")
     for contender, got in found.items():
         host = [1e3 * seconds for seconds in got["host"]]
         print(
@@ -150,9 +157,11 @@ def show(ranks: int, found: dict[str, Any]) -> None:
             end="",
         )
         if "fsdp1" in found:
-            base = found["fsdp1"]
-            ratio = statistics.median(one / other for one, other in zip(got["host"], base["host"]))
-            print(f"{got['wrap'] / base['wrap']:7.2f}{ratio:7.2f}", end="")
+            print(f"{got['wrap'] / found['fsdp1']['wrap']:7.2f}", end="")
+        for base in bases:
+            for kind, width in (("host", 15), ("warm", 7)):
+                each = zip(got[kind], found[base][kind])
+                print(f"{statistics.median(one / other for one, other in each):{width}.3f}", end="")
         print(flush=True)
 
 

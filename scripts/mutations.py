@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "if why is not before and why not in _NEXT[before]:",
+        "if (before, why) not in _FOLLOWS:",
         "if False:",
         "any reason for being gathered may follow any other",
         ("tests/test_residency.py",),
@@ -270,8 +270,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/unit.py",
-        "not expected and not any(self.expected.of_task.values())\n",
-        "not expected\n",
+        "        expected.arrived.all_taken = not expected\n",
+        "        expected.arrived.all_taken = not expected.of_task[task]\n",
         "a unit reduces before a backward that runs around the one at hand has brought its gradients",
         ("tests/test_backward.py::test_structures",),
     ),
@@ -347,10 +347,38 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/expected.py",
-        "        told = self._was_hooked and not self.arrived.nested\n",
-        "        told = True\n",
+        "return self._was_hooked and not self.arrived.nested and bool(self._all_small)",
+        "return bool(self._all_small)",
         "what a nested backward brings is taken for what the backward around it brings",
         ("tests/test_backward.py::test_structures",),
+    ),
+    Mutation(
+        "fsdp/runtime/expected.py",
+        "for index in indices\n            )\n            self._find_out()\n",
+        "for index in indices\n            )\n",
+        "a unit of which a parameter was unused reduces when the whole backward is over",
+        _tests("backward_end", "units_reduce_once_the_backward_has_passed_them"),
+    ),
+    Mutation(
+        "fsdp/runtime/expected.py",
+        "        if last and not count:\n            self._find_out()\n",
+        "",
+        "a unit of which no gradient is wanted stays gathered until the whole backward is over",
+        _tests("backward_end", "a_unit_whose_parameters_get_no_gradient_goes_on_the_way"),
+    ),
+    Mutation(
+        "fsdp/comm/collectives.py",
+        "        key = tag, full.dtype, self.divisor\n",
+        "        key = tag, full.dtype\n",
+        "gradients are divided by the number that they were divided by first",
+        ("tests/test_switches.py",),
+    ),
+    Mutation(
+        "fsdp/flat/registration.py",
+        "        if type(module).named_modules is not nn.Module.named_modules:\n            return False\n",
+        "",
+        "zero_grad() comes to what a module hides",
+        _tests("wrapper", "zero_grad_does_what_it_does_for_a_plain_module"),
     ),
     Mutation(
         "fsdp/runtime/reduction.py",
@@ -711,8 +739,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "_KEPT = (Residence.KEPT, Residence.AWAITED)\n",
-        "_KEPT = (Residence.KEPT,)\n",
+        "_KEPT = frozenset([Residence.KEPT, Residence.AWAITED])\n",
+        "_KEPT = frozenset([Residence.KEPT])\n",
         "a unit that waits for the next of its modules takes the room of what is prefetched",
         _tests("module_groups", "gathered_once_per_pass"),
     ),
@@ -760,22 +788,22 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/ledger.py",
-        '(backend == "gloo" and name != REDUCE_SCATTER)',
-        "name != REDUCE_SCATTER",
+        '(backend == "gloo" and self._name != REDUCE_SCATTER)',
+        "self._name != REDUCE_SCATTER",
         "works of ranks that are threads cannot be waited for",
         _tests("threads", "fd22_parity"),
     ),
     Mutation(
         "fsdp/comm/ledger.py",
-        " and name != REDUCE_SCATTER)",
+        " and self._name != REDUCE_SCATTER)",
         ")",
         "a rank that waits for gloo's reduce-scatter does not look around",
         _tests("communication", "who_waits_for_a_late_rank_looks_around[native]"),
     ),
     Mutation(
         "fsdp/comm/ledger.py",
-        '    work = Work(works, group, label, on_host=device.type == "cpu")\n',
-        '    work = Work(works, group, label, on_host=device.type == "cpu", ends_alone=True)\n',
+        '    work = Work(works, group, label, device.type == "cpu")\n',
+        '    work = Work(works, group, label, device.type == "cpu", ends_alone=True)\n',
         "a rank that waits for messages looks around by breaking their connection",
         _tests("out_of_step", "another_order_by_direct_exchange[skip the last unit-3]"),
     ),
@@ -795,7 +823,7 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/views.py",
-        " or list(map(flag_of, self.params)) != self.handle.copy.flags:",
+        " or list(map(flag_of, self.params)) != handle.copy.flags:",
         ":",
         "a step does not follow what was frozen since the forward",
         _tests("writes", "a_look_before_a_step_sees_what_was_done"),
@@ -1033,8 +1061,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/ledger.py",
-        "    options.asyncOp = async_op\n",
-        "    options.asyncOp = True\n",
+        "asyncOp=self._asynchronous, ",
+        "asyncOp=True, ",
         "a gather that the current stream is to do goes to a stream of the group's",
         _tests("communication", "torchs_groups_get_the_options_of_each_call"),
     ),
@@ -1082,15 +1110,15 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/comm/waiting.py",
-        "            while self._works:\n",
-        "            while self._works[:0]:\n",
+        "        works, given_up = self._works, False\n",
+        "        works, given_up = self._works[:0], False\n",
         "a collective is not waited for",
         _tests("communication", "nothing_is_read_before_its_wait[mlp-ShardingStrategy.FULL_SHARD-False-native]"),
     ),
     Mutation(
         "fsdp/flat/views.py",
-        "[self.params[position].untyped_storage()._cdata for position in self._empty] == self._storages",
-        "True",
+        "            if self.params[position].untyped_storage() is not storage:\n",
+        "            if False:\n",
         "ranks without a part of a parameter do not see that it was given other data",
         ("tests/test_accumulation.py",),
     ),
@@ -1110,8 +1138,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "                unit.wait()  # a prefetch that nothing used:",
-        "                pass  #",
+        "            unit.wait()  # a prefetch that nothing used:",
+        "            pass  #",
         "nobody waits for a gather that turned out useless",
         _tests("streams", "no_race_and_a_host_that_waits_for_nothing[FULL_SHARD-flat-BACKWARD_POST-1]"),
     ),
@@ -1188,8 +1216,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/flat/flat_param.py",
-        "if copy.state in (BufferState.GATHERING, BufferState.UNSHARDED):",
-        "if copy.state is BufferState.GATHERING:",
+        "if copy.pending is not None:",
+        "if copy.pending is not None and copy.state is BufferState.GATHERING:",
         "only the first stream that reads a full buffer waits for its gather",
         _tests("streams", "each_stream_waits_for_a_gather_before_it_reads"),
     ),
@@ -1439,8 +1467,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "                    handle.release(self.pool, last_use)\n",
-        "                    pass\n",
+        "                handle.release(self.pool, last_use)\n",
+        "                pass\n",
         "full buffers are never released",
         _tests("stages", "bytes_at_each_stage[2-ShardingStrategy.FULL_SHARD-True]"),
     ),
@@ -1629,8 +1657,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "            torch.clear_autocast_cache()  # it keeps",
-        "            pass  # it keeps",
+        "        torch.clear_autocast_cache()  # it keeps",
+        "        pass  # it keeps",
         "autocast keeps a cast of every unit",
         _tests("backward_stale", "autocast_keeps_no_cast_of_a_unit_that_was_resharded"),
     ),
@@ -3517,8 +3545,8 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "            backward_follows = backward_follows and unit.generation == self.generation\n",
-        "",
+        "unit.nearby is not None and unit.generation == self.generation:",
+        "unit.nearby is not None:",
         "what stays with the ranks nearby is what an earlier forward has gathered",
         NEARBY,
     ),
@@ -3550,10 +3578,10 @@ MUTATIONS = [
     ),
     Mutation(
         "fsdp/runtime/residency.py",
-        "                    if nearby is not None:\n                        handle.keep_part(nearby.groups)\n",
-        """                    if nearby is not None:
-                        with self._streams.on_reduce_stream():
-                            handle.keep_part(nearby.groups)
+        "                if nearby is not None:\n                    handle.keep_part(nearby.groups)\n",
+        """                if nearby is not None:
+                    with self._streams.on_reduce_stream():
+                        handle.keep_part(nearby.groups)
 """,
         "what stays with the ranks nearby is cut on another stream than gathers it",
         _tests("streams_switches", "units_that_stay_sharded_over_some_ranks"),

@@ -727,6 +727,34 @@ def test_units_reduce_once_the_backward_has_passed_them(all_small: bool) -> None
     run_ranks(2, with_gradients, all_small, _reduced_on_the_way)
 
 
+def _without_gradients() -> None:
+    for orig in (True, False):
+        model = wrap(nn.Sequential(Block(), Block(), Block()), FULL, orig, wrap_policy=ModuleWrapPolicy({Block}))
+        its = [unit for _, unit, _ in units_in(model) if unit.handles]
+        gathered: list[list[bool]] = []
+
+        def note(grad: Tensor, its: list[Any] = its, gathered: list[list[bool]] = gathered) -> None:
+            gathered.append([unit.is_gathered for unit in its])
+
+        model[1].register_forward_pre_hook(lambda module, args, note=note: args[0].register_hook(note) and None)
+        for step in range(4):
+            x = torch.randn(3, WIDTH, requires_grad=True)
+            y = model(x)
+            if step < 3:
+                y.square().mean().backward()
+            else:
+                torch.autograd.grad(y.square().mean(), x)
+                assert all(param.grad is None for param in model.parameters())
+            model.zero_grad()
+        assert gathered[3] == gathered[2] and not gathered[3][-1], (orig, gathered)
+
+
+@ALL_SMALL
+def test_a_unit_whose_parameters_get_no_gradient_goes_on_the_way(all_small: bool) -> None:
+    """As ``autograd.grad()`` wants those of an input alone, after backwards that had brought all."""
+    run_ranks(2, with_gradients, all_small, _without_gradients)
+
+
 class Registers(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.bias.register_post_accumulate_grad_hook(lambda bias: None)

@@ -101,7 +101,7 @@ class CommonViews:
     @property
     def has_hooks(self) -> bool:
         """Whether ``hooked`` makes a difference now."""
-        return any(self.handle.tp)
+        return self.handle.has_tp
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it. With tensor

@@ -156,6 +156,7 @@ class FlatParamHandle:
         self.device = device
         self.offload = offload
         self.tp = tuple(tp)
+        self.has_tp = any(self.tp)  # whether some has
         self._cuts, self._places = layout.once(("cuts", groups.shard_rank), lambda: _cuts(layout, groups.shard_rank))
         self.full_precision = False
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
@@ -223,11 +224,12 @@ class FlatParamHandle:
         return leaves
 
     def _make_copy(self, dtype: torch.dtype, leaves: list[nn.Parameter]) -> FullCopy:
-        resident = not self.groups.sharded and (dtype, self.device) == (self._shard.dtype, self._shard.device)
+        differs = (dtype, self.device) != (self._shard.dtype, self._shard.device)
+        resident = not self.groups.sharded and not differs
         size = self.layout.padded_numel
         buffer = self._shard if resident else torch.empty(size, dtype=dtype, device=self.device)
         views = parameter_views(self.layout, buffer)
-        self._copies[dtype] = copy = FullCopy(self.layout, buffer, views, leaves, resident=resident)
+        self._copies[dtype] = copy = FullCopy(self.layout, buffer, views, leaves, resident=resident, differs=differs)
         for index, memory in enumerate(copy.memories):
             if isinstance(memory, CheckedLeaf):
                 memory.explain = functools.partial(_why_not, weakref.ref(self), weakref.ref(copy), index)
@@ -356,13 +358,13 @@ class FlatParamHandle:
     ) -> Gather:
         """Give the full buffer memory, to be filled: with what is returned; see :func:`gather`."""
         copy = self.copy
-        if copy.state is BufferState.GATHERING:
-            self.wait()
-        assert copy.pooled is not None
         if not communicator.is_chosen:
             communicator.choose(self.device)  # which may fail, and decides which memory is of use
-        if copy.state is BufferState.UNSHARDED and not pool.may_refill(copy.pooled):
-            self.release(pool, None)
+        assert copy.pooled is not None
+        if copy.state is not BufferState.SHARDED:
+            self.wait()
+            if not pool.may_refill(copy.pooled):
+                self.release(pool, None)
         if copy.state is BufferState.SHARDED:
             in_common = communicator.in_common and not private
             pool.allocate(copy.pooled, communicator.sharers(tag) if in_common else None)
@@ -375,10 +377,8 @@ class FlatParamHandle:
             kept, self._cast = self._cast, None
             if kept is not None and kept.dtype == copy.tensor.dtype:
                 shard = kept
-            else:
-                wanted = copy.tensor.dtype
-                if shard.dtype != wanted or shard.device != self.device:
-                    shard = self._shard_as(wanted, communicator.streams)
+            elif copy.differs:
+                shard = self._shard_as(copy.tensor.dtype, communicator.streams)
             if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
                 self._cast = shard
         return _new_gather((copy.tensor, shard, copy.cut))
@@ -413,8 +413,7 @@ class FlatParamHandle:
     def wait(self) -> None:
         """The full buffer is filled when this returns (for the current stream)."""
         copy = self.copy
-        if copy.state in (BufferState.GATHERING, BufferState.UNSHARDED):  # another stream may have waited before
-            assert copy.pending is not None
+        if copy.pending is not None:  # another stream may have waited before
             copy.pending.wait()  # where that is interrupted, the gather is still under way
             if copy.state is BufferState.GATHERING:
                 copy.enter(BufferState.UNSHARDED)
@@ -496,7 +495,7 @@ class FlatParamHandle:
         self._shard = self.flat_param.data = self.flat_param._local_shard = self._put_at_rest(new)
         self._copies.clear()
         leaves = before
-        if any(self.tp):
+        if self.has_tp:
             renewed = self._new_leaves(self.layout.compute_dtype, before)
             leaves = [old if tp is None else new for tp, old, new in itertools.zip_longest(self.tp, before, renewed)]
         self.copy = self._make_copy(self.layout.compute_dtype, leaves)

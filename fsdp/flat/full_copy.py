@@ -14,8 +14,6 @@ unit is built) assign ``.data``.
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -29,7 +27,7 @@ from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
 from fsdp.flat.released import CheckedLeaf
 from fsdp.flat.tensor_parallel import local_of
-from fsdp.flat.visible import address_of, flag_of, version_of
+from fsdp.flat.visible import flag_of, version_of
 
 
 def parameter_views(layout: FlatLayout, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -73,6 +71,8 @@ class FullCopy:
         whole: one for all of the vector, without padding, where the modules have a flat parameter.
         memories: of each leaf the plain tensor over ``tensor``, which is itself or what a ``DTensor`` is made around.
         pooled: the buffer's memory; None where the shard has it.
+        flags: of each leaf whether it requires grad.
+        differs: whether the shard has another dtype, or is on another device.
         keeps_writes: whether what is written to the leaves reaches the shard.
         compared: the moments at which it was compared with the shard, to find unseen writes.
     """
@@ -85,6 +85,7 @@ class FullCopy:
         leaves: list[nn.Parameter],
         *,
         resident: bool,
+        differs: bool,
     ) -> None:
         """Points the leaves, the whole vector's behind those of its parameters, at the ``views`` of ``tensor``, whose
         memory is released unless it is ``resident``."""
@@ -95,8 +96,9 @@ class FullCopy:
         self._views = [*views, tensor[: layout.numel]]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)
-        self._marks = self._look()
-        self.keeps_writes = resident
+        self._marks = marks = self._look()
+        self.flags = marks[2]
+        self.keeps_writes, self.differs = resident, differs
         self.compared: set[str] = set()
         self.pooled = None if resident else PooledTensor(tensor)
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
@@ -116,20 +118,15 @@ class FullCopy:
     def _look(self) -> tuple[list[int], list[int], list[bool]]:
         """Of the leaves what a write to one changes; our own writes go to ``tensor``, and change none of it."""
         start, leaves = self.tensor.data_ptr(), self.all_leaves
-        offsets = list(map(operator.sub, map(address_of, self.memories), itertools.repeat(start)))
+        offsets = [memory.data_ptr() - start for memory in self.memories]
         if -start in offsets:  # of what has no elements
             offsets = [0 if offset == -start else offset for offset in offsets]
         return list(map(version_of, leaves)), offsets, list(map(flag_of, leaves))
 
-    @property
-    def flags(self) -> list[bool]:
-        """Of each leaf whether it requires grad."""
-        return self._marks[2]
-
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze one leaf."""
         self.all_leaves[index].requires_grad_(requires_grad)
-        self._marks[2][index] = requires_grad
+        self.flags[index] = requires_grad
 
     def undo_writes(self) -> list[tuple[int, str]]:
         """What users did to the leaves since the last call and will be lost with the buffer's memory, as (index, in
@@ -152,7 +149,8 @@ class FullCopy:
             if now[2] is not before[2]:
                 leaf.requires_grad_(before[2])
                 found.append((index, "unfrozen" if now[2] else "frozen"))
-        self._marks = self._look()
+        self._marks = marks = self._look()
+        self.flags = marks[2]
         return found
 
     def enter(self, state: BufferState) -> None:

@@ -69,7 +69,7 @@ class MemoryPool:
         self._device = device
         self._streams = streams
         self._group = group
-        self._free: list[tuple[torch.UntypedStorage, Event]] = []  # the block and its last use, oldest first
+        self._free: list[tuple[torch.UntypedStorage, int, Event]] = []  # blocks, bytes and last use, oldest first
         self._free_nbytes = 0  # of all these
 
     def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
@@ -80,19 +80,23 @@ class MemoryPool:
             buffer.tensor.untyped_storage().resize_(buffer.nbytes)
             return
         # A small buffer in a large block would make the next large one ask for more.
-        fitting = largest = 2 * buffer.nbytes + 1
+        wanted = buffer.nbytes
+        fitting = largest = 2 * wanted + 1
         place = 0
-        for position, (block, _) in enumerate(self._free):
-            if buffer.nbytes <= block.nbytes() < fitting:
-                fitting, place = block.nbytes(), position
+        if self._free and self._free[0][1] == wanted:  # nearly always
+            fitting = wanted
+        else:
+            for position, (_, nbytes, _) in enumerate(self._free):
+                if wanted <= nbytes < fitting:
+                    fitting, place = nbytes, position
         if fitting < largest:
-            block, last_use = self._free.pop(place)
+            block, _, last_use = self._free.pop(place)
             self._free_nbytes -= fitting
             if last_use is not None:
                 self._streams.wait(last_use)
         else:
-            self._shrink_to(self.kept_nbytes - buffer.nbytes)
-            block = self._new_block(buffer.nbytes)
+            self._shrink_to(self.kept_nbytes - wanted)
+            block = self._new_block(wanted)
         buffer.attach(block)
 
     def may_refill(self, buffer: PooledTensor) -> bool:
@@ -110,7 +114,7 @@ class MemoryPool:
             return
         block = buffer.detach()
         nbytes = block.nbytes()
-        self._free.append((block, last_use))
+        self._free.append((block, nbytes, last_use))
         self._free_nbytes += nbytes
         if nbytes > self.kept_block_nbytes or self._free_nbytes > self.kept_nbytes:
             self._shrink_to(self.kept_nbytes)
@@ -134,12 +138,12 @@ class MemoryPool:
         return host_memory.empty(nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
 
     def _shrink_to(self, nbytes: int) -> None:
-        too_large = [i for i, (block, _) in enumerate(self._free) if block.nbytes() > self.kept_block_nbytes]
+        too_large = [i for i, (_, each, _) in enumerate(self._free) if each > self.kept_block_nbytes]
         while too_large or (self._free and self._free_nbytes > nbytes):
             # what is too large to keep at all would only push out the others; else the oldest goes
-            block, last_use = self._free.pop(too_large.pop() if too_large else 0)
+            _, freed, last_use = self._free.pop(too_large.pop() if too_large else 0)
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
-            self._free_nbytes -= block.nbytes()
+            self._free_nbytes -= freed
 
 
 class SharedPool(MemoryPool):

@@ -61,8 +61,11 @@ class OriginalViews(CommonViews):
         point_at(self._originals, values)
         # Nearly what ``CommonViews`` compares, and sooner looked at: an address is 0 where there are no elements.
         self._addresses = list(map(address_of, values))
-        self._empty = [position for position, address in enumerate(self._addresses) if not address]
-        self._storages = [self._originals[position].untyped_storage()._cdata for position in self._empty]
+        self._empty = [
+            (position, self._originals[position].untyped_storage())  # the same as long as somebody holds it
+            for position, address in enumerate(self._addresses)
+            if not address
+        ]
         for run in self.runs:
             run.point()
         return self._originals
@@ -76,13 +79,17 @@ class OriginalViews(CommonViews):
                 if not run.in_step(self.params):
                     return False
             return list(map(address_of, self.params)) == self._addresses
-        if any(self.handle.tp) or list(map(flag_of, self.params)) != self.handle.copy.flags:
+        handle = self.handle
+        if handle.has_tp or list(map(flag_of, self.params)) != handle.copy.flags:
             return False
         if not self.check_writeback:
-            return True
+            return self.registration.placeholders is None
         if list(map(address_of, self.params)) != self._addresses or not self.registration.rests:
             return False
-        return [self.params[position].untyped_storage()._cdata for position in self._empty] == self._storages
+        for position, storage in self._empty:
+            if self.params[position].untyped_storage() is not storage:
+                return False
+        return True
 
     def refresh(self) -> bool:
         if not self.runs:
@@ -124,7 +131,7 @@ class OriginalViews(CommonViews):
 
     @property
     def has_hooks(self) -> bool:
-        return any(map(_hooks_of, self._originals)) or any(self.handle.tp)
+        return self.handle.has_tp or any(map(_hooks_of, self._originals))
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         if self.handle.tp[index] is not None:
@@ -164,7 +171,7 @@ class OriginalViews(CommonViews):
             original.grad = None  # of another shape
             original.grad = grad
         shown = self._originals
-        if any(self.handle.tp):  # DTensors are shown, in the memory of the user's own
+        if self.handle.has_tp:  # DTensors are shown, in the memory of the user's own
             shown = [self._shown(index, original) for index, original in enumerate(self._originals)]
         self._cover_by(Layer(shown, values))
 
@@ -265,7 +272,7 @@ class FlatViews(CommonViews):
     def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
         handle, grad = self.handle, self.handle.flat_param.grad
         runs = self._runs
-        if any(handle.tp):
+        if handle.has_tp:
             pieces = enumerate(handle.layout.pieces(handle.groups.shard_rank))
             chosen = [piece for index, piece in pieces if handle.is_cut(index) is cut and piece.numel]
             runs = tuple((piece.shard_offset, piece.shard_offset + piece.numel) for piece in chosen)
@@ -308,7 +315,7 @@ class FlatViews(CommonViews):
         if self._values is not None or flags.count(flag) < len(flags):
             return False
         if not self.check_writeback:
-            return True
+            return self.registration.placeholders is None
         return handle.flat_param.data_ptr() == handle.shard.data_ptr() and self.registration.rests
 
     def take_over(self) -> None:

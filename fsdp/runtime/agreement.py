@@ -212,6 +212,7 @@ class Agreement:
         self._compared = False  # the values that the ranks began with; or a pass has failed, maybe before they were
         self._together = True  # no rank has begun anything since all of them were asked
         self._questions: deque[Vote] = deque()  # not yet answered
+        self._issuers: dict[str, ledger.Issuer] = {}  # of questions, by what they are for
         self._recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)  # what ``Entry`` has
 
     # -- the layout ----------------------------------------------------------------------------------------------------
@@ -333,7 +334,7 @@ class Agreement:
         self.under_way = None
 
     def _ask_later(self, value: int, label: str) -> None:
-        self._questions.append(Vote(value, self._group, self._device, label))
+        self._questions.append(Vote(value, self._group, self._device, label, issuers=self._issuers))
 
     def _look_at_answers(self) -> None:
         while self._questions and (self._host_may_wait or self._questions[0].is_completed()):

@@ -232,12 +232,12 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
     for reference in list(_here.entered):
         call = reference()
         if call is not None and call.entered is not None:
-            expected = call.unit.expected
+            expected, passed = call.unit.expected, call is not but and place.is_behind(call.start, call.entered)
             if expected.left_by == place.thread:
-                expected.collect()
+                expected.collect(last=passed)
             if expected.arrived.gradients or expected.arrived.all_taken:
                 _look_at_gradients(call.unit)
-            if call is but or not place.is_behind(call.start, call.entered):
+            if not passed:
                 continue
             call.entered = None
             call.unit.backward_passed(call)

@@ -72,6 +72,7 @@ class RootContext:
         """Let the pools keep as much spare memory as a pass may need."""
         self.reductions.max_buffers = self.root.policy.reduce_buffers
         ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
+        self.residency.farthest = max(1, ahead)
         others = (unit.full_nbytes for unit in self.units if unit is not self.root)
         largest = max(others, default=self.root.full_nbytes)
         for pool, blocks in ((self.residency.pool, 1 + ahead), (self.reductions.pool, self.reductions.max_buffers)):

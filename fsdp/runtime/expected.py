@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from fsdp.flat.released import PLAIN_KINDS
 from fsdp.runtime import hooks
 
 LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
+Leaves = set[LeafKey] | frozenset[LeafKey]
+Batch = tuple[int, Collection[int], dict[int, torch.Tensor]]  # bucket, leaves of it, and their gradients as far as any
 SMALL = 1 << 16  # bytes: so large a gradient may lie beside its slot for a while
 
 
@@ -31,7 +33,7 @@ class Arrived:
 
     Attributes:
         all_taken: whether the last of all was taken, and nothing has followed on that.
-        gradients: which leaf's, and it, or None where a hook on the leaf has taken it.
+        gradients: of which leaves, and they, but for those that a hook on the leaf has taken.
         hooks: of the small leaves.
         nested: whether a graph task other than the one that entered the unit has ever brought one.
         small: which leaf has which id, of these.
@@ -43,7 +45,7 @@ class Arrived:
     def __init__(self, look: Callable[[], None]) -> None:
         """``look`` looks at them, and takes them."""
         self._look = look
-        self.gradients: list[tuple[LeafKey, torch.Tensor | None]] = []
+        self.gradients: list[Batch] = []
         self.task: int | None = None
         self.all_taken = self.nested = False
         self.hooks = hooks.SharedHooks(self._small_arrived)
@@ -66,12 +68,13 @@ class Arrived:
         if self.task is not None and self.task != hooks.current_backward():
             self.nested = True
             self.end_wait()  # this one is of another graph task
-        self.gradients.append((key, leaf.grad))
+        (bucket, index), grad = key, leaf.grad
+        self.gradients.append((bucket, (index,), {} if grad is None else {index: grad}))
         leaf.grad = None
         if self.task is None or not waits:
             self._look()
 
-    def take(self) -> list[tuple[LeafKey, torch.Tensor | None]]:
+    def take(self) -> list[Batch]:
         """All that are there, which are so no more."""
         taken = self.gradients[:]
         del self.gradients[: len(taken)]  # another thread may bring more
@@ -91,15 +94,18 @@ class ExpectedLeaves:
     def __init__(self, handles: Sequence[FlatParamHandle], look: Callable[[], None]) -> None:
         """``look`` looks at the gradients that have arrived."""
         self._handles, self.arrived = handles, Arrived(look)
-        self.of_task: dict[int, set[LeafKey]] = {}
+        self.of_task: dict[int, Leaves] = {}
         self._hooked: set[int] = set()  # the ids of the leaves that are, frozen ones among them
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
         self._accumulators: dict[int, tuple[LeafKey, Any]] = {}
         self._nodes: list[Any] = []
-        self._all_small: list[tuple[LeafKey, torch.Tensor]] = []  # what requires grad, if no gradient of it is large
-        self._small_keys: frozenset[LeafKey] = frozenset()  # theirs
+        # bucket, and indices and leaves of what requires grad, if no gradient of it is large; and the keys of all these
+        self._all_small: list[tuple[int, list[tuple[int, torch.Tensor]]]] = []
+        self._small_keys: frozenset[LeafKey] = frozenset()
         self.left_by: int | None = None
-        self.is_new = False  # whether the call that was entered last was the first one of a backward
+        self._supposed: int | None = None  # the task that is supposed to bring all of the small ones
+        self._thread = 0  # on which it runs
+        self._all_there = False  # whether all of them were there when they were looked for last
         self._was_hooked = False  # whether a backward has brought gradients by hooks
         self.watch()
 
@@ -122,8 +128,13 @@ class ExpectedLeaves:
         self._keys = [key for key, _ in self._accumulators.values()]
         self._nodes = [node for _, node in self._accumulators.values()]
         trained = [(key, leaf) for key, leaf in leaves if leaf.requires_grad and key[1] != wholes[key[0]]]
-        self._all_small = trained if arrived.small.keys() >= {id(leaf) for _, leaf in trained} else []
-        self._small_keys = frozenset([key for key, _ in self._all_small])
+        if not arrived.small.keys() >= {id(leaf) for _, leaf in trained}:
+            trained = []
+        self._small_keys = frozenset([key for key, _ in trained])
+        several: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = {}  # each dtype has leaves of its own
+        for (bucket, index), leaf in trained:
+            several.setdefault((bucket, leaf.dtype), []).append((index, leaf))
+        self._all_small = [(bucket, its) for (bucket, _), its in several.items()]
 
     def renew(self) -> None:
         """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
@@ -137,53 +148,89 @@ class ExpectedLeaves:
     def _leaves(self) -> list[tuple[LeafKey, torch.Tensor]]:
         return [((bucket, i), leaf) for bucket, handle in enumerate(self._handles) for i, leaf in handle.all_leaves]
 
-    def of_this_task(self) -> set[LeafKey]:
+    def of_this_task(self) -> Leaves:
         """What the running graph task has still to deliver; found out when it is first seen."""
         task = hooks.current_backward()
         expected = self.of_task.get(task)
         if expected is None:
             expected = self.of_task[task] = hooks.those_that_run(self._keys, self._nodes)
+        elif task == self._supposed:
+            self._find_out()
+            expected = self.of_task[task]
         return expected
 
-    def enter(self) -> set[LeafKey]:
-        """The running graph task has entered a call of the unit, and tells when it has passed that: gradients of small
-        leaves may wait for it, unless other tasks have reached the unit as well. Returns what the task has still to
-        deliver."""
-        self.is_new = not self.of_task
-        expected = self.of_this_task()
+    def enter(self) -> bool:
+        """The running graph task has entered a call of the unit. Returns whether gradients may ``stay`` on the leaves:
+        they are all small, and as far as the backwards before tell, of which each unit's first has hooks for that, the
+        task, the first one, brings them all by itself. Else they have to be told of: ``wait``."""
+        if not self.of_task:
+            return self._was_hooked and not self.arrived.nested and bool(self._all_small)
+        return False
+
+    def wait(self) -> None:
+        """Hooks tell of the gradients of the running graph task, which tells when it has passed the call: those of
+        small leaves wait for that, unless other tasks have reached the unit as well."""
+        self.of_this_task()
         if len(self.of_task) == 1:
             self.arrived.task = hooks.current_backward()
         else:
             if self.left_by == threading.get_ident():
                 self.end_stay()
             self.arrived.end_wait()
-        return expected
-
-    def brings_all(self, expected: set[LeafKey]) -> bool:
-        """Whether the task that has just entered a call, the first one, brings the gradients of all leaves, which are
-        small, by itself: as far as the backwards before tell, of which each unit's first has hooks for that.
-        ``expected`` is what it has to deliver."""
-        told = self._was_hooked and not self.arrived.nested
-        return told and self.is_new and bool(self._all_small) and expected >= self._small_keys
 
     def stay(self) -> None:
         """Autograd leaves gradients on the leaves from here on and calls nobody, and who comes by the unit looks there
-        (``collect``): hooks would cost more than all else that is done for small gradients."""
-        self.left_by = threading.get_ident()
+        (``collect``): hooks would cost more than all else that is done for small gradients. If not all are there then,
+        autograd is asked which are to come."""
+        task = hooks.current_backward()
+        self.arrived.task = self._supposed = task
+        self.of_task[task] = self._small_keys
+        self.left_by = self._thread = threading.get_ident()
         self.arrived.hooks.clear()
 
-    def collect(self) -> None:
-        """Gradients that autograd has left on the leaves have arrived."""
-        for key, leaf in self._all_small:
-            grad = leaf.grad
-            if grad is not None:
-                leaf.grad = None
-                self.arrived.gradients.append((key, grad))
+    def _find_out(self) -> None:
+        """What is supposed to come, and does not, is not expected any more; where that can be told now: not inside of
+        another task that runs in the middle of this one, nor on another thread."""
+        task, running = self._supposed, hooks.current_backward()
+        if task is None or task < running or self._thread != threading.get_ident():
+            return
+        self._supposed, left = None, self.of_task[task]
+        come = hooks.those_that_run(self._keys, self._nodes) if task == running else set[LeafKey]()
+        self.of_task[task] = left & come
+        if not self and len(left) < len(self._small_keys):
+            self.arrived.all_taken = True
+
+    def came(self, task: int, batches: Sequence[Batch]) -> None:
+        """These, which ``task`` was to deliver, are taken."""
+        if self._all_there and task == self._supposed and self.of_task[task] is self._small_keys:
+            self._supposed, self.of_task[task] = None, frozenset()
+        elif self.of_task[task]:
+            self.of_task[task] = self.of_task[task].difference(
+                (bucket, index) for bucket, indices, _ in batches for index in indices
+            )
+            self._find_out()
+
+    def collect(self, *, last: bool) -> None:
+        """Gradients that autograd has left on the leaves have arrived. ``last``: who passes the unit looks for them."""
+        count, arrived = 0, self.arrived.gradients
+        for bucket, leaves in self._all_small:
+            found = {}
+            for index, leaf in leaves:
+                grad = leaf.grad
+                if grad is not None:
+                    found[index] = grad
+                    leaf.grad = None
+            if found:
+                count += len(found)
+                arrived.append((bucket, found.keys(), found))
+        self._all_there = count == len(self._small_keys)
+        if last and not count:
+            self._find_out()
 
     def end_stay(self) -> None:
         """The same, and those that are to come will be brought by hooks."""
         if self.left_by is not None:
-            self.collect()
+            self.collect(last=True)
             self.left_by = None
             self.arrived.hooks.resume()
 
@@ -201,5 +248,6 @@ class ExpectedLeaves:
         self._was_hooked = self._was_hooked or bool(self.of_task)
         self.end_stay()
         self.of_task.clear()
+        self._supposed = None
         self.arrived.task, self.arrived.all_taken = None, False
         self.arrived.gradients.clear()

@@ -49,12 +49,14 @@ class Passes:
         if len(several) > 1 and isinstance(several[0], Negotiation) and isinstance(several[1], Negotiation):
             several[0].lead(several[1])
         self._agreements = {
-            (kind, id(member)): [
-                (agreement, agreement.said_of(kind, member))
-                for agreement in (self._by_group[id(group)] for group in member.groups_for(kind))
-            ]
+            kind: {
+                id(member): [
+                    (agreement, agreement.said_of(kind, member))
+                    for agreement in (self._by_group[id(group)] for group in member.groups_for(kind))
+                ]
+                for member in members
+            }
             for kind in KINDS
-            for member in members
         }
         self._further = [self._by_group[key] for key in further]
         for agreement in self._by_group.values():
@@ -77,13 +79,12 @@ class Passes:
     def about_to(self, kind: str, member: Member) -> None:
         """``member`` is about to gather or reduce: see that the ranks of its groups agree. Outside of passes and calls
         that is a call by itself."""
-        agreements, current = self._agreements[kind, id(member)], self.current
-        if agreements and current is None:
-            with self.calling(kind, f"{kind} of {member.name}", often=True):
-                self.about_to(kind, member)
-            return
-        full_precision = member.full_precision and member.in_full_precision
-        for agreement, said in agreements:
+        current, full_precision = self.current, member.full_precision and member.in_full_precision
+        for agreement, said in self._agreements[kind][id(member)]:
+            if current is None:
+                with self.calling(kind, f"{kind} of {member.name}", often=True):
+                    self.about_to(kind, member)
+                return
             if agreement.under_way is not current or Agreement.latest is not agreement.ref:
                 agreement.come_to(current)
             words, event = said[full_precision]

@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import sys
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -40,8 +41,8 @@ from fsdp.runtime.comm_hook import CommHook
 
 _READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
 _hooks_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
-_layout_of: Callable[[torch.Tensor], torch.layout] = operator.attrgetter("layout")
-_PLAIN = frozenset([(torch.Tensor, torch.strided)])
+_PLAIN = {torch.Tensor}
+_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # what hangs optimizers on parameters
 _dict_of: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
 
 
@@ -269,7 +270,7 @@ class BucketGradients:
         layout, device = self.handle.layout, self.handle.device
         self.hooked = self.views.has_hooks
         self._awaited = self._is_awaited
-        accumulator, self._adopted, self._written = None, set[int](), set[int]()
+        accumulator, self._adopted, self._written = None, set(), set()
         if self.accumulator.exposed:
             accumulator, self._adopted = self.accumulator.reuse()
             self._written = {index for position in self._adopted for index in self.views.visible[position].members}
@@ -296,13 +297,16 @@ class BucketGradients:
         if weight != 1:
             grads = {index: grad * weight for index, grad in grads.items()}
         slots, its = self.target.slots, list(grads.values())
-        plain = _PLAIN.issuperset(zip(map(type, its), map(_layout_of, its))) and len(slots) not in grads
-        if plain and len(its) > 1 and self._written.isdisjoint(grads):
-            torch._foreach_copy_(list(map(slots.__getitem__, grads)), its)
-            self._written.update(grads)
-        else:
-            for index, grad in grads.items():
-                self._add(index, grad)
+        together = len(its) > 1 and len(slots) not in grads and self._written.isdisjoint(grads)
+        if together and set(map(type, its)) == _PLAIN:
+            try:
+                torch._foreach_copy_([slots[index] for index in grads], its)
+                self._written.update(grads)
+                return
+            except RuntimeError:
+                pass  # there is a sparse one among them
+        for index, grad in grads.items():
+            self._add(index, grad)
 
     def _add(self, index: int, grad: torch.Tensor) -> None:
         assert self.target is not None
@@ -344,7 +348,7 @@ class BucketGradients:
         sharded, adopted = self.handle.groups.sharded, self._adopted
         shard = source.flat
         if sharded:
-            shard = host_memory.recycled(self.handle.layout.shard_numel, dtype=shard.dtype, device=shard.device)
+            shard = host_memory.recycled(self.handle.layout.shard_numel, shard)
         streams, on_host = queue.streams, queue.streams.asynchronous_work
         written = None if on_host else streams.record()
         offloaded: list[tuple[torch.Tensor, Event]] = []
@@ -413,8 +417,11 @@ class BucketGradients:
         params = self.views.params
         if self.views.runs:
             params = [*params, *(run.param for run in self.views.runs)]
-        optimizers = map(operator.contains, map(_dict_of, params), itertools.repeat("_in_backward_optimizers"))
-        return any(map(_hooks_of, params)) or any(optimizers)
+        if any(map(_hooks_of, params)):
+            return True
+        if _IN_BACKWARD not in sys.modules:
+            return False
+        return any(map(operator.contains, map(_dict_of, params), itertools.repeat("_in_backward_optimizers")))
 
     def _announce(self) -> None:
         """The gradients are complete: call the parameters' hooks, and step the optimizers that torch's

@@ -16,6 +16,7 @@ import torch
 from fsdp.comm.recording import NOTHING
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather
+from fsdp.flat.full_copy import BufferState
 from fsdp.flat.memory import pool_for
 from fsdp.runtime.agreement import GATHER, GATHER_NEARBY
 from fsdp.runtime.order import ExecutionOrder
@@ -40,7 +41,7 @@ class Residence(Enum):
 
 
 _IDLE = (Residence.PREFETCHED, Residence.RECOMPUTED)
-_KEPT = (Residence.KEPT, Residence.AWAITED)
+_KEPT = frozenset([Residence.KEPT, Residence.AWAITED])
 _NEXT = {
     Residence.SHARDED: (Residence.PREFETCHED, Residence.IN_USE),
     Residence.PREFETCHED: (Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
@@ -49,6 +50,7 @@ _NEXT = {
     Residence.KEPT: (Residence.PREFETCHED, Residence.IN_USE, Residence.SHARDED),
     Residence.AWAITED: (Residence.PREFETCHED, Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
 }
+_FOLLOWS = {(before, why) for before, several in _NEXT.items() for why in (before, *several)}
 
 
 class Residences(Generic[T]):
@@ -59,6 +61,7 @@ class Residences(Generic[T]):
         # many, apart
         self._of: dict[T, Residence] = {}
         self._kept: dict[T, Residence] = {}
+        self._ahead = 0  # so many of those that come next were looked at: they are gathered, as far as they are to be
 
     def __iter__(self) -> Iterator[T]:
         return iter([*self._kept, *self._of])
@@ -74,10 +77,12 @@ class Residences(Generic[T]):
             if not gathered:
                 return False
             before = Residence.SHARDED
-        if why is not before and why not in _NEXT[before]:
+        if (before, why) not in _FOLLOWS:
             raise AssertionError(f"a unit went from {before.name} to {why.name}")
         if why is not Residence.SHARDED:
             (self._kept if why in _KEPT else self._of)[unit] = why
+        elif before is not Residence.IN_USE:
+            self._ahead = 0
         return True
 
     @property
@@ -94,6 +99,7 @@ class Residency(Residences[UnitBuffers]):
         order: that in which units are gathered.
         generation: counts outermost forwards: what was gathered before is not trusted by the next.
         expects_backward: whether the outermost forward runs with gradients enabled.
+        farthest: how many of the next units any unit wants to be gathered.
         logged: whether what is gathered and reduced is told of in the log.
     """
 
@@ -103,7 +109,7 @@ class Residency(Residences[UnitBuffers]):
         self.pool = pool_for(root.device, streams, root.groups.shard)
         self.passes = passes
         self.order: ExecutionOrder[UnitBuffers] = ExecutionOrder()
-        self.generation = 0
+        self.generation, self.farthest = 0, 1
         self.expects_backward = self.logged = False
         self._root, self._units, self._streams, self._on_host = root, units, streams, streams.asynchronous_work
         self._keeps = True  # whether some handle may have kept something for its next gather
@@ -116,6 +122,7 @@ class Residency(Residences[UnitBuffers]):
         if self._meetings != self.passes.meetings:
             self.order, self._meetings = ExecutionOrder(), self.passes.meetings
         self.order.start(unit, backward=backward)
+        self._ahead = 0
 
     def stays(self, unit: UnitBuffers) -> bool:
         """Whether ``unit`` stays gathered from forward to backward."""
@@ -129,10 +136,10 @@ class Residency(Residences[UnitBuffers]):
         nearby = unit.nearby is not None and unit.is_nearby
         if unit.groups.sharded:
             self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
-        passes = self.passes
-        backward_follows = self.expects_backward and passes.forward is not None and not passes.in_backward
-        again = backward_follows and unit.precision.casts and unit.nearby is None and not self.stays(unit)
-        self._keeps = self._keeps or again
+        again = self.expects_backward and unit.precision.casts and unit.nearby is None and not self.stays(unit)
+        if again:
+            again = self.passes.forward is not None and not self.passes.in_backward
+            self._keeps = self._keeps or again
         communicator = unit.nearby if nearby else unit.communicator
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
@@ -159,6 +166,7 @@ class Residency(Residences[UnitBuffers]):
         """
         if self._of.get(unit) is Residence.PREFETCHED and unit.generation == self.generation:  # nearly always
             self.order.record(unit)
+            self._ahead = 0
             for handle in unit.handles:
                 handle.wait()
         elif unit.gathers and (unit.summoned is Summoned.NOWHERE or not unit.is_summoned):
@@ -166,6 +174,7 @@ class Residency(Residences[UnitBuffers]):
             stale = earlier and unit.kept_versions != unit.versions
             if not gathered or earlier or self._of.get(unit) is Residence.PREFETCHED:
                 self.order.record(unit)
+                self._ahead = 0
             if not gathered:
                 self.make_room(unit)
                 self.gather(unit)
@@ -226,20 +235,23 @@ class Residency(Residences[UnitBuffers]):
             view.registration.use_resting()
         if unit.in_output or (unit.summoned is not Summoned.NOWHERE and unit.is_summoned):
             return
-        if self.becomes(unit, Residence.SHARDED):
-            on_host = self._on_host
-            if not on_host or unit.is_gathering:  # the host has waited for the others
-                unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
-            last_use = None if on_host else self._streams.record()
-            backward_follows = backward_follows and unit.generation == self.generation
-            nearby = unit.nearby if backward_follows and unit.policy.unshard_in_backward else None
+        if not self.becomes(unit, Residence.SHARDED):
+            return
+        on_host, last_use, nearby = self._on_host, None, None
+        if not on_host:
+            unit.wait()  # a prefetch that nothing used: the optimizer must not modify the shard during it
+            last_use = self._streams.record()
+        if backward_follows and unit.nearby is not None and unit.generation == self.generation:
+            nearby = unit.nearby if unit.policy.unshard_in_backward else None
             self._keeps = self._keeps or nearby is not None
-            with NOTHING if on_host else self._streams.on_gather_stream():
-                for handle in unit.handles:
-                    if nearby is not None:
-                        handle.keep_part(nearby.groups)
-                    handle.release(self.pool, last_use)
-            torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
+        with NOTHING if on_host else self._streams.on_gather_stream():
+            for handle in unit.handles:
+                if handle.copy.state is BufferState.GATHERING:  # the same; for the others the host has waited
+                    handle.wait()
+                if nearby is not None:
+                    handle.keep_part(nearby.groups)
+                handle.release(self.pool, last_use)
+        torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
     def keep(self, unit: UnitBuffers, why: Residence = Residence.KEPT) -> None:
         """Leave ``unit`` gathered for the next pass; what users change in between is the shard, not the copy."""
@@ -405,6 +417,8 @@ class Residency(Residences[UnitBuffers]):
     def prefetch(self, unit: UnitBuffers, *, begins: bool = False) -> None:
         """Start gathering the units that come after ``unit``, as far as the record, the policy and the room allow; or
         those that users have listed, once ``unit`` ``begins``."""
+        if self._ahead >= self.farthest:
+            return
         in_backward, policy = self.passes.in_backward, unit.policy
         if policy.reduce_unused:
             return
@@ -424,3 +438,5 @@ class Residency(Residences[UnitBuffers]):
             if listed is None and policy.limit_gathers and not self._has_room(candidate, distance):
                 return
             self.gather(candidate, Residence.PREFETCHED)
+        if listed is None:
+            self._ahead = distance

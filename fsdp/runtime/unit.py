@@ -20,17 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm.recording import NOTHING
-from fsdp.flat.common_views import Marks
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
-from fsdp.flat.views import BucketViews
-from fsdp.flat.visible import flag_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, gradients_arrived
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.expected import ExpectedLeaves, LeafKey
+from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.precision import cast_floating
 from fsdp.runtime.ranges import communicates, profiled, ranged
@@ -38,11 +35,7 @@ from fsdp.runtime.reduction import BucketGradients
 from fsdp.runtime.residency import Residence
 from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
 
-_marks_of: Callable[[BucketViews], Marks] = operator.methodcaller("marks")
-_target_of: Callable[[BucketGradients], Any] = operator.attrgetter("target")
 _waits_of: Callable[[BucketGradients], bool] = operator.attrgetter("waits")
-_key_of: Callable[[tuple[LeafKey, Any]], LeafKey] = operator.itemgetter(0)
-_may_stay: Callable[[BucketGradients], bool] = operator.attrgetter("may_stay_on_leaves")
 _reduces: Callable[[BucketGradients], bool] = operator.attrgetter("reduces")
 
 
@@ -282,7 +275,7 @@ class Unit(UnitBuffers):
                     context.residency.prefetch(self, begins=True)
             if not torch.is_grad_enabled():
                 return None, inputs
-            marks = list(map(_marks_of, self.views))
+            marks = [view.marks() for view in self.views]
             call = ForwardCall(self, context, start, marks, full_precision=full_precision)
             args, kwargs = inputs
             for value in (*args, *kwargs.values()):
@@ -305,7 +298,7 @@ class Unit(UnitBuffers):
         if output_dtype is not None and not self.is_summoned and not self.precision.wants_full:
             output = cast_floating(output, output_dtype)
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        differentiable = list(filter(flag_of, outputs)) if call is not None else []
+        differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
         for handle in self.handles:
             if handle.holds_any(outputs):
                 self.in_output = True
@@ -364,13 +357,18 @@ class Unit(UnitBuffers):
             context.residency.compute_in(self, call.full_precision)
         self._open_calls.add(call)
         call.enter()
-        expected = self.expected.enter()
-        if self.expected.brings_all(expected) and not self.encloses_units and all(map(_may_stay, self.gradients)):
+        stays = self.expected.enter() and not self.encloses_units
+        for gradients in self.gradients if stays else ():
+            stays = stays and gradients.may_stay_on_leaves
+        if stays:
             self.expected.stay()
+        else:
+            self.expected.wait()
         if self.policy.unshard_in_backward:
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
             if views.marks() != before:
+                expected = self.expected.of_this_task()
                 views.check_unchanged(before, {index for of, index in expected if of == bucket})
         context.residency.prefetch(self, begins=True)
 
@@ -390,31 +388,30 @@ class Unit(UnitBuffers):
 
     def _take_gradients(self, context: RootContext) -> None:
         """Move the gradients that are complete to their slots."""
-        task, arrived = self.expected.arrived.task, self.expected.arrived.take()
-        expected = self.expected.of_task.get(hooks.current_backward() if task is None else task)
-        if expected is None:  # else the backward has been here
+        expected, task = self.expected, self.expected.arrived.task
+        if task is None:
+            task = hooks.current_backward()
+        arrived, is_new = expected.arrived.take(), task not in expected.of_task
+        if is_new:  # else the backward has been here
             context.enter_backward(self)
-        by_bucket: list[dict[int, torch.Tensor]] = [{} for _ in self.gradients]
-        for (bucket, index), grad in arrived:
-            if grad is not None:
-                by_bucket[bucket][index] = grad
-        for bucket, grads in enumerate(by_bucket):
+        by_bucket: dict[int, dict[int, torch.Tensor]] = {}
+        for bucket, _, grads in arrived:
             if grads:
-                self.gradients[bucket].check(grads, reads_parameters=self.policy.unshard_in_backward)
-        if expected is None:
-            if not any(by_bucket):
+                by_bucket[bucket] = by_bucket[bucket] | grads if bucket in by_bucket else grads
+        for bucket, grads in by_bucket.items():
+            self.gradients[bucket].check(grads, reads_parameters=self.policy.unshard_in_backward)
+        if is_new:
+            if not by_bucket:
                 return
-            expected = self.expected.of_this_task()
-        if expected:
-            expected.difference_update(map(_key_of, arrived))
-        for gradients, grads in zip(self.gradients, by_bucket):
-            if not grads:
-                continue
+            expected.of_this_task()
+        expected.came(task, arrived)
+        for bucket, grads in sorted(by_bucket.items()) if len(by_bucket) > 1 else by_bucket.items():
+            gradients = self.gradients[bucket]
             if gradients.target is None:
                 gradients.open(context.reductions, synchronize=self.synchronize)
             if self.gradient_weight:  # else their slots count as some that nobody wrote
                 gradients.add(grads, self.gradient_weight)
-        self.expected.arrived.all_taken = not expected and not any(self.expected.of_task.values())
+        expected.arrived.all_taken = not expected
 
     def backward_left(self, call: ForwardCall) -> None:
         """The backward is at an argument of ``call``, which it is behind of: gather what comes next."""
@@ -448,9 +445,17 @@ class Unit(UnitBuffers):
             call.entered = None
         self._open_calls.clear()
 
+    @property
+    def _has_written(self) -> bool:
+        """Whether the slots of a bucket have something that is neither reduced nor shown."""
+        for gradients in self.gradients:
+            if gradients.target is not None:
+                return True
+        return False
+
     def finish_gradients(self, context: RootContext, *, at_end: bool) -> None:
         """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
-        if not any(map(_target_of, self.gradients)):
+        if not self._has_written:
             return
         if self.synchronize and any(map(_reduces, self.gradients)):
             context.passes.about_to(REDUCE, self)
@@ -491,8 +496,8 @@ class Unit(UnitBuffers):
     def end_backward(self) -> None:
         context: RootContext = self._tree()
         self.expected.end_stay()
-        busy = self._depth or self._open_calls or self.expected.arrived.gradients or any(map(_waits_of, self.gradients))
-        if not (busy or self.expected):
+        busy = self._depth or self._open_calls or self.expected.arrived.gradients
+        if not (busy or self.expected or any(map(_waits_of, self.gradients))):
             self.expected.forget()  # nearly always: it is through
             if not self.groups.sharded or context.residency.of(self) is not Residence.SHARDED:
                 context.residency.end_backward(self)
@@ -502,7 +507,7 @@ class Unit(UnitBuffers):
         if self.expected.arrived.all_taken:
             with profiled("_post_backward_hook", self.name):
                 self.finish_gradients(context, at_end=False)
-        if self.synchronize and not any(map(_target_of, self.gradients)):
+        if self.synchronize and not self._has_written:
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:
                     gradients.open(context.reductions, synchronize=True)

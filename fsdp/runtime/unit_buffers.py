@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -22,16 +21,12 @@ from fsdp.comm.collectives import Communicator, Gather, Tag, agree
 from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
-from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE, Member
 from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.precision import UnitPrecision
-
-_state_of: Callable[[FlatParamHandle], BufferState] = operator.attrgetter("copy.state")
-_RESIDENT = frozenset([BufferState.RESIDENT])
 
 
 @dataclass(frozen=True)
@@ -181,7 +176,7 @@ class UnitBuffers(Member):
     @property
     def gathers(self) -> bool:
         """Whether the full buffers have memory of their own."""
-        return not _RESIDENT.issuperset(map(_state_of, self.handles))
+        return any(handle.copy.state is not BufferState.RESIDENT for handle in self.handles)
 
     @property
     def full_nbytes(self) -> int:
@@ -196,13 +191,16 @@ class UnitBuffers(Member):
     @property
     def is_gathering(self) -> bool:
         """Whether a gather is under way."""
-        return BufferState.GATHERING in map(_state_of, self.handles)
+        return any(handle.copy.state is BufferState.GATHERING for handle in self.handles)
 
     @property
     def is_gathered(self) -> bool:
         """Whether the full buffers have memory (a gather may still be under way). Always true of what is not
         sharded."""
-        return BufferState.SHARDED not in map(_state_of, self.handles)
+        for handle in self.handles:
+            if handle.copy.state is BufferState.SHARDED:
+                return False
+        return True
 
     @property
     def in_full_precision(self) -> bool:
@@ -252,7 +250,8 @@ class UnitBuffers(Member):
         """Follow what the user did to the visible parameters."""
         changed = False
         for view in self.views:
-            changed = view.refresh() or changed
+            if view.runs or not view.is_as_left:
+                changed = view.refresh() or changed
         if changed:
             self.expected.watch()
 
