@@ -383,6 +383,9 @@ class Model(nn.Module):
             self.head.weight = self.embedding.weight
         if plan.ignored >= 0:
             self.blocks[plan.ignored].requires_grad_(False)  # nobody would reduce their gradients
+            for block in self.blocks[plan.ignored].modules():
+                if isinstance(block, Block):
+                    block.is_unit = False  # so what is taken of it has to be marked
 
     def forward(self, value: Tensor) -> Any:
         plan = self.plan
