@@ -520,7 +520,8 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``nn.Module.zero_grad``."""
-        if not (set_to_none and drop_gradients(self)):
+        lists_itself = type(self).named_parameters is not FullyShardedDataParallel.named_parameters
+        if lists_itself or not set_to_none or not drop_gradients(self):
             super().zero_grad(set_to_none)
 
     @contextlib.contextmanager

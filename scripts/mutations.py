@@ -73,6 +73,13 @@ MUTATIONS = [
         ("tests/test_residency.py",),
     ),
     Mutation(
+        "fsdp/runtime/residency.py",
+        "        elif before is not Residence.IN_USE:\n            self._ahead = 0\n",
+        "",
+        "what had to make room for others is not gathered ahead again",
+        ("tests/test_residency.py",),
+    ),
+    Mutation(
         "fsdp/tools/migrate.py",
         "safe = len(call.args) <= (2 if",
         "safe = len(call.args) <= (0 if",

@@ -43,3 +43,15 @@ def test_what_was_gathered_ahead_is_recomputed_only_in_use() -> None:
     residency.becomes("a", PREFETCHED, gathered=True)
     with pytest.raises(AssertionError, match="went from PREFETCHED to RECOMPUTED"):
         residency.becomes("a", RECOMPUTED)
+
+
+@pytest.mark.parametrize(("why", "looks_again"), [(PREFETCHED, True), (KEPT, True), (IN_USE, False)])
+def test_what_comes_next_is_looked_at_again_once_some_of_it_has_lost_its_memory(
+    why: Residence, looks_again: bool
+) -> None:
+    residency: Residences[str] = Residences()
+    residency.becomes("next", IN_USE if why is KEPT else why, gathered=True)
+    residency.becomes("next", why)
+    residency._ahead = 1
+    residency.becomes("next", Residence.SHARDED)
+    assert residency._ahead == (0 if looks_again else 1)

@@ -660,6 +660,13 @@ class Listing(FullyShardedDataParallel):
         return iter([next(super().parameters(recurse))])
 
 
+class Naming(FullyShardedDataParallel):
+    """Says itself what its parameters are called, and so which it has."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([next(super().named_parameters(*args, **kwargs))])
+
+
 def sharing(kind: type[nn.Sequential]) -> nn.Module:
     """One module in two places, one whose bias is registered as None, and one that is None itself."""
     twice = nn.Linear(WIDTH, WIDTH)
@@ -670,7 +677,7 @@ def sharing(kind: type[nn.Sequential]) -> nn.Module:
 
 @both_modes
 @pytest.mark.parametrize("kind", [nn.Sequential, Hiding])
-@pytest.mark.parametrize("wrapper", [FullyShardedDataParallel, Listing])
+@pytest.mark.parametrize("wrapper", [FullyShardedDataParallel, Listing, Naming])
 def test_zero_grad_does_what_it_does_for_a_plain_module(
     kind: type[nn.Sequential], wrapper: type[FullyShardedDataParallel], use_orig_params: bool
 ) -> None:
