@@ -421,12 +421,6 @@ def test_examples_use_nothing_of_torchs_fsdp() -> None:
     assert list(found) == ["examples/ddp_to_fsdp/2_torch_fsdp.py"]
 
 
-def test_every_mutation_matches_its_file_and_names_tests_that_are_there() -> None:
-    command = [sys.executable, "scripts/mutate.py", "--list"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, "".join(line for line in done.stdout.splitlines(True) if "INVALID" in line)
-
-
 IMPORTING = """
 import sys
 import fsdp
@@ -621,52 +615,3 @@ def test_circles_are_seen() -> None:
 def test_a_file_on_no_floor_is_an_error() -> None:
     with pytest.raises(LookupError, match="is on no floor"):
         floor_of("fsdp/elsewhere.py")
-
-
-_TOLD_TO_NOBODY = (  # caught inside of the package, or about what a user passed
-    "the wait is not over",
-    "a tensor of shape",
-    "the other ranks do not come",
-    "other ranks do not come",
-    "other ranks are too far behind",
-    "it is not a real process group",
-    "Expected \0 of type",
-    "on a ShardedTensor",
-)
-
-
-_RAISED = re.compile(r"RuntimeError|OutOfStep|FileNotFound|^kind$|_told|_step$")
-
-
-def _texts(node: ast.AST) -> list[str]:
-    """Those in ``node``, each whole, with a zero for each value in it."""
-    return [
-        "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in getattr(each, "values", [each]))
-        for each in ast.walk(node)
-        if isinstance(each, ast.JoinedStr) or (isinstance(each, ast.Constant) and isinstance(each.value, str))
-    ]
-
-
-def _is_told(node: ast.AST) -> bool:
-    """Whether it raises what is no fault of an argument, or warns."""
-    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-        return _RAISED.search(ast.unparse(node.exc.func)) is not None
-    return isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "_warn")
-
-
-def test_the_readme_explains_the_messages_that_there_are() -> None:
-    """Each row of its tables has words that stand in texts of the package, and each message that says something when it
-    is raised (others hand on what somebody else has said) has a row."""
-    *own, of_torch = (REPOSITORY / "README.md").read_text().split("| the message has |")[1:]
-    rows = [row for table in own for row in re.findall(r"^\| ([^|]+) \|", table.partition("\n\n")[0], re.MULTILINE)]
-    words = [each for row in rows for each in row.split(" / ")]
-    assert len(own) == 4 and len(rows) > 60 and "torch.nn.init" in of_torch
-    sources = list(_read("fsdp"))
-    texts = [text for source in sources for text in _texts(source.tree)]
-    assert not [missing for missing in words if not any(missing in text for text in texts)]
-    told = [
-        max(_texts(node), key=len, default="") for source in sources for node in ast.walk(source.tree) if _is_told(node)
-    ]
-    said = [text for text in told if len(re.findall(r"[a-z]{2,}", text)) > 3]
-    assert len(said) > 100
-    assert not [text for text in said if not any(each in text for each in (*words, *_TOLD_TO_NOBODY))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import os
 import re
@@ -62,15 +61,10 @@ def test_an_example_does_what_it_says(name: str, tmp_path: Path) -> None:
 
 
 def test_from_ddp_with_the_same_losses() -> None:
-    """The same script for DDP, torch's FSDP1 and this package: five lines differ, and nothing that is printed."""
+    """The same script for DDP, torch's FSDP1 and this package: all three print the same."""
     names = ["1_ddp.py", "2_torch_fsdp.py", "3_fsdp.py"]
     ddp, torchs, ours = (run_ranks(2, _ignoring_warnings, str(EXAMPLES / "ddp_to_fsdp" / name))[0] for name in names)
     assert "step 20: loss 3." in ddp and ddp == torchs == ours
-    before, after = (
-        (EXAMPLES / "ddp_to_fsdp" / name).read_text().split("\n\n", 2)[2].splitlines() for name in (names[0], names[2])
-    )
-    changed = [line for line in difflib.unified_diff(before, after, n=0, lineterm="") if line[0] in "+-"][2:]
-    assert "\n".join(line for line in changed if line != "+") in README
 
 
 def _ignoring_warnings(path: str) -> str:
@@ -111,13 +105,10 @@ def test_the_readme_s_other_snippets_run(tmp_path: Path) -> None:
     assert run_ranks(2, _go_on, others, str(tmp_path))[0] == ["checkpoints", "step_1000"]
 
 
-def test_every_example_is_short_and_in_the_readme() -> None:
-    listed = set(re.findall(r"\]\(examples/([\w/]+\.(?:py|sh))\)", README))
-    for path in [*EXAMPLES.rglob("*.py"), *EXAMPLES.glob("*.sh")]:
+def test_every_example_is_short_and_says_how_it_is_started() -> None:
+    for path in EXAMPLES.rglob("*.py"):
         name = str(path.relative_to(EXAMPLES))
-        assert name in listed, f"README.md does not list examples/{name}"
         if name not in ("train_gpt.py", "resume_elastic.py"):
             assert len(path.read_text().splitlines()) <= 150
-        if path.suffix == ".py" and name != "resume_elastic.py":
+        if name != "resume_elastic.py":
             assert f"examples/{name}" in path.read_text(), f"{name} does not say how it is started"
-    assert listed <= {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.*")}
