@@ -4,7 +4,7 @@
 
 starts ``--ranks`` fresh processes for every contender: ``plain`` (one model per rank, nothing communicated: what the
 machine can do), ``bound`` (the plain model with what sharding cannot do without, see :class:`Bound`), ``ddp``,
-``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared``, ``common`` or ``auto`` (the
+``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared`` or ``auto`` (the
 values of ``FSDP_COLLECTIVES``), or as ``coalesced`` (``auto`` with ``coalesce_nbytes`` of 128 KiB). They take turns,
 ``--rounds`` times, in ``--steps`` steps of each workload, while the others sleep. A step before these is not counted:
 memory that lay idle is slower, or is not there any more, and in a training steps follow each other.
@@ -57,7 +57,7 @@ from torch.utils._pytree import tree_leaves
 import fsdp
 import fsdp.wrap
 
-OURS = ("native", "direct", "shared", "common", "auto", "coalesced")
+OURS = ("native", "direct", "shared", "auto", "coalesced")
 CONTENDERS = ("plain", "bound", "ddp", "fsdp1", "fsdp2", *OURS)
 
 

@@ -72,7 +72,6 @@ COSTS: dict[str, float] = {
     "tests/test_reliability_faults.py": 13,
     "tests/test_state_dict.py": 13,
     "tests/test_backward_faults.py": 12,
-    "tests/test_common_memory.py": 12,
     "tests/test_precision_casts.py": 12,
     "tests/test_two_dimensions.py": 12,
     "tests/test_writes.py": 12,

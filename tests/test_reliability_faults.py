@@ -80,12 +80,12 @@ class OutOfMemory:
         self._allocate = MemoryPool.allocate
 
     def __enter__(self) -> OutOfMemory:
-        def allocate(pool: MemoryPool, buffer: PooledTensor, *sharers: Any) -> None:
+        def allocate(pool: MemoryPool, buffer: PooledTensor) -> None:
             self.asked += 1
             self.left -= 1
             if self.left == 0:
                 raise torch.OutOfMemoryError("there is no more")
-            self._allocate(pool, buffer, *sharers)
+            self._allocate(pool, buffer)
 
         self._patch = mock.patch.object(MemoryPool, "allocate", allocate)
         self._patch.start()

@@ -12,8 +12,7 @@ messages the native calls win.
 
 Where all ranks of such a group are on one host, nothing is sent: what they gather and reduce goes through memory that
 they share, :mod:`fsdp.comm.shared_memory`. ``FSDP_COLLECTIVES`` chooses otherwise: ``native`` and ``direct``; and with
-``shared`` it is an error where ``auto`` would go on without shared memory. ``common`` is ``auto``, but what is shared
-holds full buffers once for all ranks: :mod:`fsdp.comm.common_memory`.
+``shared`` it is an error where ``auto`` would go on without shared memory.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from fsdp.comm.common_memory import Sharers
 from fsdp.comm.groups import Groups, backend_of, control_device
 from fsdp.comm.ledger import Gather as Gather
 from fsdp.comm.ledger import Issuer, are_torchs_own, issue, issue_gathers, issue_in_memory, issue_transfers, issue_vote
@@ -126,7 +124,6 @@ class Communicator:
         self._averages: dict[Any, tuple[Issuer, float, float]] = {}
         self._direct_min = _NEVER  # messages of so many bytes go direct
         self._channel: Channel | None = None  # to the memory that the ranks share
-        self.in_common = False  # whether its ranks may have full buffers in common
 
     def choose(self, device: torch.device) -> None:
         """Have the algorithm been chosen for tensors on ``device``. All ranks have to come the first time.
@@ -138,16 +135,10 @@ class Communicator:
             return
         if self._on_host and self.groups.shard_size > 1:
             self._channel = shared_channel(self.groups.shard, device)
-            self.in_common = self._channel is not None and self._channel.of_processes and _may_be_common()
             self._direct_min = direct_threshold(self.groups.shard, device)
         self.is_chosen = True
 
     # -- the two collectives -------------------------------------------------------------------------------------------
-
-    def sharers(self, tag: Tag) -> Sharers | None:
-        """With whom the next gather's full buffers can be in common, where they may be; None if it goes another way."""
-        channel = self._memory(tag)
-        return None if channel is None else Sharers(channel, self.groups.shard, tag.label)
 
     def gather(self, parts: Sequence[Gather], tag: Tag, *, to_write: bool = False) -> Pending | Work:
         """Start filling each ``full`` of ``parts`` (shard_size * n elements) with every rank's ``shard`` of it (n), in
@@ -515,19 +506,14 @@ def debug_detail() -> bool:
 
 def _choice() -> str:
     choice = os.environ.get("FSDP_COLLECTIVES", "auto")
-    if choice not in ("auto", "native", "direct", "shared", "common"):
-        raise ValueError(f"FSDP_COLLECTIVES is {choice!r}; it may be auto, native, direct, shared or common")
+    if choice not in ("auto", "native", "direct", "shared"):
+        raise ValueError(f"FSDP_COLLECTIVES is {choice!r}; it may be auto, native, direct or shared")
     return choice
 
 
 def may_share(group: Any, device: torch.device) -> bool:
     """Whether ranks of ``group`` that share memory are to communicate through it."""
-    return _choice() in ("auto", "shared", "common") and backend_of(group, device) == "gloo"
-
-
-def _may_be_common() -> bool:
-    """Whether full buffers may be one for several ranks. Not where nobody looks for what is written there."""
-    return _choice() == "common" and os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
+    return _choice() in ("auto", "shared") and backend_of(group, device) == "gloo"
 
 
 def shared_channel(group: Any, device: torch.device) -> Channel | None:

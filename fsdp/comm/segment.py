@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -111,11 +111,10 @@ class Peer:
 class Block:
     """A piece of the segment. What its last post told others to read is not used again before they have."""
 
-    __slots__ = ("_reader", "_worth_waiting", "lent", "nbytes", "offset", "owner", "reserved", "storage")
+    __slots__ = ("_reader", "_worth_waiting", "lent", "nbytes", "offset", "reserved", "storage")
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
-        self.owner: int | None = None  # the rank of a group in whose segment it lies; None: in this process's
         self.reserved = False  # whether there is memory behind it
         self.lent: Any = None  # refers to what holds it
         self.storage: torch.UntypedStorage | None = None  # of it, which nothing else holds
@@ -139,17 +138,6 @@ class Block:
                 self._reader[0].until(lambda: self.is_read, _PATIENCE * waiting.PATIENCE.total_seconds())
 
 
-class Header(NamedTuple):
-    """Where a channel has its posts.
-
-    Attributes:
-        epoch: before this no channel that had it has posted anything.
-    """
-
-    offset: int
-    epoch: int
-
-
 class Segment:
     """This process's memory that others read."""
 
@@ -159,7 +147,7 @@ class Segment:
         weakref.finalize(self, os.close, self.file)
         os.ftruncate(self.file, self.capacity)
         self.mapping = Mapping(self.file, self.capacity)
-        self._headers, self._left_headers = 1, list[Header]()
+        self._headers = 1  # the first page holds the nonce
         os.posix_fallocate(self.file, 0, mmap.PAGESIZE)
         self.mapping.words[0] = self.nonce = random.SystemRandom().getrandbits(62)
         self.peer = Peer(self.mapping, os.pidfd_open(os.getpid()))
@@ -170,19 +158,18 @@ class Segment:
         self._lock = threading.Lock()  # a model may be collected anywhere, which gives memory back
         self._when_idle = waiting.WhenIdle(self._trim_idle)
 
-    def new_header(self) -> Header:
-        """For a new channel: all zeros, or one that an earlier channel had, which nobody looks at any more."""
-        if self._left_headers:
-            return self._left_headers.pop()
+    def new_header(self) -> int:
+        """Reserve the header of a new channel, filled with zeros, and return its offset in bytes.
+
+        Raises:
+            OSError: as many channels as headers fit were made in this process.
+        """
         offset = self._headers * HEADER
         if offset == _HEADERS:
-            raise OSError("no more headers")
+            raise OSError(f"this process has shared memory with {_HEADERS // HEADER - 1} groups, and no more fit")
         os.posix_fallocate(self.file, offset, HEADER)
         self._headers += 1
-        return Header(offset, 0)
-
-    def leave_header(self, header: Header) -> None:
-        self._left_headers.append(header)
+        return offset
 
     def allocate(self, nbytes: int, *, keep: bool = True) -> torch.UntypedStorage:
         """At least ``nbytes`` bytes, undefined, until nothing holds the storage any more; then without ``keep`` the
@@ -205,10 +192,11 @@ class Segment:
         return self.lend(block, self.mapping.memory[block.offset : block.offset + block.nbytes], come_back)
 
     def free(self, storage: torch.UntypedStorage) -> bool:
-        """What was allocated comes back, as nothing else holds ``storage``, for the next who wants so much; False if it
-        is not of this segment alone."""
+        """Take back a storage that nothing else holds, for the next allocation of that size.
+
+        Returns False for a storage of other memory."""
         block = self._lent.get(storage.data_ptr())
-        if block is None or block.owner is not None:
+        if block is None:
             return False
         block.storage = storage
         self.leave(block)

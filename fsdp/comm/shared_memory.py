@@ -31,14 +31,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from fsdp.comm.board import Board, machine
 from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.ledger import Gather
-from fsdp.comm.segment import HEADER, SUPPORTED, Block, Header, Mapping, Peer, Segment
+from fsdp.comm.segment import HEADER, SUPPORTED, Block, Mapping, Peer, Segment
 from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
 
 _T = TypeVar("_T")
@@ -86,11 +86,9 @@ _UnderWay: TypeAlias = "tuple[int, int, int, str, weakref.ref[Condition]]"
 class Posts:
     """What the ranks of a channel post one after the other, all of them the same; see [Note: Posts]."""
 
-    def __init__(
-        self, channel: Channel, rank: int, mappings: Sequence[Mapping], headers: Sequence[int], epoch: int
-    ) -> None:
-        """``headers``: where each rank has its posts in its segment, in bytes. They are numbered from ``epoch`` on."""
-        self.number = self._elsewhere = epoch * _EPOCH  # of the last post; how many went another way
+    def __init__(self, channel: Channel, rank: int, mappings: Sequence[Mapping], headers: Sequence[int]) -> None:
+        """``headers``: the offset of each rank's posts in its segment, in bytes."""
+        self.number = self._elsewhere = 0  # of the last post; how many went another way
         self._channel, self._rank = channel, rank
         self._own = mappings[rank]
         self._words = [mapping.words for mapping in mappings]
@@ -198,14 +196,10 @@ class Posts:
         """How far this rank has come, and how often it went or proposes to go another way."""
         return self.number, self._own.words[self._place + _ELSEWHERE]
 
-    @property
-    def epoch(self) -> int:
-        return self.number // _EPOCH
-
     def renew(self) -> None:
-        """What only some have posted is forgotten."""
+        """Forget the posts that only some ranks have made, and go on with a number that no rank has reached."""
         self.under_way.clear()
-        self.number = self._elsewhere = (self.epoch + 1) * _EPOCH
+        self.number = self._elsewhere = (self.number // _EPOCH + 1) * _EPOCH
         self._own.words[self._place + _DONE] = self._own.words[self._place + _ELSEWHERE] = self.number
 
     def read_no_more(self) -> None:
@@ -252,8 +246,8 @@ class Channel:
         collectives, questions: what its ranks post.
     """
 
-    def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int], epoch: int) -> None:
-        """``headers``: where each rank's header lies in its segment, in bytes, prepared for ``epoch``."""
+    def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
+        """``headers``: the offset of each rank's header in its segment, in bytes."""
         self.timeout = group_timeout(group).total_seconds()
         self.names = group_ranks(group)
         self.broken: RuntimeError | None = None
@@ -261,10 +255,8 @@ class Channel:
         self.rank, self.segment, self._peers = group.rank(), own, peers
         self._mappings = [peer.mapping for peer in peers]
         self.others = [rank for rank in range(len(peers)) if rank != self.rank]
-        self.of_processes = len({id(peer) for peer in peers}) == len(peers)  # ranks may be threads of one
-        self._headers = headers
-        self.collectives = Posts(self, self.rank, self._mappings, headers, epoch)
-        self.questions = Posts(self, self.rank, self._mappings, [header + _HALF for header in headers], epoch)
+        self.collectives = Posts(self, self.rank, self._mappings, headers)
+        self.questions = Posts(self, self.rank, self._mappings, [header + _HALF for header in headers])
 
     # -- what the ranks do together ------------------------------------------------------------------------------------
 
@@ -272,36 +264,31 @@ class Channel:
         """Fill each of up to ``PARTS`` vectors with every rank's shard of it. Where the vector lies in the segment, the
         others copy this rank's piece out of it; with ``until_read`` the wait is for them as well. ``event``: what it is
         for, the same on all ranks."""
-        posts, size = self.collectives, len(self.names)
+        posts, size = self.collectives, len(self._mappings)
         wheres: list[int] = []
         copied: list[Block] = []
         number, total = posts.next(label), 0
-        targets: list[tuple[Sequence[torch.Tensor], Block | None]] = []
+        targets: list[Sequence[torch.Tensor]] = []
         try:
             for part in parts:
                 shard, lent, pieces = part.shard, self.segment.lent_at(part.full.data_ptr()), part.pieces(size)
                 if lent is None:
                     copied.append(self._copy_out(shard))
-                    wheres.append(copied[-1].offset * size + self.rank)
+                    wheres.append(copied[-1].offset)
                 else:
                     lent.posted(self, number)
-                    owner = self.rank if lent.owner is None else lent.owner
-                    wheres.append((lent.offset + self.rank * shard.nbytes) * size + owner)
+                    wheres.append(lent.offset + self.rank * shard.nbytes)
                 pieces[self.rank].copy_(shard)
-                targets.append((pieces, lent))
+                targets.append(pieces)
                 total += shard.nbytes
         finally:
             self._leave(copied, number)  # not before all is copied: nobody reads what is not posted
 
         def finish() -> None:
             for rank in self.others:
-                for word, (pieces, lent) in enumerate(targets, PLACE):
-                    piece, (offset, owner) = pieces[rank], divmod(posts.said(rank, number, word), size)
-                    if lent is None or lent.owner is None:
-                        piece.copy_(self._mappings[owner].piece(offset, piece.numel(), piece.dtype))
-                    elif (offset, owner) != (lent.offset + rank * piece.nbytes, lent.owner):  # else it is there
-                        there = f"rank {self.names[rank]} gathers into other memory than rank {self.names[self.rank]}"
-                        raise OutOfStep(f"{label}: the ranks are out of step: {there}")
+                for word, pieces in enumerate(targets, PLACE):
+                    piece, offset = pieces[rank], posts.said(rank, number, word)
+                    piece.copy_(self._mappings[rank].piece(offset, piece.numel(), piece.dtype))
 
         return posts.post(number, event, total, label, wheres, finish, until_read=until_read)
 
@@ -355,9 +342,6 @@ class Channel:
         for block in copied:
             block.posted(self, number)
             self.segment.leave(block)
-
-    def mapping_of(self, rank: int) -> Mapping:
-        return self._mappings[rank]
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
@@ -421,31 +405,16 @@ class Channel:
         self.questions.renew()
 
     def reads_no_more(self) -> Callable[[], None]:
-        """To be called, in the end, so that the others need not wait for this rank to read what they have posted."""
+        """Return a function for the end of the group: the other ranks no longer wait for this rank to read their
+        posts. It does not keep the channel's group alive."""
         several, process = (self.collectives, self.questions), os.getpid()
 
         def tell() -> None:
             if os.getpid() == process:  # a fork would speak for another
                 for posts in several:
                     posts.read_no_more()
-                _left.append(_Left(self.rank, self._peers, self._headers, max(posts.epoch for posts in several)))
 
         return tell
-
-
-class _Left(NamedTuple):
-    """A channel that this rank has left. Its header is used again once all have: a rank that has not goes no further
-    than one epoch beyond this one."""
-
-    rank: int
-    peers: Sequence[Peer]
-    headers: Sequence[int]
-    epoch: int
-
-    def by_all(self) -> bool:
-        firsts = [(peer, (header + half) // 8) for peer, header in zip(self.peers, self.headers) for half in (0, _HALF)]
-        further = (self.epoch + 2) * _EPOCH
-        return all(peer.mapping.words[place + _DONE] >= further or peer.has_ended for peer, place in firsts)
 
 
 # -- who shares memory -------------------------------------------------------------------------------------------------
@@ -454,7 +423,6 @@ _segments: list[Segment] = []  # this process's own, once there is one
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 _connecting: weakref.WeakKeyDictionary[Any, futures.Future[Channel | None]] = weakref.WeakKeyDictionary()
 _channels: weakref.WeakKeyDictionary[Any, Channel | None] = weakref.WeakKeyDictionary()
-_left: list[_Left] = []  # whose headers others may look at
 _problems: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _on_one_host: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  # by the nonce of their segment
@@ -499,35 +467,27 @@ def _connect(group: Any) -> Channel | None:
         return None
     row = _own_row()
     rows = _tell(group, "segment", row)
-    problem, peers, epoch = _apart(rows, group), list[Peer](), max((said[5] for said in rows if said[1:]), default=0)
+    problem, peers = _apart(rows, group), list[Peer]()
     if not problem:
         try:
             peers = [_peer(*said[:4]) for said in rows]
-            for place in (row[4] // 8, (row[4] + _HALF) // 8):  # before the others look there
-                words = _own_segment().mapping.words
-                words[place + _DONE] = words[place + _ELSEWHERE] = epoch * _EPOCH
         except (OSError, ValueError) as error:
             problem = f"rank {group_ranks(group)[group.rank()]} cannot open the memory of another one: {error}"
     attempt = "/".join(str(said) for said in rows[0]) if rows else ""  # a store may remember an earlier one
     problems = _tell(group, f"opened/{attempt}", problem)
     if any(problems) or not peers:
         _problems[group] = next(filter(None, problems), problem)
-        if row[1:]:
-            _own_segment().leave_header(Header(row[4], row[5] + 1))
         return None
-    channel = Channel(group, _own_segment(), peers, [said[4] for said in rows], epoch)
+    channel = Channel(group, _own_segment(), peers, [said[4] for said in rows])
     weakref.finalize(group, channel.reads_no_more())
     return channel
 
 
 def _own_row() -> list[Any]:
-    """Where this rank's segment is, and a header in it; or why it has none."""
+    """Describe this rank's segment and a new header in it; or say why it has none."""
     try:
         own = _own_segment()
-        for left in [left for left in _left if left.by_all()]:
-            _left.remove(left)
-            own.leave_header(Header(left.headers[left.rank], left.epoch + 3))
-        return [os.getpid(), own.file, own.nonce, own.capacity, *own.new_header()]
+        return [os.getpid(), own.file, own.nonce, own.capacity, own.new_header()]
     except (OSError, ValueError) as error:
         return [str(error)]
 

@@ -353,10 +353,8 @@ class FlatParamHandle:
 
     # -- gather and release --------------------------------------------------------------------------------------------
 
-    def begin_gather(
-        self, pool: MemoryPool, communicator: Communicator, tag: Tag, *, keep_cast: bool, nearby: bool, private: bool
-    ) -> Gather:
-        """Give the full buffer memory, to be filled: with what is returned; see :func:`gather`."""
+    def begin_gather(self, pool: MemoryPool, communicator: Communicator, *, keep_cast: bool, nearby: bool) -> Gather:
+        """Give the full buffer memory, and return the gather that fills it; see :func:`gather`."""
         copy = self.copy
         if not communicator.is_chosen:
             communicator.choose(self.device)  # which may fail, and decides which memory is of use
@@ -366,8 +364,7 @@ class FlatParamHandle:
             if not pool.may_refill(copy.pooled):
                 self.release(pool, None)
         if copy.state is BufferState.SHARDED:
-            in_common = communicator.in_common and not private
-            pool.allocate(copy.pooled, communicator.sharers(tag) if in_common else None)
+            pool.allocate(copy.pooled)
         copy.enter(BufferState.GATHERING)
         shard = self._shard
         if nearby:
@@ -535,11 +532,9 @@ def gather(
     keep_cast: bool = False,
     nearby: bool = False,
     to_write: bool = False,
-    private: bool = False,
 ) -> None:
     """Start filling the full buffers of a unit as one collective, on the current stream; refill those that are filled
-    already. ``nearby``: from the parts that ``communicator``'s ranks have kept. ``private``: no other rank may have
-    them in common, as some may do without, or write there unseen.
+    already. ``nearby``: from the parts that ``communicator``'s ranks have kept.
 
     With ``keep_cast`` the shards in the compute dtype are kept for the next gather, which is to see the same values;
     :meth:`FlatParamHandle.forget_kept` says that it is not.
@@ -548,9 +543,7 @@ def gather(
     try:
         for handle in handles:
             if handle.copy.state is not BufferState.RESIDENT:
-                alone = private or to_write
-                part = handle.begin_gather(pool, communicator, tag, keep_cast=keep_cast, nearby=nearby, private=alone)
-                parts.append(part)
+                parts.append(handle.begin_gather(pool, communicator, keep_cast=keep_cast, nearby=nearby))
         if not parts:
             return
         issues = True

@@ -13,7 +13,6 @@ import torch
 
 from fsdp.comm import host_memory, shared_memory
 from fsdp.comm.collectives import may_share
-from fsdp.comm.common_memory import CommonMemory, Sharers
 from fsdp.comm.segment import Segment
 from fsdp.comm.streams import Event, Streams
 from fsdp.comm.versions import STORAGES_SWAP
@@ -72,8 +71,8 @@ class MemoryPool:
         self._free: list[tuple[torch.UntypedStorage, int, Event]] = []  # blocks, bytes and last use, oldest first
         self._free_nbytes = 0  # of all these
 
-    def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
-        """Give ``buffer`` memory, with undefined contents; ``sharers`` may have it in common."""
+    def allocate(self, buffer: PooledTensor) -> None:
+        """Give ``buffer`` memory, with undefined contents."""
         if buffer.nbytes == 0:
             return
         if not self.exchanges_blocks:
@@ -152,7 +151,6 @@ class SharedPool(MemoryPool):
 
     def __init__(self, device: torch.device, streams: Streams, group: Any) -> None:
         super().__init__(device, streams, group)
-        self._in_common: dict[shared_memory.Channel, CommonMemory] = {}
         self._channel: shared_memory.Channel | None = None  # once the group's ranks have decided to have one
 
     @property
@@ -163,32 +161,22 @@ class SharedPool(MemoryPool):
             channel = self._channel = shared_memory.known_channel(self._group)
         return channel.segment if channel is not None and channel.usable else None
 
-    def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
-        segment, block = self._segment, None
+    def allocate(self, buffer: PooledTensor) -> None:
+        segment = self._segment
         if segment is None or buffer.nbytes == 0:
             super().allocate(buffer)
-            return
-        if sharers is not None:
-            block = self._in_common.setdefault(sharers.channel, CommonMemory()).allocate(buffer.nbytes, sharers)
-        buffer.attach(segment.allocate(buffer.nbytes) if block is None else block)
-
-    def trim(self) -> None:
-        for memory in self._in_common.values():
-            memory.keep(0, 0)
-        super().trim()
+        else:
+            buffer.attach(segment.allocate(buffer.nbytes))
 
     def rest(self) -> None:
-        if self._in_common or self._segment is None:
-            self.trim()  # all ranks forget at once what they have in common
+        if self._segment is None:
+            self.trim()
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
         if buffer.nbytes and (segment := self._segment) is not None:
             segment.free(buffer.detach())
-            largest = max(self.kept_block_nbytes, _NO_MATTER)
-            for memory in self._in_common.values():
-                memory.keep(max(self.kept_nbytes, _NO_MATTER), largest)
             # for the pool of the tree's reductions as well
-            segment.keep(max(2 * self.kept_nbytes, _NO_MATTER), largest)
+            segment.keep(max(2 * self.kept_nbytes, _NO_MATTER), max(self.kept_block_nbytes, _NO_MATTER))
         else:
             super().free(buffer, last_use)
 
@@ -204,7 +192,7 @@ class PoisoningPool(MemoryPool):
     """For debugging (``FSDP_DEBUG=1``): returned buffers keep their memory, filled with NaN, so that a use after
     release shows as NaN at the place that did it instead of a crash or another unit's weights."""
 
-    def allocate(self, buffer: PooledTensor, sharers: Sharers | None = None) -> None:
+    def allocate(self, buffer: PooledTensor) -> None:
         if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:
             super().allocate(buffer)
 

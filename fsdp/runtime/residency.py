@@ -153,7 +153,6 @@ class Residency(Residences[UnitBuffers]):
                 keep_cast=again,
                 nearby=nearby,
                 to_write=to_write,
-                private=unit.policy.reduce_unused,
             )
         unit.generation, unit.kept_versions = self.generation, None
         self.becomes(unit, why, gathered=True)
