@@ -42,7 +42,7 @@ from fsdp.fully_sharded_data_parallel import (
     shard_info,
 )
 from fsdp.runtime.backward import mark_side_output
-from fsdp.runtime.tensors import flat_param_groups, full_grad, full_tensor, global_shape, num_params, param_groups
+from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
 from fsdp.runtime.uneven_batches import join
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ __all__ = [
     "UnitDescription",
     "UnitInfo",
     "describe",
-    "flat_param_groups",
     "full_grad",
     "full_params",
     "full_tensor",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -326,6 +326,29 @@ def as_count(value: Any, argument: str, of: str) -> int:
     if value < 0:
         raise ValueError(f"{argument} must be a number of {of}, 0 or more, but got {value}")
     return value
+
+
+FlatParamKey = Callable[[str, nn.Parameter], Hashable]  # the label of a parameter, given its name in the unit
+
+
+def as_flat_param_key(value: Any, use_orig_params: bool) -> FlatParamKey | None:
+    """Return ``value``, validated.
+
+    Raises:
+        TypeError: it is neither None nor callable.
+        ValueError: there are no flat parameters to divide.
+    """
+    if value is not None and not callable(value):
+        raise TypeError(
+            f"flat_param_key must be callable, such as lambda name, param: param.dim() > 1, but got {_described(value)}"
+        )
+    if value is not None and use_orig_params:
+        raise ValueError(
+            "flat_param_key divides the flat parameters of use_orig_params=False, and with use_orig_params=True there "
+            "are none: leave one of the two out"
+        )
+    key: FlatParamKey | None = value
+    return key
 
 
 def as_mixed_precision(value: Any) -> MixedPrecision:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
+    FlatParamKey,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     HandleTrainingState,
@@ -37,6 +38,7 @@ from fsdp.api import (
     as_backward_prefetch,
     as_cpu_offload,
     as_flag,
+    as_flat_param_key,
     as_mixed_precision,
     as_sharding_strategy,
 )
@@ -49,8 +51,8 @@ from fsdp.checkpoint.wrapper_methods import StateDictMethods
 from fsdp.comm.board import processes
 from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
-from fsdp.comm.groups import Groups, check_groups, default_group, groups_of_mesh
-from fsdp.comm.nodes import node_groups
+from fsdp.comm.groups import Groups, check_groups
+from fsdp.comm.nodes import choose_groups
 from fsdp.comm.versions import skip_code
 from fsdp.ddp_names import DDPNames, refuse_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
@@ -65,9 +67,9 @@ from fsdp.runtime.build import (
     build_unit,
     copy_unit,
     inside_checkpoint,
-    outermost_of,
     shard_info,
     unit_policy,
+    warn_without_forward,
 )
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
@@ -192,6 +194,10 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             ``SHARD_GRAD_OP``. The same for all instances under one root.
         coalesce_nbytes: neighbours among the units that ``auto_wrap_policy`` chooses (children of one module with the
             same arguments, no units inside) become one of at most so many bytes, as by :meth:`group`. Or by a policy.
+        flat_param_key: with ``use_orig_params=False``, divide each unit's flat parameter by label: called with the name
+            of a parameter in its unit and the parameter, it returns a hashable label, the same on every rank, and
+            parameters with equal labels become one flat parameter. So weights and biases may have different options:
+            ``flat_param_key=lambda name, param: param.dim() > 1``, see :func:`fsdp.param_groups`.
         broadcast_buffers: give all ranks the buffers of rank 0 (running statistics, for instance) when a forward of the
             outermost module begins, as ``DistributedDataParallel`` does, which has it on by default: one broadcast per
             dtype, but after forwards in ``no_sync()`` or without gradients. The same for all instances under one root.
@@ -228,6 +234,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         keep_gathered_nbytes: int = 0,
         broadcast_buffers: bool = False,
         coalesce_nbytes: int = 0,
+        flat_param_key: FlatParamKey | None = None,
         **unknown: NoReturn,
     ) -> None:
         super().__init__()
@@ -243,6 +250,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             raise ValueError("Cannot pass both ignored_modules and ignored_states at the same time; pass only one")
         if param_init_fn is not None and not callable(param_init_fn):
             raise ValueError(f"Expected param_init_fn to be callable but got {type(param_init_fn)}")
+        flat_param_key = as_flat_param_key(flat_param_key, use_orig_params)
         self.forward_prefetch = as_flag(forward_prefetch, "forward_prefetch")
         self.limit_all_gathers = as_flag(limit_all_gathers, "limit_all_gathers")
         policy = unit_policy(
@@ -258,20 +266,9 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             use_orig_params=use_orig_params,
         )
         check_groups(strategy, process_group, device_mesh, auto_wrap_policy)
-        for called in outermost_of(module):
-            if isinstance(called, (nn.ModuleList, nn.ModuleDict)):
-                warnings.warn(
-                    f"FullyShardedDataParallel wraps a {type(called).__name__}, which has no forward: its parameters "
-                    "would never be gathered. Wrap its elements, or the module that calls them",
-                    stacklevel=2,
-                )
+        warn_without_forward(module)
         hybrid = strategy in HYBRID_SHARDING_STRATEGIES
-        if device_mesh is not None:
-            chosen = groups_of_mesh(strategy, device_mesh)
-        elif hybrid:
-            chosen = process_group = process_group if process_group is not None else node_groups(default_group())
-        else:
-            chosen = process_group if process_group is not None else default_group()
+        chosen = choose_groups(strategy, process_group, device_mesh)
         if hybrid:
             self.process_group, self._inter_node_pg = chosen
             groups = Groups.of_pair(*chosen)
@@ -296,7 +293,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
                 set(ignored.params),
                 FullyShardedDataParallel,
                 {
-                    "process_group": process_group,
+                    "process_group": chosen if device_mesh is None else None,
                     "device_mesh": device_mesh,
                     "sharding_strategy": strategy,
                     "cpu_offload": cpu_offload,
@@ -316,6 +313,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
                     "keep_gathered_nbytes": keep_gathered_nbytes,
                     "broadcast_buffers": broadcast_buffers,
                     "coalesce_nbytes": coalesce_nbytes,
+                    "flat_param_key": flat_param_key,
                 },
             )
 
@@ -328,7 +326,14 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
         options = UnitOptions(
-            groups, policy, self.mixed_precision, self.cpu_offload, param_init_fn, device_id, sync_module_states
+            groups,
+            policy,
+            self.mixed_precision,
+            self.cpu_offload,
+            param_init_fn,
+            device_id,
+            sync_module_states,
+            flat_param_key,
         )
         with torch.inference_mode(False):
             self._fsdp_unit = build_unit(module, unit_name, ignored, options)

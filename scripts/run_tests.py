@@ -65,7 +65,6 @@ COSTS: dict[str, float] = {
     "tests/test_agreement.py": 17,
     "tests/test_comm_hooks.py": 16,
     "tests/test_compat.py": 16,
-    "tests/test_flat_groups.py": 16,
     "tests/test_plan.py": 16,
     "tests/test_full_params.py": 14,
     "tests/test_precision.py": 13,

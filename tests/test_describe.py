@@ -114,7 +114,6 @@ def test_what_is_no_model_or_no_parameter_is_refused() -> None:
         fsdp.describe,
         fsdp.num_params,
         fsdp.shard_info,
-        fsdp.flat_param_groups,
         lambda model: fsdp.param_groups(model, weight_decay=0.1),
         lambda model: fsdp.trace(model).__enter__(),
         lambda model: next(iter(fsdp.join(model, []))),

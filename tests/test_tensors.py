@@ -66,7 +66,7 @@ def _flat() -> None:
     assert found is not None
     assert torch.equal(found, torch.cat([p.grad.flatten() for p in plain.head.parameters()]))  # type: ignore[union-attr]
     assert fsdp.num_params(model) == fsdp.num_params(plain)
-    with pytest.raises(ValueError, match="is a flat parameter, of weights and biases alike"):
+    with pytest.raises(ValueError, match=r"'head.weight' and 'head.bias' are in one flat parameter"):
         fsdp.param_groups(model, weight_decay=0.1)
 
 

@@ -33,7 +33,6 @@ from fsdp import (
     ShardingStrategy,
     StateDictType,
     checkpoint,
-    flat_param_groups,
 )
 from fsdp.api import FullOptimStateDictConfig, FullStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
 from fsdp.wrap import ModuleWrapPolicy
@@ -295,7 +294,6 @@ def check_state(root: str) -> None:
         momenta = {name: whole(value) for name, value in local.around(moments).items()}
         for uop, forms in modes.items():
             check_forms(Path(root, f"{shape}{uop}"), world, uop, forms, values, momenta)
-        check_vectors(world, values, momenta)
 
 
 def check_forms(
@@ -327,25 +325,6 @@ def check_forms(
     checkpoint.load(path, model, optimizer, progress=False)
     check_whole(model, optimizer, values, momenta, f"{what}, files")
     assert_bit_equal(checkpoint.load_plain(path, progress=False).model, values, f"{what}, load_plain")
-
-
-def check_vectors(world: World, values: dict[str, Tensor], momenta: dict[str, Tensor]) -> None:
-    """Neighbours of which one has no part here are one parameter on all ranks."""
-
-    def made(seed: int) -> tuple[FSDP, Any]:
-        model = FSDP(narrow(world, seed), use_orig_params=True, **world.options)
-        return model, sgd_of_halves(flat_param_groups(model))
-
-    model, optimizer = made(0)
-    train(model, world, 2, optimizer)
-    for kind, *configs in (FORMS[0], FORMS[2]):
-        with FSDP.state_dict_type(model, kind, *configs):
-            state, optim = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-        model, optimizer = made(1)
-        with FSDP.state_dict_type(model, kind, *configs):
-            model.load_state_dict(state)
-            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, optim))
-        check_whole(model, optimizer, values, momenta, f"{world.options}, vectors, {configs}")
 
 
 def check_whole(model: FSDP, optimizer: Any, values: Any, momenta: Any, what: str) -> None:

@@ -264,7 +264,7 @@ def get_optimizer_state_dict(
     options = StateDictOptions.of(options)
     several = _several(optimizers)
     with calling("get_optimizer_state_dict()", model), contextlib.ExitStack() as stack:
-        params = ModelParams(model, [optimizer.param_groups for optimizer in several])
+        params = ModelParams(model)
         for optimizer in several:
             stack.enter_context(initialised(optimizer, params))
         return optimizer_state_as_it_is(model, several, options)
@@ -372,7 +372,7 @@ def optimizers_to_load(
     options = StateDictOptions.of(options)
     model = entered(model, options)
     several = _several(optimizers)
-    params, alone = ModelParams(model, [optimizer.param_groups for optimizer in several]), len(several) == 1
+    params, alone = ModelParams(model), len(several) == 1
 
     def loadable(optimizer: Optimizer) -> dict[str, Any]:
         part = functools.partial(_part_of, optimizer, model, params, optim_state_dict, options, alone=alone)
@@ -475,7 +475,7 @@ def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
     plain = PlainNames(model).plain
     several = _several(optimizers)
     held = [param for optimizer in several for group in optimizer.param_groups for param in group["params"]]
-    params = ModelParams(model, [optimizer.param_groups for optimizer in several])
+    params = ModelParams(model)
     parts: dict[str, torch.Tensor] = {}
     for param in held:
         holder = params.holders.get(param)

@@ -166,7 +166,7 @@ class _Plan:
         different = [member.name for member in present if set(states[member]) != set(names)]
         if different:
             self._problems.append(
-                f"the parameters of {holder.kind} need the same states, but {present[0].name!r} has "
+                f"the parameters of a flat parameter need the same states, but {present[0].name!r} has "
                 f"{sorted(names, key=state_order)}, and {', '.join(different)} others"
             )
             return
@@ -186,7 +186,7 @@ class _Plan:
     def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
         """Its states; as ``Whole`` also what is an element-wise state of a parameter without dimensions."""
         states = dict(self._contents.states[member.name])
-        if member.shape == () and (holder.sharded or holder.is_vector):
+        if member.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
                     states[state] = Whole(value.dtype, ())
@@ -225,12 +225,12 @@ class _Plan:
         ]
         if lacking and any(value is not None for value in values):
             self._problems.append(
-                f"the parameters of {holder.kind} share {state!r}, which {', '.join(lacking)} lack: no value would "
+                f"the parameters of a flat parameter share {state!r}, which {', '.join(lacking)} lack: no value would "
                 "be right for them"
             )
         if not all(same_value(value, values[0]) for value in values[1:]):
             shown = {member.name: value for member, value in zip(present, values)}
-            self._problems.append(f"the parameters of {holder.kind} share {state!r}, but it is {shown}")
+            self._problems.append(f"the parameters of a flat parameter share {state!r}, but it is {shown}")
         return copy.deepcopy(values[0])
 
 
@@ -297,7 +297,7 @@ def optim_state_dict_to_load(
     Raises, on every rank: as that, and RuntimeError if another rank cannot load sharded values, or has others.
     """
     own = groups_of(optim, optim_input)
-    params = ModelParams(model, [own])
+    params = ModelParams(model)
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
     saved = None if from_rank0 else given()

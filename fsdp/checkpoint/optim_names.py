@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,9 +24,7 @@ from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord
 from fsdp.flat.names import clean, joined, path_of, unit_name, unit_of
-from fsdp.flat.runs import Run, span
 from fsdp.flat.views import FlatViews
-from fsdp.flat.visible import Visible
 from fsdp.runtime.unit import Unit
 
 Key = int | str
@@ -51,12 +49,11 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Holder:
-    """A parameter that optimizers hold, and the original parameters that its state belongs to: itself, or, if it is a
-    flat parameter, all of its bucket, or, if it is a run, some neighbours of it.
+    """A parameter that optimizers hold, and the original parameters that its state belongs to: itself, or, for a flat
+    parameter, all of its bucket.
 
     Attributes:
-        is_flat: whether the bucket shows a flat parameter (``use_orig_params=False``).
-        is_run: see [Note: Runs].
+        is_flat: whether it is a flat parameter (``use_orig_params=False``).
     """
 
     param: nn.Parameter
@@ -64,25 +61,6 @@ class Holder:
     unit: Unit
     handle: FlatParamHandle
     is_flat: bool
-    is_run: bool = False
-
-    @property
-    def is_vector(self) -> bool:
-        """Whether an element-wise state has the elements of all members, as their part of the shard has them."""
-        return self.is_flat or self.is_run
-
-    def span(self, rank: int) -> tuple[int, int]:
-        """Which part of the shard of ``rank`` a vector is."""
-        layout = self.handle.layout
-        return (0, layout.shard_numel) if self.is_flat else span(layout, [m.index for m in self.members], rank)
-
-    @cached_property
-    def _own_span(self) -> tuple[int, int]:
-        return self.span(self.rank)
-
-    @property
-    def kind(self) -> str:
-        return "one parameter of flat_param_groups()" if self.is_run else "a flat parameter"
 
     @property
     def sharded(self) -> bool:
@@ -96,7 +74,7 @@ class Holder:
     @property
     def is_whole(self) -> bool:
         """Whether it is one parameter, of which every rank has all."""
-        return not (self.is_vector or self.sharded or self.is_cut)
+        return not (self.is_flat or self.sharded or self.is_cut)
 
     @property
     def rank(self) -> int:
@@ -109,13 +87,12 @@ class Holder:
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
         """Memory for an element-wise state on this rank; only what no element belongs to has values, zeros."""
-        if not self.is_vector and not self.sharded:
+        if not self.is_flat and not self.sharded:
             record = self.members[0].record
             return torch.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
         memory = torch.empty(self.local_shape, dtype=dtype, device=self.param.device)
-        first, _ = self._own_span
-        for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_vector else ():
-            memory[max(start - first, 0) : max(end - first, 0)].zero_()
+        for start, end in self.handle.layout.shard_gaps(self.rank) if self.is_flat else ():
+            memory[start:end].zero_()
         return memory
 
     @cached_property
@@ -140,48 +117,33 @@ class Holder:
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of an element-wise state on this rank, whatever stage the parameter itself is in."""
-        if not self.is_vector and not self.sharded:
+        if not self.is_flat and not self.sharded:
             return self.members[0].record.shape
-        start, end = self._own_span
-        return (end - start,)
+        record, layout = self.members[0], self.handle.layout
+        return (layout.shard_numel if self.is_flat else layout.piece(record.index, self.rank).numel,)
 
     def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
         """This rank's elements of ``member`` in an element-wise state: 1-D, in memory order, a view where it can be."""
-        if not self.is_vector:
+        if not self.is_flat:
             return state if self.sharded else elements_of(state, member.record.stride)
         piece = self.handle.layout.piece(member.index, self.rank)
-        start = piece.shard_offset - self._own_span[0]
-        return state[start : start + piece.numel] if piece.numel else state[:0]
+        return state[piece.shard_offset : piece.shard_offset + piece.numel] if piece.numel else state[:0]
 
     def __str__(self) -> str:
         return ", ".join(repr(member.name) for member in self.members)
 
 
-def holders_of(unit: Unit, prefix: str = "", held: Collection[nn.Parameter] = ()) -> Iterator[Holder]:
-    """What optimizers hold of ``unit``: its parameters, but the runs among ``held`` in place of those that are in them.
-    ``prefix`` is the path that its names are relative to in the model.
-
-    Raises:
-        ValueError: ``held`` has a run and a parameter in it.
-    """
+def holders_of(unit: Unit, prefix: str = "") -> Iterator[Holder]:
+    """Describe each parameter of ``unit`` that optimizers hold. ``prefix`` is the unit's path in the model, which its
+    names are relative to."""
     for handle, views in zip(unit.handles, unit.views):
-        runs = [run for run in views.runs if run.param in held]
-        within = {index for run in runs for index in run.members}
-        several: list[Visible | Run] = [*views.visible, *runs]
-        for one in several:
-            if one not in runs and not within.isdisjoint(one.members):
-                if one.param in held:
-                    raise ValueError(
-                        f"optimizers hold {handle.name_of(one.members[0])!r} of {unit.name} twice: by itself, and as "
-                        "flat_param_groups() gives it, in one parameter with its neighbours"
-                    )
-                continue
+        for one in views.visible:
             members = []
             for index in one.members[: len(handle.layout.params)]:  # the flat vector may be one more
                 record = handle.layout.params[index]
                 names = tuple(clean(joined(prefix, name)) for name in (record.name, *record.aliases))
                 members.append(Member(names, index, record, (handle.tp[index] or record).shape))
-            yield Holder(one.param, tuple(members), unit, handle, isinstance(views, FlatViews), one in runs)
+            yield Holder(one.param, tuple(members), unit, handle, isinstance(views, FlatViews))
 
 
 class ModelParams:
@@ -195,14 +157,11 @@ class ModelParams:
         device: where they can communicate.
     """
 
-    def __init__(self, model: nn.Module, optims: Iterable[Sequence[Group] | None] = ()) -> None:
-        """``optims`` are the groups of the optimizers that it is about.
-
+    def __init__(self, model: nn.Module) -> None:
+        """
         Raises:
             AssertionError: the model's units differ in ``use_orig_params``.
-            ValueError: see ``holders_of``.
         """
-        held = {param for groups in optims for group in groups or () for param in group["params"]}
         self.units: dict[Unit, str] = {}
         self.holders: dict[nn.Parameter, Holder] = {}
         modes = set()
@@ -213,7 +172,7 @@ class ModelParams:
                 continue
             name = unit_name(module, clean(path))
             self.units[unit] = f"unit {name!r}" if name else "the outermost unit"
-            self.holders.update((holder.param, holder) for holder in holders_of(unit, path_of(unit, name), held))
+            self.holders.update((holder.param, holder) for holder in holders_of(unit, path_of(unit, name)))
             for handle, views in zip(unit.handles, unit.views):
                 modes.add(isinstance(views, FlatViews))
                 stands_for.update(dict.fromkeys(handle.wholes, handle.flat_param))
@@ -255,13 +214,8 @@ class ModelParams:
         )
 
     def names_of_group(self, params: Iterable[nn.Parameter]) -> list[str]:
-        """The names of a group's parameters, in their order; with runs among them in that of the model."""
-        params = list(params)
-        names = [name for param in params for name in self.names(param)]
-        if any(param in self.holders and self.holders[param].is_run for param in params):
-            order = {clean(names[0]): place for place, names in enumerate(self._current_names.values())}
-            names.sort(key=lambda name: order.get(name, len(order)))
-        return names
+        """Return the names of a group's parameters, in their order."""
+        return [name for param in params for name in self.names(param)]
 
     def key_of_named(self, param: nn.Parameter) -> str:
         """The key of ``param`` in the state of an optimizer that goes by names: its name now, wrapper parts and all."""

@@ -152,22 +152,19 @@ def _agree(
 
     def said(of: Mapping[Holder, States | None], holders: list[Holder], group: Any) -> dict[int, list[States | None]]:
         """What the ranks of ``group`` have of these, by rank; nothing where one has failed."""
-        own, sizes = [of.get(holder) for holder in holders], [len(holder.members) for holder in holders]
-        everyone = {me: (own, failures, sizes)}
+        own = [of.get(holder) for holder in holders]
+        everyone = {me: (own, failures)}
         if group is not None:
             try:
-                packed = pickle.dumps((own, failures, sizes))
+                packed = pickle.dumps((own, failures))
             except Exception as error:  # whatever the values' own ways to be pickled raise
                 failure = _failure(unknown, [*problems, f"a state cannot be pickled: {error}"])
-                packed = pickle.dumps(([], {me: failure}, sizes))
+                packed = pickle.dumps(([], {me: failure}))
             several = all_gather_object(packed, group, label, device)  # they wait for it, whatever a rank holds
             everyone = dict(zip(group_ranks(group), map(pickle.loads, several)))
-        for _, theirs, _ in everyone.values():
+        for _, theirs in everyone.values():
             failures.update(theirs)
-        if not failures and (odd := [rank for rank, (_, _, theirs) in everyone.items() if theirs != sizes]):
-            text = "the optimizers of the ranks hold other neighbours as one parameter: the rule of flat_param_groups()"
-            failures[odd[0]] = Failure("RuntimeError", None, f"{text} has to be the same on all of them")
-        return {} if failures else {rank: states for rank, (states, _, _) in everyone.items()}
+        return {} if failures else {rank: states for rank, (states, _) in everyone.items()}
 
     by_shards, by_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
     for holder in local:
@@ -249,7 +246,7 @@ def optim_state_dict(
         optim: what ``raw`` is of; None for one built from ``optim_input``, or from ``model.parameters()``.
     """
     groups = groups_of(optim, optim_input)
-    params = ModelParams(model, [groups])
+    params = ModelParams(model)
     by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups)
     state_of = {by_key[key]: state for key, state in raw["state"].items() if key in by_key}
     group = group if group is not None else default_group()

@@ -70,8 +70,7 @@ def _holders(optimizer: Optimizer) -> Iterator[Holder]:
     """The sharded parameters that have state, in the optimizer's order."""
     with _lock:
         units = list(_units)
-    held = {param for group in optimizer.param_groups for param in group["params"]}
-    known = {one.param: one for unit in units if unit.groups.sharded for one in holders_of(unit, held=held)}
+    known = {one.param: one for unit in units if unit.groups.sharded for one in holders_of(unit)}
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param in known and optimizer.state.get(param):
@@ -85,8 +84,9 @@ def _check_size(optimizer: Optimizer, holder: Holder) -> None:
     """
     if holder.is_flat:  # all parts of a flat parameter have one size
         return
-    numels = [end - start for start, end in map(holder.span, range(holder.handle.layout.world_size))]
-    whole = sum(member.record.numel for member in holder.members)
+    layout, (member,) = holder.handle.layout, holder.members
+    numels = [layout.piece(member.index, rank).numel for rank in range(layout.world_size)]
+    whole = member.record.numel
     own = numels[holder.rank]
     for name, value in optimizer.state[holder.param].items():
         numel = value.numel() if isinstance(value, torch.Tensor) and value.dim() > 0 else own

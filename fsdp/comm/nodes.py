@@ -9,10 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp.api import ShardingStrategy
 from fsdp.comm.beginning import prepare
 from fsdp.comm.collectives import Vote
-from fsdp.comm.groups import default_group, group_ranks, group_timeout, is_registered
+from fsdp.comm.groups import (
+    HYBRID_SHARDING_STRATEGIES,
+    default_group,
+    group_ranks,
+    group_timeout,
+    groups_of_mesh,
+    is_registered,
+)
 from fsdp.comm.streams import default_device, device_count
 
 
@@ -109,3 +118,15 @@ def _again(made: Sequence[Any]) -> str:
 
 _node_groups: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 _nearby_groups: weakref.WeakKeyDictionary[Any, dict[int, list[Any]]] = weakref.WeakKeyDictionary()
+
+
+def choose_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: DeviceMesh | None) -> Any:
+    """Return the process group that a unit is sharded over, or for hybrid strategies the pair (shard, replica).
+
+    Without either argument that is the default group, or the pair that :func:`node_groups` makes of it.
+    """
+    if device_mesh is not None:
+        return groups_of_mesh(strategy, device_mesh)
+    if process_group is not None:
+        return process_group
+    return node_groups(default_group()) if strategy in HYBRID_SHARDING_STRATEGIES else default_group()

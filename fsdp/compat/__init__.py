@@ -238,7 +238,7 @@ def load_fsdp_optimizer(
         and fsdp_plugin.state_dict_type is not api.StateDictType.FULL_STATE_DICT
     )
     if empty:
-        with dcp.initialised(inner, ModelParams(model, [inner.param_groups])):
+        with dcp.initialised(inner, ModelParams(model)):
             made = dict(inner.state)
         inner.state.update(made)
     try:

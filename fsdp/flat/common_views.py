@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from fsdp.flat.flat_param import LOST_WRITE, FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
 from fsdp.flat.registration import Layer, Registration
-from fsdp.flat.runs import Runs
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.flat.visible import Visible, flags_of, looks_of, memories_of, version_of
 
@@ -27,7 +26,6 @@ class CommonViews:
     """Of one bucket."""
 
     visible: Sequence[Visible]
-    runs = Runs()  # what optimizers hold in place of visible parameters; of flat ones there are none
 
     def _see(self, visible: Sequence[Visible]) -> None:
         """Users hold these from here on."""
@@ -47,19 +45,15 @@ class CommonViews:
 
     @property
     def versions(self) -> Versions:
-        """Others when a visible parameter is replaced or written in place; past it, through its ``.data`` for instance,
-        nobody sees it."""
-        versions = list(map(version_of, self.params))
-        for run in self.runs:
-            for index in run.members:
-                versions[index] += run.param._version
-        return self._ids, versions
+        """The identity and version of each visible parameter. They change when a parameter is replaced or written in
+        place, but not when it is written through ``.data``."""
+        return self._ids, list(map(version_of, self.params))
 
     def marks(self) -> Marks:
         """What ``check_unchanged`` compares with."""
         if not self.check_writeback:
             return self.handle.copy, ((), [])
-        return self.handle.copy, self.versions if self.runs else (self._ids, list(map(version_of, self.params)))
+        return self.handle.copy, self.versions
 
     def check_unchanged(self, before: Marks, expected: Collection[int]) -> None:
         """Raises RuntimeError if a backward from a forward in which these marks were made would compute with other
@@ -92,11 +86,6 @@ class CommonViews:
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
         """Make ``grad``, sharded or in full shape, the gradient of visible parameter ``position``."""
         assign_grad(self.visible[position].param, grad)
-
-    def follow_runs(self) -> None:
-        """Bring the gradients of parameters and of the runs that they are in in step; see [Note: Runs]."""
-        if self.registration.summoned is None:
-            self.runs.follow(self.params)
 
     @property
     def has_hooks(self) -> bool:
@@ -354,7 +343,7 @@ class CommonViews:
         """
         if self.registration.placeholders is not None:  # left there by something that raised
             self.drop_placeholders()
-        if not self.runs and self.is_as_left:
+        if self.is_as_left:
             return False
         if self.check_writeback:
             self.take_over()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor
 
-from fsdp.api import MixedPrecision
+from fsdp.api import FlatParamKey, MixedPrecision
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import default_device, resolve_device
@@ -172,21 +172,28 @@ def _memory_order(param: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def bucket_layouts(
-    owned: list[OwnedParam], shard_size: int, on_cpu: bool, precision: MixedPrecision, *, use_orig_params: bool
+    owned: list[OwnedParam],
+    shard_size: int,
+    on_cpu: bool,
+    precision: MixedPrecision,
+    *,
+    use_orig_params: bool,
+    key: FlatParamKey | None = None,
 ) -> list[tuple[FlatLayout, list[OwnedParam]]]:
-    """The layout of each bucket of (dtype, ``requires_grad``) over ``shard_size`` ranks, in order of first appearance,
-    trainable ones first.
+    """Return the layout of each bucket of (dtype, ``requires_grad``, label by ``key``) over ``shard_size`` ranks, in
+    order of first appearance, trainable ones first.
 
     On accelerators shards and parameters are aligned to 16 bytes. On CPU shards are what ``torch.chunk`` gives, and
     only original parameters are aligned, not those in a flat parameter. ``FSDP_SHARD_ALIGNMENT`` (bytes) overrides it,
     on every rank.
     """
-    buckets: dict[tuple[torch.dtype, bool], list[OwnedParam]] = {}
+    buckets: dict[tuple[torch.dtype, bool, Hashable], list[OwnedParam]] = {}
     for item in owned:
-        buckets.setdefault((item.param.dtype, item.param.requires_grad), []).append(item)
+        label = None if key is None else _label_of(item, key)
+        buckets.setdefault((item.param.dtype, item.param.requires_grad, label), []).append(item)
     shard_alignment = int(os.environ.get("FSDP_SHARD_ALIGNMENT", 1 if on_cpu else ALIGNMENT))
     layouts = []
-    for (dtype, _), members in sorted(buckets.items(), key=lambda entry: not entry[0][1]):
+    for (dtype, _, _), members in sorted(buckets.items(), key=lambda entry: not entry[0][1]):
         specs = [
             ParamSpec(
                 name=item.name,
@@ -207,6 +214,18 @@ def bucket_layouts(
         )
         layouts.append((layout, members))
     return layouts
+
+
+def _label_of(item: OwnedParam, key: FlatParamKey) -> Hashable:
+    label = key(item.name, item.param if item.dtensor is None else item.dtensor)
+    try:
+        hash(label)
+    except TypeError:
+        raise TypeError(
+            f"expected flat_param_key to return a hashable label, such as a bool or a string, but for {item.name!r} it "
+            f"returned {label!r}"
+        ) from None
+    return label
 
 
 # -- what is left alone ------------------------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from fsdp.flat.flat_param import FlatParamHandle, assign_grad, take_over_data
 from fsdp.flat.full_copy import BufferState, SlotBuffer, point_at
 from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
-from fsdp.flat.runs import Runs
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.flat.visible import Visible, address_of, flag_of, flags_of, looks_of
 
@@ -50,7 +49,6 @@ class OriginalViews(CommonViews):
         guards = [guard(module, functools.partial(handle.describe_sharded, index)) for module, index in owners.items()]
         super().__init__(handle, Registration(handle, owned, None, guards))
         handle.flat_param._params = self._originals
-        self.runs = Runs()
         self._hidden_grads: list[torch.Tensor | None] | None = None  # of the shards, while summoned
         self.shows_grads = False  # whether full gradients are summoned
         self.follow_shard()
@@ -66,19 +64,12 @@ class OriginalViews(CommonViews):
             for position, address in enumerate(self._addresses)
             if not address
         ]
-        for run in self.runs:
-            run.point()
         return self._originals
 
     @property
     def is_as_left(self) -> bool:
         """Whether users have done nothing to the parameters that the next ``refresh`` follows, as far as that can be
-        seen at once; with runs, but for those of which this rank has no elements."""
-        if self.runs:
-            for run in self.runs:
-                if not run.in_step(self.params):
-                    return False
-            return list(map(address_of, self.params)) == self._addresses
+        seen at once."""
         handle = self.handle
         if handle.has_tp or list(map(flag_of, self.params)) != handle.copy.flags:
             return False
@@ -91,30 +82,14 @@ class OriginalViews(CommonViews):
                 return False
         return True
 
-    def refresh(self) -> bool:
-        if not self.runs:
-            return super().refresh()
-        with torch.no_grad():
-            for run in self.runs:
-                run.follow_flags(self._originals)
-                run.take_over()
-        changed = super().refresh()
-        self.follow_runs()
-        return changed
-
     def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
         """The gradients that this rank has, without padding and without empty tensors, of parameters that tensor
         parallelism has ``cut``, or of the others; what changes them in place changes ``.grad``."""
-        self.follow_runs()
-        whole = [run for run in self.runs if run.missing is None]
-        others = set(range(len(self.visible))).difference(*(run.members for run in whole))
-        grads = [self.visible[i].param.grad for i in sorted(others) if self.handle.is_cut(i) is cut]
-        parts = [part for run in whole if self.handle.is_cut(run.members[0]) is cut for part in run.grad_parts()]
-        return parts + [grad for grad in grads if grad is not None and grad.numel()]
+        grads = [each.param.grad for index, each in enumerate(self.visible) if self.handle.is_cut(index) is cut]
+        return [grad for grad in grads if grad is not None and grad.numel()]
 
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
         super().announce_copies(handle, memo)
-        self.runs.announce_copies(memo)
         for original in self._originals:
             copied: Any = torch.Tensor._make_subclass(type(original), original.detach()[:0], original.requires_grad)
             copied.__dict__.update(original.__dict__)
@@ -125,9 +100,7 @@ class OriginalViews(CommonViews):
         owned, _ = self.registration.copied(memo)
         for item, original in zip(owned, self._originals):
             item.param = memo[id(original)]
-        views = OriginalViews(handle, owned, self._guard)
-        self.runs.copy_to(views.runs, handle, memo)
-        return views
+        return OriginalViews(handle, owned, self._guard)
 
     @property
     def has_hooks(self) -> bool:
@@ -164,7 +137,6 @@ class OriginalViews(CommonViews):
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """Parameters that hold ``values`` (in their true shapes) are registered until ``end_summon``; so are ``grads``,
         or the gradients that there are."""
-        self.follow_runs()
         self._hidden_grads, self.shows_grads = [original.grad for original in self._originals], grads is not None
         point_at(self._originals, values)
         for original, grad in zip(self._originals, grads or ()):
@@ -209,7 +181,6 @@ class OriginalViews(CommonViews):
                 self.set_grad(index, before)
                 if write_grads and now is not before:
                     self._take_grad(index, now)
-        self.follow_runs()
 
     def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """``new`` is the user's parameter from here on; the one before is a tensor of its own."""

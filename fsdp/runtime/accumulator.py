@@ -57,7 +57,6 @@ class Accumulator:
                 elif current is not None:
                     grads[position].add_(current)
                 views.set_grad(position, grads[position])
-        views.follow_runs()
         self.exposed = [TensorWeakRef(grad) for grad in grads]
         self._shapes = [grad.shape for grad in grads]
         self._version = buffer.flat._version
@@ -95,7 +94,6 @@ class Accumulator:
         for position, (exposed, parked) in enumerate(zip(self._grads(), self._parked)):
             if exposed is not None and self._views.visible[position].param.grad is exposed:
                 self._views.set_grad(position, parked)
-        self._views.follow_runs()
         self.forget()
 
     def _grads(self) -> list[torch.Tensor | None]:
@@ -107,8 +105,6 @@ class Accumulator:
         the user put in its place. A sharded one of the same shape cannot be there: only a backward that ends the
         accumulation makes one."""
         found = []
-        if self._views.runs:
-            self._views.follow_runs()
         for position, shape in enumerate(self._shapes if self.exposed else ()):
             grad = self._views.visible[position].param.grad
             if grad is not None and grad.shape == shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from torch import nn
 from fsdp.api import (
     BackwardPrefetch,
     CPUOffload,
+    FlatParamKey,
     MixedPrecision,
     ShardingStrategy,
     as_count,
@@ -57,6 +59,7 @@ class UnitOptions:
     param_init_fn: Callable[[nn.Module], None] | None
     device_id: int | str | torch.device | None
     synchronized: bool  # whether all start with the values of the first rank; otherwise each has its own
+    flat_param_key: FlatParamKey | None = None
 
 
 def inside_checkpoint(module: nn.Module) -> nn.Module:
@@ -68,6 +71,17 @@ def outermost_of(module: nn.Module) -> list[nn.Module]:
     """The modules by which the unit of ``module`` is called, without torch's checkpoint wrappers; the first one has the
     flat parameters."""
     return [inside_checkpoint(member) for member in members_of(module).values()]
+
+
+def warn_without_forward(module: nn.Module) -> None:
+    """Warn the caller of the wrapper's constructor if it wraps a container that has no forward."""
+    for called in outermost_of(module):
+        if isinstance(called, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"FullyShardedDataParallel wraps a {type(called).__name__}, which has no forward: its parameters would "
+                "never be gathered. Wrap its elements, or the module that calls them",
+                stacklevel=3,
+            )
 
 
 def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOptions) -> Unit:
@@ -104,6 +118,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
         device.type == "cpu",
         options.mixed_precision,
         use_orig_params=use_orig_params,
+        key=options.flat_param_key,
     ):
         params, placed = [item.param for item in members], [item.tp for item in members]
         samples = sample(params) if compares else []

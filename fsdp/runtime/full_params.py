@@ -129,7 +129,6 @@ def gather_grads(unit: Unit, bucket: int, call: str) -> tuple[torch.Tensor, list
     """
     unit.check_gradients(call)
     handle = unit.handles[bucket]
-    unit.views[bucket].follow_runs()
     params = [visible.param for visible in unit.views[bucket].visible]
     present = torch.tensor([param.grad is not None for param in params], dtype=torch.int64, device="cpu")
     if handle.groups.sharded:

@@ -415,8 +415,6 @@ class BucketGradients:
     def _is_awaited(self) -> bool:
         """Whether somebody waits for a gradient during the backward."""
         params = self.views.params
-        if self.views.runs:
-            params = [*params, *(run.param for run in self.views.runs)]
         if any(map(_hooks_of, params)):
             return True
         if _IN_BACKWARD not in sys.modules:
@@ -428,7 +426,7 @@ class BucketGradients:
         ``_apply_optimizer_in_backward`` has hung on them."""
         if not self._awaited:
             return
-        for held in (*self.views.visible, *self.views.runs):
+        for held in self.views.visible:
             param: Any = held.param
             if held.absent or param.grad is None or not param.requires_grad:
                 continue
@@ -481,8 +479,6 @@ class BucketGradients:
         has gradients of.
         """
         present, added = [], []
-        if self.views.runs:
-            self.views.follow_runs()  # what was dropped is not to be added to
         grads = self.views.sharded_grads(shard if shard.dtype == self.dtype else shard.to(self.dtype))
         wide = self.views.sharded_grads(shard.to(self.handle.layout.dtype)) if self._keep_low_precision else grads
         for position in self.views.present:
@@ -506,6 +502,4 @@ class BucketGradients:
                 added.append(wide[position])
         if present:
             torch._foreach_add_(present, added)
-        if self.views.runs:
-            self.views.follow_runs()
         self._announce()

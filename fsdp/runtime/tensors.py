@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import parameter_views
-from fsdp.flat.names import clean
+from fsdp.flat.names import clean, joined, path_of
 from fsdp.flat.tensor_parallel import TensorParallel
 from fsdp.runtime.build import join
 from fsdp.runtime.full_params import gather_grads
@@ -81,11 +81,6 @@ def _place_of(param: torch.Tensor) -> _Place | None:
             for bucket, views in enumerate(unit.views):
                 for position, visible in enumerate(views.visible):
                     _places[id(visible.param)] = _Place(unit.ref, bucket, position)
-                if run := next((run for run in views.runs if run.param is param), None):
-                    raise ValueError(
-                        f"expected a parameter of the model, and got what flat_param_groups() has made of {run}, of "
-                        f"{unit.name}"
-                    )
         place = _places.get(id(param))
     return place if place is not None and place.holds(param) else None
 
@@ -160,91 +155,78 @@ def num_params(module: nn.Module, *, only_trainable: bool = False) -> int:
     return sum(numel for numel, param in several if param.requires_grad or not only_trainable)
 
 
-def param_groups(module: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """Groups for an optimizer as training scripts make them by ``p.dim()``, which sharded parameters have lost: those
-    of two or more dimensions with ``weight_decay``, biases and norms with none; what requires no grad is left out.
-
-    Raises:
-        ValueError: flat parameters, which hold both kinds: pass ``use_orig_params=True`` to the wrapper.
-    """
-    units_in(module)  # which refuses what is no model
-    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
-    for name, param in module.named_parameters():
-        place = _place_of(param)
-        if place is not None and not place.unit.policy.use_orig_params:
-            raise ValueError(
-                f"{name} of {place.unit.name} is a flat parameter, of weights and biases alike: pass "
-                "use_orig_params=True to FullyShardedDataParallel for groups of its parameters"
-            )
-        if param.requires_grad:
-            groups[len(global_shape(param)) < 2]["params"].append(param)
-    return [group for group in groups if group["params"]]
+Rule = Callable[[str, torch.Size], Mapping[str, Any]]
 
 
-def flat_param_groups(
-    module: nn.Module, rule: Callable[[str, torch.Size], Mapping[str, Any]] | None = None
+def param_groups(
+    module: nn.Module, rule: Rule | None = None, *, weight_decay: float | None = None
 ) -> list[dict[str, Any]]:
-    """Groups for an optimizer of a model with ``use_orig_params=True``, which steps a few vectors instead of hundreds
-    of parameters: of each unit and dtype, neighbours with the same options are one ``nn.Parameter``, 1-D, this rank's
-    part of them, over the memory that the model's own have, with a ``.grad`` that is theirs. What is done to either
-    side's ``.grad``, ``requires_grad`` or values is done to the other's, for gradients and ``requires_grad`` by the
-    next forward, backward or step.
+    """Return parameter groups for an optimizer: parameters with equal options are one group.
 
-    For optimizers that step each element by itself, which is all of torch's but ``Adafactor``, ``Muon`` and ``LBFGS``:
-    what looks at the norm, the shape or the rank of a parameter (LAMB, LARS and Shampoo, too) sees that of a vector.
-    Optimizer state is saved and loaded by the parameters' names and shapes, as without this function, by the functions
-    of this package (not by ``optimizer.state_dict()``, which has one rank's vectors).
+    Training scripts choose groups by ``p.dim()``, which sharded parameters have lost; names and whole shapes remain.
+    Parameters that require no grad are left out. A flat parameter (``use_orig_params=False``) is in one group, so the
+    parameters in it need equal options: wrap the model with ``flat_param_key``, which divides flat parameters.
 
-        optimizer = AdamW(fsdp.flat_param_groups(model, lambda name, shape: {"weight_decay": 0.1 * (len(shape) > 1)}))
+        model = FSDP(model, auto_wrap_policy=policy, flat_param_key=lambda name, param: param.dim() > 1)
+        optimizer = AdamW(fsdp.param_groups(model, weight_decay=0.1))
+        optimizer = AdamW(fsdp.param_groups(model, lambda name, shape: {"lr": 1e-4 if "head" in name else 1e-3}))
 
     Args:
-        rule: the options of the parameter with this name in the plain model and this whole shape; the same on every
-            rank. Equal options are one group, in the order of the model. None: one group without options.
-
-    Parameters that require no grad are left out. Freezing some of a vector's members later is an error at the next
-    forward or step, and gradients of some of them alone (``reduce_unused=True`` gives none to what no rank uses) are at
-    the next step; all together are frozen, or have none, as ever.
+        rule: returns the options of the parameter with this name in the plain model and this whole shape; the same on
+            every rank.
+        weight_decay: stands for a rule that gives this weight decay to parameters of two or more dimensions, and none
+            to biases and norms. The group with weight decay is the first.
 
     Raises:
-        TypeError: ``rule`` gave no dict.
-        ValueError: flat parameters, which are vectors already (pass ``model.parameters()``); or an optimizer that is
-            still there holds other neighbours of the same parameters.
-        RuntimeError: a forward or backward of a unit is under way, or it is inside ``summon_full_params``.
+        TypeError: both or none of ``rule`` and ``weight_decay`` were given; or ``rule`` returned no dict of options.
+        ValueError: parameters of one flat parameter have different options.
     """
-    units_in(module)  # which refuses what is no model
-    options: list[Mapping[str, Any]] = []
-    labels: dict[tuple[Unit, int], dict[int, int]] = {}  # of each bucket's parameters the number of the group
-    members: list[tuple[int, _Place | None, nn.Parameter]] = []
+    paths = {unit: path_of(unit, name) for name, unit, _ in units_in(module)}
+    if (rule is None) is (weight_decay is None):
+        got = "none" if rule is None else "both"
+        raise TypeError(f"param_groups() takes either a rule or weight_decay=, and got {got} of them")
+    choose: Rule = rule or (lambda name, shape: {"weight_decay": weight_decay if len(shape) > 1 else 0.0})
+    groups: list[dict[str, Any]] = []
     for name, param in module.named_parameters():
-        place = _place_of(param)
-        if place is not None:
-            place.check("flat_param_groups()")
-            if not place.unit.policy.use_orig_params:
-                raise ValueError(
-                    f"{name} of {place.unit.name} is a flat parameter already: give the optimizer model.parameters(), "
-                    "or pass use_orig_params=True to FullyShardedDataParallel for groups of what is in it"
-                )
         if not param.requires_grad:
             continue
-        given = {} if rule is None else rule(clean(name), global_shape(param))
-        if not isinstance(given, Mapping) or "params" in given:
-            raise TypeError(
-                f"expected the rule of flat_param_groups() to return a dict of options without 'params', such as "
-                f"{{'weight_decay': 0.0}}, but for {clean(name)!r} it returned {given!r}"
-            )
-        if given not in options:
-            options.append(given)
-        members.append((options.index(given), place, param))
-        if place is not None:
-            labels.setdefault((place.unit, place.bucket), {})[place.position] = members[-1][0]
-    groups: list[dict[str, Any]] = [{**given, "params": []} for given in options]
-    held: dict[tuple[Unit, int], dict[int, nn.Parameter]] = {}
-    for (unit, bucket), of in labels.items():
-        views = unit.views[bucket]
-        held[unit, bucket] = views.runs.hold(views.handle, of)
-        views.follow_runs()
-    for number, place, param in members:
-        one = param if place is None else held[place.unit, place.bucket][place.position]
-        if not any(one is other for other in groups[number]["params"]):
-            groups[number]["params"].append(one)
+        several = [(each, _options(choose, each, shape)) for each, shape in _wholes_of(name, param, paths)]
+        first, options = several[0]
+        for other, others in several:
+            if others != options:
+                raise ValueError(
+                    f"{first!r} and {other!r} are in one flat parameter, {clean(name)!r}, which can have one set of "
+                    f"options, and the rule gives {dict(options)} and {dict(others)}: wrap with flat_param_key=, which "
+                    "divides flat parameters, or with use_orig_params=True"
+                )
+        group = next((group for group in groups if {**group, "params": None} == {**options, "params": None}), None)
+        if group is None:
+            groups.append({**options, "params": [param]})
+        else:
+            group["params"].append(param)
+    if weight_decay is not None:
+        groups.sort(key=lambda group: group["weight_decay"] != weight_decay)
     return groups
+
+
+def _options(rule: Rule, name: str, shape: torch.Size) -> Mapping[str, Any]:
+    options = rule(name, shape)
+    if not isinstance(options, Mapping) or "params" in options:
+        raise TypeError(
+            "expected the rule of param_groups() to return a dict of options without 'params', such as "
+            f"{{'weight_decay': 0.0}}, but for {name!r} it returned {options!r}"
+        )
+    return options
+
+
+def _wholes_of(name: str, param: nn.Parameter, paths: Mapping[Unit, str]) -> list[tuple[str, torch.Size]]:
+    """Return the name and whole shape of each original parameter that ``param`` stands for. ``paths`` has the path of
+    each unit in the model."""
+    place = _place_of(param)
+    if place is None or place.unit.policy.use_orig_params:
+        return [(clean(name), global_shape(param))]
+    prefix, handle = paths.get(place.unit, ""), place.handle
+    return [
+        (clean(joined(prefix, record.name)), torch.Size((tp or record).shape))
+        for tp, record in zip(handle.tp, handle.layout.params)
+    ]

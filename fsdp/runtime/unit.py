@@ -197,11 +197,9 @@ class Unit(UnitBuffers):
         for handle, views, gradients in zip(self.handles, self.views, self.gradients):
             if only not in (None, handle):
                 continue
-            views.follow_runs()
             grads = [visible.param.grad for visible in views.visible]
             for visible in views.visible:
                 visible.param.grad = None
-            views.follow_runs()
             new = change(handle.flat_param).detach()
             if new.data_ptr() != handle.shard.data_ptr() or new.dtype != handle.shard.dtype:
                 stays = only is not None or handle.offload.offload_params
@@ -211,7 +209,6 @@ class Unit(UnitBuffers):
             views.follow_shard()
             for visible, grad in zip(views.visible, grads):
                 visible.param.grad = None if grad is None else change(grad).detach()
-            views.follow_runs()
         self.expected.renew()
         return self.device
 
@@ -555,19 +552,6 @@ class Unit(UnitBuffers):
         elif phase is Phase.FORWARD:  # of a module whose forward is a whole step
             for view in self.views:
                 view.skip_comparison()
-                view.follow_runs()
-        for run in (run for views in self.views for run in views.runs):
-            if phase is Phase.SUMMONED:
-                raise RuntimeError(
-                    "an optimizer of flat_param_groups() steps inside summon_full_params: what is shown there of "
-                    f"{self.name} would overwrite it. Step outside"
-                )
-            if run.missing is not None:
-                raise RuntimeError(
-                    f"{run.missing!r} of {self.name} has no gradient, and others that the optimizer holds as one "
-                    f"parameter with it have ({run}). Set the gradients of all of them, or of none; or give its "
-                    "parameters to the optimizer one by one"
-                )
 
 
 def _change_shard(unit_ref: weakref.ref[Unit], bucket: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -243,14 +243,14 @@ class UnitBuffers(Member):
     # -- what users hold -----------------------------------------------------------------------------------------------
 
     def visible_params(self) -> Iterator[torch.Tensor]:
-        """What optimizers hold of it."""
-        return (held.param for views in self.views for held in (*views.visible, *views.runs))
+        """The unit's parameters as optimizers hold them."""
+        return (visible.param for views in self.views for visible in views.visible)
 
     def follow_parameters(self) -> None:
         """Follow what the user did to the visible parameters."""
         changed = False
         for view in self.views:
-            if view.runs or not view.is_as_left:
+            if not view.is_as_left:
                 changed = view.refresh() or changed
         if changed:
             self.expected.watch()

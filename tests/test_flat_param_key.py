@@ -1,0 +1,180 @@
+"""``flat_param_key`` divides flat parameters by label, and ``fsdp.param_groups`` gives an optimizer the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import fsdp
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy
+from fsdp.checkpoint import load, save
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import run_ranks
+from tests.harness.sharded import full_gradients, full_parameters
+
+FULL_SHARD, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD
+MATRICES = 0.3  # the weight decay of parameters of two or more dimensions
+
+
+class Block(nn.Module):
+    """Sizes that do not divide, a weight that is not row-major, a tied weight, a scalar and a second dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(3, 5, 2)
+        self.conv.weight = nn.Parameter(self.conv.weight.detach().transpose(0, 2).contiguous().transpose(0, 2))
+        self.norm = nn.LayerNorm(5)
+        self.one, self.two = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.two.weight = self.one.weight
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.wide = nn.Parameter(torch.ones(5, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(torch.tanh(self.one(self.norm(self.conv(x).mean(-1))))) * self.gain * self.wide.to(x.dtype)
+        return x + y.sum(-1).view(-1, 1, 1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(-1))
+
+
+def is_matrix(name: str, param: nn.Parameter) -> bool:
+    return param.dim() > 1
+
+
+def build(strategy: ShardingStrategy = FULL_SHARD, **options: Any) -> Any:
+    """A model with one flat parameter per unit, dtype and label; or with original parameters."""
+    torch.manual_seed(3)
+    options = {"flat_param_key": None if options.get("use_orig_params") else is_matrix, **options}
+    return FSDP(Net(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def optimizer_of(model: nn.Module) -> AdamW:
+    return AdamW(fsdp.param_groups(model, weight_decay=MATRICES), lr=0.05)
+
+
+def backward(model: Any, step: int) -> None:
+    x = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    model(x).square().mean().backward()
+
+
+def train(model: Any, optimizer: AdamW, steps: range) -> None:
+    """Every third step accumulates two batches, the first one without a reduction."""
+    for step in steps:
+        for micro in range(1 + (step % 3 == 2)):
+            with model.no_sync() if step % 3 == 2 and micro == 0 else nullcontext():
+                backward(model, 2 * step + micro)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trains(strategy: ShardingStrategy) -> None:
+    flat, original = build(strategy), build(strategy, use_orig_params=True)
+    backward(flat, 0)
+    backward(original, 0)
+    assert_bit_equal(full_gradients(flat), full_gradients(original))
+    for model in (flat, original):
+        model.zero_grad()
+        train(model, optimizer_of(model), range(10))
+    assert_bit_equal(full_parameters(flat), full_parameters(original))
+
+
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, FULL_SHARD), (3, FULL_SHARD), (4, FULL_SHARD), (2, NO_SHARD)])
+def test_divided_flat_parameters_train_as_original_parameters_do(ranks: int, strategy: ShardingStrategy) -> None:
+    """Ten steps of AdamW with and without weight decay, bit for bit."""
+    run_ranks(ranks, trains, strategy)
+
+
+def has_flat_parameters() -> None:
+    model = build()
+    names = [name.rpartition(".")[2] for name, _ in model.module.blocks[0].named_parameters()]
+    assert names == ["_flat_param", "_flat_param_1", "_flat_param_2"]  # matrices, the others, and the other dtype
+    matrices, others = fsdp.param_groups(model, weight_decay=MATRICES)
+    assert (matrices["weight_decay"], others["weight_decay"]) == (MATRICES, 0.0)
+    assert (len(matrices["params"]), len(others["params"])) == (3, 5)
+    asked: dict[str, torch.Size] = {}
+
+    def rule(name: str, shape: torch.Size) -> Mapping[str, Any]:
+        asked[name] = shape
+        return {"weight_decay": MATRICES if len(shape) > 1 else 0.0}
+
+    assert fsdp.param_groups(model, rule) == [matrices, others]
+    assert asked == {name: param.shape for name, param in Net().named_parameters()}
+    by_name = FSDP(Net(), flat_param_key=lambda name, param: "head" in name)
+    groups = fsdp.param_groups(by_name, lambda name, shape: {"lr": 0.5 if "head" in name else 1.0})
+    assert [(group["lr"], len(group["params"])) for group in groups] == [(1.0, 2), (0.5, 1)]
+    for handle in model._fsdp_unit.handles:  # of the head
+        handle.flat_param.requires_grad_(False)
+    assert [len(group["params"]) for group in fsdp.param_groups(model, weight_decay=MATRICES)] == [2, 4]
+
+
+def test_a_unit_has_a_flat_parameter_for_each_dtype_and_label() -> None:
+    """A rule is asked for the names and whole shapes of the plain model; frozen parameters are in no group."""
+    run_ranks(2, has_flat_parameters)
+
+
+def saves(root: str) -> None:
+    flat, original = build(), build(use_orig_params=True)
+    of_flat, of_original = optimizer_of(flat), optimizer_of(original)
+    for model, optimizer in ((flat, of_flat), (original, of_original)):
+        train(model, optimizer, range(3))
+    saved, expected = FSDP.optim_state_dict(flat, of_flat), FSDP.optim_state_dict(original, of_original)
+    assert saved["state"].keys() == expected["state"].keys() == dict(Net().named_parameters()).keys()
+    for name, states in expected["state"].items():
+        assert_bit_equal(saved["state"][name], states, name)
+    assert [sorted(group["params"]) for group in saved["param_groups"]] == [
+        sorted(group["params"]) for group in expected["param_groups"]
+    ]
+    fresh, again = build(), build(use_orig_params=True)
+    of_fresh, of_again = optimizer_of(fresh), optimizer_of(again)
+    of_fresh.load_state_dict(FSDP.optim_state_dict_to_load(fresh, of_fresh, expected))
+    fresh.load_state_dict(original.state_dict())
+    load(save(root, flat, of_flat, progress=False), again, of_again, progress=False)
+    for model, optimizer in ((fresh, of_fresh), (again, of_again), (original, of_original)):
+        train(model, optimizer, range(3, 5))
+    assert_bit_equal(full_parameters(fresh), full_parameters(original))
+    assert_bit_equal(full_parameters(again), full_parameters(original))
+
+
+def test_state_of_divided_flat_parameters_has_the_names_of_the_plain_model(tmp_path: Path) -> None:
+    """State dicts and checkpoints move between divided flat parameters and original ones."""
+    run_ranks(2, saves, str(tmp_path))
+
+
+def refuses() -> None:
+    with pytest.raises(TypeError, match=r"flat_param_key must be callable, .* but got True"):
+        FSDP(Net(), flat_param_key=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"with use_orig_params=True there are none: leave one of the two out"):
+        FSDP(Net(), flat_param_key=is_matrix, use_orig_params=True)
+    with pytest.raises(TypeError, match=r"a hashable label, .* but for 'blocks.0.gain' it returned \["):
+        FSDP(Net(), flat_param_key=lambda name, param: [name])  # type: ignore[arg-type,return-value]
+    model = build()
+    for arguments in ({}, {"rule": lambda name, shape: {}, "weight_decay": 0.1}):
+        with pytest.raises(TypeError, match=r"param_groups\(\) takes either a rule or weight_decay="):
+            fsdp.param_groups(model, **arguments)
+    with pytest.raises(TypeError, match=r"a dict of options .* for 'head.weight' it returned 3"):
+        fsdp.param_groups(model, lambda name, shape: 3)  # type: ignore[arg-type,return-value]
+    with pytest.raises(ValueError, match=r"'.*conv.weight' and '.*one.weight' are in one flat parameter"):
+        fsdp.param_groups(model, lambda name, shape: {"lr": float(shape[0]) if len(shape) == 3 else 0.0})
+
+
+def test_labels_and_rules_that_cannot_be_followed_are_refused() -> None:
+    run_ranks(2, refuses)
