@@ -167,8 +167,9 @@ def refuses() -> None:
     with pytest.raises(TypeError, match=r"a hashable label, .* but for 'blocks.0.gain' it returned \["):
         FSDP(Net(), flat_param_key=lambda name, param: [name])  # type: ignore[arg-type,return-value]
     model = build()
-    for arguments in ({}, {"rule": lambda name, shape: {}, "weight_decay": 0.1}):
-        with pytest.raises(TypeError, match=r"param_groups\(\) takes either a rule or weight_decay="):
+    both = {"rule": lambda name, shape: {}, "weight_decay": 0.1}
+    for got, arguments in (("none", {}), ("both", both)):
+        with pytest.raises(TypeError, match=rf"takes either a rule or weight_decay=, and got {got} of them"):
             fsdp.param_groups(model, **arguments)
     with pytest.raises(TypeError, match=r"a dict of options .* for 'head.weight' it returned 3"):
         fsdp.param_groups(model, lambda name, shape: 3)  # type: ignore[arg-type,return-value]
