@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -106,6 +107,83 @@ def test_fd40_numbers_have_no_end_and_old_names_are_read(tmp_path: Path) -> None
     assert load_plain(tmp_path).model["weight"].tolist() == [3.0] * 3
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below `folder`, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_link_among_the_checkpoints_is_never_followed(tmp_path: Path) -> None:
+    """Whatever a link with the name of a checkpoint, or of an unfinished one, leads to stays, and so does the link."""
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    made = save(root, Keeps(1.0), extra="first")
+    os.rename(made, archive)
+    (archive / "notes.txt").write_text("mine")
+    made.symlink_to(archive)
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    for name in ("manifest", "latest", "extra_0.pt", "retired"):
+        (parts / name).write_text(name)
+    (root / ".checkpoint_00000002.tmp").symlink_to(parts)
+    (root / "checkpoint_00000003").symlink_to(parts)
+    (root / "checkpoint_00000004").symlink_to(tmp_path / "nowhere")
+    links = {path.name: os.readlink(path) for path in root.iterdir() if path.is_symlink()}
+    before = contents(archive), contents(parts)
+    names = [save(root, Keeps(float(step)), extra=step, keep=1).name for step in range(3)]
+    assert names == [f"checkpoint_{number:08d}" for number in (5, 6, 7)]
+    assert (contents(archive), contents(parts)) == before
+    assert {path.name: os.readlink(path) for path in root.iterdir() if path.is_symlink()} == links
+    assert set(os.listdir(root)) == {*links, names[-1], "latest"}
+    assert load(made, Keeps()) == ["first"], "a link to a checkpoint can be loaded"
+
+
+def test_a_directory_that_becomes_a_link_before_its_files_are_removed_is_not_entered(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for step in range(2):
+        save(root, Keeps(float(step)))
+    (share,) = files.retire(root / "checkpoint_00000002", 1, 1)
+    os.rename(root / "checkpoint_00000001", elsewhere)
+    (root / "checkpoint_00000001").symlink_to(elsewhere)
+    before = contents(elsewhere)
+    with pytest.warns(UserWarning, match=r"the older .* could not be removed: .*checkpoint_00000001/"):
+        files.remove_older(root / "checkpoint_00000002", share)
+    assert contents(elsewhere) == before
+
+
+def test_files_of_others_in_a_checkpoint_stay_and_its_tensors_go(tmp_path: Path) -> None:
+    """A tokenizer beside the tensors, in a directory or not, keeps its path; no hidden directory is left."""
+    theirs = {"HF/tokenizer.json": b"1", "config.json": b"2", "extra_0.pt.d/manifest": b"3"}
+    for step in range(4):
+        made = save(tmp_path, Keeps(float(step)), extra=step, keep=1)
+        for name, content in theirs.items():
+            (made / name).parent.mkdir(exist_ok=True)
+            (made / name).write_bytes(content)
+    assert load(tmp_path, Keeps()) == [3]
+    assert sorted(os.listdir(tmp_path)) == [*(f"checkpoint_{number:08d}" for number in (1, 2, 3, 4)), "latest"]
+    assert all(contents(tmp_path / f"checkpoint_{number:08d}") == theirs for number in (1, 2, 3))
+
+
+class Refusing(Disk):
+    """Cannot remove files of tensors."""
+
+    def remove_file(self, path: Path) -> None:
+        if path.suffix == ".distcp":
+            raise OSError(13, "Permission denied", str(path))
+        super().remove_file(path)
+
+
+def test_a_removal_that_failed_is_repeated_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file that cannot be removed does not keep the others, and what is left is never taken for a checkpoint."""
+    first = save(tmp_path, Keeps(1.0), extra=1)
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match=r"could not be removed: .*__0_0\.distcp"):
+        patch.setattr(files, "disk", Refusing())
+        save(tmp_path, Keeps(2.0), extra=2, keep=1)
+    assert sorted(os.listdir(first)) == ["__0_0.distcp", "retired"]
+    with pytest.raises(FileNotFoundError, match="is no checkpoint"):
+        load_plain(first)
+    assert save(tmp_path, Keeps(3.0), extra=3, keep=1).name == "checkpoint_00000003"
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000003", "latest"]
+
+
 # -- other jobs --------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +250,53 @@ def test_fd44_what_is_replaced_while_it_is_read_is_read_anew(tmp_path: Path, mon
 
     found = iter([tmp_path / "old", tmp_path / "new"])
     assert files.read_latest(tmp_path, read, lambda path: (next(found), mock.ANY)) == tmp_path / "new"
+
+
+def saves_its_rank(root: str) -> None:
+    save(root, Keeps(1.0), extra=f"rank {dist.get_rank()}")
+
+
+def loads_on_more_ranks(root: str) -> None:
+    rank = dist.get_rank()
+    extras = load(root, Keeps())
+    assert extras[rank % len(extras)] == f"rank {rank % 2}"
+    with pytest.raises(IndexError, match=r"2 ranks saved .* rank 2 has no extra in it: use extras\[rank % len"):
+        extras[2]
+
+
+def test_ranks_that_did_not_exist_at_the_save_learn_how_to_choose_an_extra(tmp_path: Path) -> None:
+    run_ranks(2, saves_its_rank, str(tmp_path))
+    run_ranks(3, loads_on_more_ranks, str(tmp_path))
+
+
+def test_the_extras_of_all_ranks_are_read_with_one_reading_of_the_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest lists the files of all ranks: to read it once for each rank is quadratic in their number."""
+    run_ranks(2, saves_its_rank, str(tmp_path))
+    read, readings = files._read_manifest, []
+    monkeypatch.setattr(files, "_read_manifest", lambda path: (readings.append(path), read(path))[1])
+    assert load_plain(tmp_path).extra == ["rank 0", "rank 1"]
+    plain = len(readings)
+    extras = load(tmp_path, Keeps())
+    loaded = len(readings) - plain
+    assert [*extras, *extras] == ["rank 0", "rank 1"] * 2
+    assert len(readings) - plain - loaded <= 1
+    manifest = read(tmp_path / "checkpoint_00000001" / "manifest")
+    many = load_checkpoint.Extras(tmp_path / "checkpoint_00000001", manifest._replace(ranks=1000))
+    readings.clear()
+    assert len([*many]) == 1000 and len(readings) <= 1
+
+
+def test_an_extra_that_is_read_late_is_of_the_checkpoint_that_was_loaded(tmp_path: Path) -> None:
+    """A run that starts over gives a number again: what is there then is refused, and not taken for what was loaded."""
+    run_ranks(2, saves_its_rank, str(tmp_path))
+    extras = load(tmp_path, Keeps())
+    assert extras[0] == "rank 0"
+    shutil.rmtree(tmp_path)
+    save(tmp_path, Keeps(2.0), extra="another run")
+    with pytest.raises(RuntimeError, match=r"checkpoint_00000001 was replaced by another checkpoint since it was load"):
+        extras[1]
 
 
 # -- other people's checkpoints ----------------------------------------------------------------------------------------

@@ -105,12 +105,13 @@ def few_words(root: str) -> None:
         assert_bit_equal(model.state_dict(), before)
         dist.barrier()
         older = [name for number in (1, 2, 3) for name in os.listdir(Path(root, f"checkpoint_0000000{number}"))]
+        older = [name for name in older if name != "manifest"]  # which is renamed, and removed by whoever comes last
         dist.barrier()
         save(root, other, keep=1)
-        assert 0 < len(watched.removed) <= len(older) // size + 3
+        assert 0 < len(watched.removed) <= len(older) // size + 6
         everybody: list[Any] = [None] * size
         dist.all_gather_object(everybody, watched.removed)
-        assert sorted(name for names in everybody for name in names) == sorted(older)
+        assert sorted(name for names in everybody for name in names if name != "retired") == sorted(older)
         assert sorted(os.listdir(root)) == ["checkpoint_00000004", "latest"]
 
 
@@ -235,10 +236,11 @@ def test_fd51_a_list_for_torch_where_it_is_not_too_long(tmp_path: Path, monkeypa
     reader.read_data(planner.create_local_plan(), planner).wait()
     assert_bit_equal({name.removeprefix("model."): value for name, value in read.items()}, module.state_dict())
     load(tmp_path, module)
+    unread = Extras(*files.find(made))
     save(tmp_path, module, keep=1)
     assert sorted(os.listdir(tmp_path)) == ["checkpoint_00000002", "latest"]
-    with pytest.raises(RuntimeError, match=r"what rank 0 added .* the checkpoint was removed since it was loaded"):
-        print(Extras(made, 1)[0])
+    with pytest.raises(RuntimeError, match=r"checkpoint_00000001 was removed since it was loaded: ask for"):
+        print(unread[0])
 
 
 def bytes_read() -> int:

@@ -16,8 +16,12 @@
 Checkpoints that have only the number for a name, as earlier versions wrote them, are read as well.
 
 [Note: What is ours]
-Whatever else is in the directory stays as it is. A checkpoint is what has such a name and a valid manifest; an
-unfinished one is what has such a name, and nothing in it but files that a save writes.
+A checkpoint is a directory that has such a name and a valid manifest; an unfinished one is a directory that has such a
+name and holds files that a save writes. Links with these names are read, but never removed or entered by a removal.
+Removing a checkpoint begins by renaming its manifest to ``retired``, so that no half of a checkpoint looks like one.
+Then the files with names that a save uses are removed, and the directory if it is empty. Other files stay in it, under
+the same name. An empty directory with the name of a checkpoint is what a removal left that died. A removal that failed
+is repeated by the next save that removes checkpoints.
 
 [Note: Never torn]
 A checkpoint is written under a temporary name. When every file and the directory itself are on the disk, one rename
@@ -45,7 +49,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from fsdp.checkpoint.checksums import Advance, Entry, Hash, checksum_of, no_progress
 
-MANIFEST, LATEST, INDEX, METADATA = "manifest", "latest", "tensors.json", ".metadata"
+MANIFEST, LATEST, INDEX, METADATA, RETIRED = "manifest", "latest", "tensors.json", ".metadata", "retired"
 VERSION = 3  # that is written
 _VERSIONS = 1, 2, 3  # that are read: the first has no index, the second one for all ranks
 _NAME = re.compile(r"(?:checkpoint_)?(\d{8,})")
@@ -91,7 +95,18 @@ class Disk:
         shutil.rmtree(path)
 
     def remove_file(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
+        """Remove a file or a link, unless it is gone already. Fail if the directory that holds it is a link."""
+        try:
+            directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                os.unlink(path.name, dir_fd=directory)
+            finally:
+                os.close(directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            error.filename = str(path)
+            raise
 
     def remove_empty(self, path: Path) -> None:
         """A directory, unless there is still something in it, or it is gone already."""
@@ -211,13 +226,13 @@ def begin(root: Path) -> Path:
         final = root / f"checkpoint_{number:08d}"
         temporary = root / f".{final.name}.tmp"
         number += 1
-        if final.exists():
+        if os.path.lexists(final):
             continue
         try:
             disk.make_directory(temporary)
         except FileExistsError:  # another saver was faster
             continue
-        if not final.exists():
+        if not os.path.lexists(final):
             return temporary
         disk.remove(temporary)  # another saver was faster, and is through
 
@@ -240,7 +255,7 @@ def publish(temporary: Path) -> Path:
         where it is.
     """
     root, final = temporary.parent, _final(temporary)
-    if final.exists():
+    if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, "somebody else has made it meanwhile", str(final))
     disk.rename(temporary, final)
     disk.sync_directory(root)
@@ -268,41 +283,58 @@ Share = list[tuple[Path, list[str]]]  # directories, and names of files in each
 
 
 def retire(newest: Path, keep: int, ranks: int) -> list[Share]:
-    """Take all but the last ``keep`` checkpoints up to ``newest`` for unfinished ones, and with them what older saves
-    left when they died.
+    """Turn all but the last ``keep`` checkpoints up to ``newest`` into retired ones. See [Note: What is ours].
+
+    Warns of checkpoints that cannot be retired.
 
     Returns:
-        by rank, what it is to remove of them.
+        by rank, the files that it is to remove: of checkpoints that are or were retired, and of saves that died.
     """
     shares: list[Share] = [[] for _ in range(ranks)]
     root, number = newest.parent, _numbered(newest.parent, _NAME)[newest.name]
-    numbered = sorted((its, name) for name, its in _numbered(root, _NAME).items() if its < number)
-    whole = [(its, name) for its, name in numbered if _is_checkpoint(root / name)]
-    unfinished = [(its, name) for name, its in _unfinished(root).items() if its < number]
-    for its, name in [*whole[: max(len(whole) + 1 - keep, 0)], *unfinished]:
-        temporary = root / f".checkpoint_{its:08d}.tmp"
+    older = [name for name, its in _directories(root, _NAME) if its < number]
+    whole = [root / name for name in older if _is_checkpoint(root / name)]
+    leaving = [root / name for name in older if _is_retired(root / name)]
+    leaving += [root / name for name, its in _unfinished(root).items() if its < number]
+    for directory in whole[: max(len(whole) + 1 - keep, 0)]:
         try:
-            if name != temporary.name:  # so that no half of it looks like a checkpoint
-                disk.rename(root / name, temporary)
-                disk.sync_directory(root)
-            names = sorted(os.listdir(temporary))
+            disk.rename(directory / MANIFEST, directory / RETIRED)
+            disk.sync_directory(directory)
         except OSError as error:
-            _warn_of_older(newest, root / name, error)
+            _warn_of_older(newest, directory, error)
+        else:
+            leaving.append(directory)
+    for directory in leaving:
+        try:
+            names = sorted(_own_files(directory))
+        except OSError as error:
+            _warn_of_older(newest, directory, error)
             continue
         for rank, share in enumerate(shares):
-            share.append((temporary, names[rank::ranks]))
+            share.append((directory, names[rank::ranks]))
     return shares
 
 
 def remove_older(newest: Path, share: Share) -> None:
-    """A rank's share of what was retired; the last rank removes the directories. Warns of what cannot be removed."""
+    """Remove a rank's share of what was retired; the last rank removes the directories. Warns of what it cannot remove,
+    after it has tried to remove everything else."""
     for directory, names in share:
-        try:
-            for name in names:
+        errors = []
+        for name in names:
+            try:
                 disk.remove_file(directory / name)
-            disk.remove_empty(directory)
+            except OSError as error:
+                errors.append(error)
+        try:
+            if not _own_files(directory):
+                disk.remove_file(directory / RETIRED)
+                disk.remove_empty(directory)
+        except FileNotFoundError:  # another rank was faster
+            pass
         except OSError as error:
-            _warn_of_older(newest, directory, error)
+            errors.append(error)
+        if errors:
+            _warn_of_older(newest, directory, errors[0])
 
 
 def _warn_of_older(newest: Path, older: Path, error: OSError) -> None:
@@ -313,21 +345,50 @@ def _numbered(root: Path, pattern: re.Pattern[str]) -> dict[str, int]:
     return {name: int(match[1]) for name in os.listdir(root) if (match := pattern.fullmatch(name))}
 
 
+def _directories(root: Path, pattern: re.Pattern[str]) -> list[tuple[str, int]]:
+    """The names that match the pattern, and their numbers, in the order of the numbers. Links to directories are left
+    out."""
+    with os.scandir(root) as found:
+        names = {entry.name for entry in found if entry.is_dir(follow_symlinks=False)}
+    numbered = [(name, number) for name, number in _numbered(root, pattern).items() if name in names]
+    return sorted(numbered, key=lambda item: item[1])
+
+
+def _own_files(directory: Path) -> list[str]:
+    """The names of files in ``directory`` that a save writes."""
+    with os.scandir(directory) as found:
+        return [each.name for each in found if _PARTS.fullmatch(each.name) and not each.is_dir(follow_symlinks=False)]
+
+
 def _unfinished(root: Path) -> dict[str, int]:
-    """What saves that are under way or died have in ``root``, and their numbers."""
-    return {
-        name: number
-        for name, number in _numbered(root, _UNFINISHED).items()
-        if (root / name).is_dir() and all(map(_PARTS.fullmatch, os.listdir(root / name)))
-    }
+    """The directories of saves that are under way or died, and their numbers. Those that this user may not read are
+    left out."""
+    found = {}
+    for name, number in _directories(root, _UNFINISHED):
+        with contextlib.suppress(PermissionError, FileNotFoundError):
+            if _own_files(root / name) or not os.listdir(root / name):
+                found[name] = number
+    return found
 
 
 def _is_checkpoint(path: Path) -> bool:
+    return _read_if_valid(path / MANIFEST) is not None
+
+
+def _is_retired(path: Path) -> bool:
+    """Whether a removal of this checkpoint has begun; the last file that it removes is the retired manifest."""
     try:
-        _read_manifest(path)
-    except (OSError, RuntimeError):
+        empty = not os.listdir(path)
+    except OSError:  # this user may not read it, or another saver was faster
         return False
-    return True
+    return _read_if_valid(path / RETIRED) is not None or (empty and path.name.startswith("checkpoint_"))
+
+
+def _read_if_valid(path: Path) -> Manifest | None:
+    try:
+        return _read_manifest(path)
+    except (OSError, RuntimeError):
+        return None
 
 
 def _final(temporary: Path) -> Path:
@@ -338,12 +399,19 @@ def _final(temporary: Path) -> Path:
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint consists of: ``version`` is that of its format, ``ranks`` is how many saved it, ``files`` what
-    is in its directory, or what a rank has to know of that."""
+    """The content of a checkpoint's manifest.
+
+    Attributes:
+        version: of the format.
+        ranks: the number of ranks that saved.
+        files: sizes and checksums by name; on a rank that loads, only of the files that it needs.
+        checksum: of the manifest itself. It tells checkpoints apart.
+    """
 
     version: int
     ranks: int
     files: dict[str, Entry]
+    checksum: str
 
 
 def find(path: Path) -> tuple[Path, Manifest]:
@@ -354,7 +422,7 @@ def find(path: Path) -> tuple[Path, Manifest]:
         RuntimeError: ``latest`` or the manifest is damaged, with its path.
     """
     if (path / MANIFEST).is_file():
-        return path, _read_manifest(path)[0]
+        return path, _read_manifest(path / MANIFEST)
     for _ in range(_TRIES):
         try:
             text = (path / LATEST).read_bytes().decode(errors="replace")
@@ -378,8 +446,8 @@ def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
             f"{root / LATEST} is damaged: it holds {text!r}. The checkpoints beside it can be loaded by their own paths"
         )
     directory = root / match[1]
-    manifest, checksum = _read_manifest(directory)
-    if checksum != match[3]:
+    manifest = _read_manifest(directory / MANIFEST)
+    if manifest.checksum != match[3]:
         raise RuntimeError(
             f"{root / LATEST} and {directory / MANIFEST} do not belong together: one of them was damaged or exchanged. "
             "The checkpoints beside them can be loaded by their own paths"
@@ -387,8 +455,11 @@ def _named_by(root: Path, text: str) -> tuple[Path, Manifest]:
     return directory, manifest
 
 
-def _read_manifest(directory: Path) -> tuple[Manifest, str]:
-    path = directory / MANIFEST
+def _read_manifest(path: Path) -> Manifest:
+    """
+    Raises:
+        RuntimeError: the file is missing or damaged, with its path.
+    """
     if not path.is_file():
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged")
     checksum, _, text = path.read_bytes().decode(errors="replace").partition("\n")
@@ -406,7 +477,7 @@ def _read_manifest(directory: Path) -> tuple[Manifest, str]:
         raise RuntimeError(f"{path} has version {version}, and this package reads versions {_VERSIONS}")
     if strange := [name for name in files if not _PARTS.fullmatch(name)]:
         raise RuntimeError(f"{path} lists {', '.join(map(repr, strange))}, which no save writes")
-    return Manifest(version, ranks, files), checksum
+    return Manifest(version, ranks, files, checksum)
 
 
 _T = TypeVar("_T")

@@ -100,7 +100,8 @@ def load(
 
     Returns:
         what each rank that saved passed as ``extra``, by rank, on every rank. Tensors are on CPU. A rank has read its
-        own; what was another rank's is read from the checkpoint when it is asked for.
+        own; what was another rank's is read from the checkpoint when it is asked for. Where more ranks load than saved,
+        the new ones have none: ``extras[rank % len(extras)]`` is right at any number of ranks.
 
     Raises, on every rank if on one, with the model as it was:
         FileNotFoundError: there is no checkpoint, and none was there when this was called.
@@ -130,7 +131,7 @@ def load_plain(path: str | Path, *, trusted: bool = False, progress: bool = True
     def read(directory: Path, manifest: Manifest) -> Plain:
         contents = _Contents(directory, manifest, None, reading)
         _verify(directory, contents.unread(manifest.files), progress)
-        return Plain(*contents.read(manifest.files), [*Extras(directory, manifest.ranks)])
+        return Plain(*contents.read(manifest.files), [*Extras(directory, manifest)])
 
     return files.read_latest(Path(path), read, files.find)
 
@@ -199,7 +200,7 @@ def _fetched(ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Read
     def read(directory: Path, manifest: Manifest) -> tuple[_Read, Extras]:
         mine = manifest.files if manifest.version == files.VERSION else _share(manifest, ranks.rank, ranks.size)
         contents: Any = None
-        extras = Extras(directory, manifest.ranks)
+        extras = Extras(directory, manifest)
 
         def look() -> list[str]:
             nonlocal contents
@@ -238,11 +239,12 @@ def _share(manifest: Manifest, rank: int, size: int) -> dict[str, Entry]:
 
 
 class Extras(Sequence[Any]):
-    """What each rank that saved a checkpoint passed as ``extra``, by rank. One is read when it is first asked for."""
+    """The values that the ranks passed to a save as ``extra``, by rank. One is read when it is first asked for."""
 
-    def __init__(self, directory: Path, ranks: int) -> None:
-        self._directory, self._ranks = directory, ranks
+    def __init__(self, directory: Path, manifest: Manifest) -> None:
+        self._directory, self._ranks, self._checksum = directory, manifest.ranks, manifest.checksum
         self._values: dict[int, Any] = {}
+        self._entries: dict[str, Entry] | None = None  # of all ranks; read when the first of another rank is asked for
 
     def __len__(self) -> int:
         return self._ranks
@@ -254,34 +256,47 @@ class Extras(Sequence[Any]):
     def __getitem__(self, rank: int | slice) -> Any:
         """
         Raises:
-            RuntimeError: its file is damaged, or the checkpoint was removed since it was loaded.
+            IndexError: fewer ranks saved.
+            RuntimeError: its file is damaged, or the checkpoint was removed or replaced since it was loaded.
         """
         if isinstance(rank, slice):
             return [self[number] for number in range(self._ranks)[rank]]
+        if not -self._ranks <= rank < self._ranks:
+            raise IndexError(
+                f"{self._ranks} ranks saved {self._directory}, and rank {rank} has no extra in it: use "
+                "extras[rank % len(extras)], or decide what a new rank begins with"
+            )
         number = range(self._ranks)[rank]
         if number not in self._values:
-            try:
-                self.read(number, files.find(self._directory)[1].files)
-            except FileNotFoundError as error:
-                raise RuntimeError(
-                    f"what rank {number} added to {self._directory} cannot be read, for the checkpoint was removed "
-                    "since it was loaded: ask for it before later saves remove it"
-                ) from error
+            if self._entries is None:
+                self._entries = self._all_entries()
+            self.read(number, self._entries)
         return self._values[number]
 
     def __eq__(self, other: object) -> bool:
         return [*self] == [*other] if isinstance(other, Sequence) else NotImplemented
 
     def __repr__(self) -> str:
-        return f"<what {self._ranks} ranks added to {self._directory}>"
+        return f"<the extra of {self._ranks} ranks in {self._directory}>"
 
     def read(self, rank: int, entries: Mapping[str, Entry]) -> None:
-        """Read what a rank has added; nothing if it has no file among ``entries``."""
+        """Read the extra of one rank; None if it has no file among ``entries``."""
         name, value = files.extra_name(rank), None
         if name in entries:
             content = checksums.read_verified(self._directory / name, entries[name])
             value = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
         self._values[rank] = value
+
+    def _all_entries(self) -> dict[str, Entry]:
+        """The files of the checkpoint, if it is still the one that was loaded."""
+        remedy = "ask for the extra of other ranks before later saves remove the checkpoint"
+        try:
+            manifest = files.find(self._directory)[1]
+        except FileNotFoundError as error:
+            raise RuntimeError(f"{self._directory} was removed since it was loaded: {remedy}") from error
+        if manifest.checksum != self._checksum:
+            raise RuntimeError(f"{self._directory} was replaced by another checkpoint since it was loaded: {remedy}")
+        return manifest.files
 
 
 _Read = tuple[dict[str, Any], dict[str, Any] | None]  # the model's state, and the optimizer's if it is to be read

@@ -85,8 +85,9 @@ def save(
             differ from rank to rank.
         keep: how many checkpoints are to stay in ``path``, this one included; None for all. Older ones, and what saves
             that died have left, are removed after this one is published, each rank its part, with a warning where that
-            fails. Whatever else is there stays. Two jobs that save into one directory at the same time may do so only
-            without it.
+            fails; the next save with ``keep`` tries again. Other files stay, those in the directory of a checkpoint as
+            well, and links are neither followed nor removed. Two jobs that save into one directory at the same time may
+            do so only without it.
         process_group: the ranks that save; None for the default group, or for this process alone if there is none.
         progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
 
