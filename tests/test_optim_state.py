@@ -7,6 +7,7 @@ the plain model are equal bit for bit, without a forward.
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -655,6 +656,29 @@ def test_intervals_of_the_shards_leave_and_come_back_without_tensor_traffic() ->
 
 
 # -- at any time -------------------------------------------------------------------------------------------------------
+
+
+def check_ragged_without_dimensions() -> None:
+    for uop, strategy in itertools.product((False, True), ("FULL_SHARD", "NO_SHARD")):
+        for make in (adamw, lambda params: SGD(params, lr=0.1, momentum=0.9), lambda params: NAdam(params, lr=0.1)):
+            model = ours(uop, strategy, module=with_scalar())
+            optimizer = train(make(model.parameters()))
+            with FSDP.state_dict_type(
+                model, StateDictType.SHARDED_STATE_DICT, None, RaggedOptimStateDictConfig(offload_to_cpu=True)
+            ):
+                saved = FSDP.optim_state_dict(model, optimizer)
+            expected = save(FSDP, model, optimizer)
+            fresh = make(model.parameters())
+            fresh.load_state_dict(FSDP.optim_state_dict_to_load(model, fresh, saved))
+            assert not any(isinstance(value, RaggedTensor) for its in fresh.state.values() for value in its.values())
+            assert_same(save(FSDP, model, fresh), expected, f"use_orig_params={uop}, {strategy}")
+            train(fresh)
+
+
+def test_ragged_state_of_a_parameter_without_dimensions_can_be_stepped() -> None:
+    """What is loaded from ragged state is plain, on one rank and unsharded too, so that the optimizer steps with it."""
+    for world_size in (1, 3):
+        run_ranks(world_size, check_ragged_without_dimensions)
 
 
 def check_stages() -> None:

@@ -89,10 +89,7 @@ def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams
                 "OptimStateKeyType.PARAM_NAME, plain_model, optim=plain_optimizer)"
             )
         if name in known:
-            contents.states[name] = {
-                key: Whole(*kind_of(value)) if isinstance(value, torch.Tensor) and kind_of(value)[1] else value
-                for key, value in state.items()
-            }
+            contents.states[name] = {key: _described_value(value) for key, value in state.items()}
             if full and any(is_sharded(value) or isinstance(value, RaggedTensor) for value in state.values()):
                 sharded.append(name)
             continue
@@ -106,6 +103,16 @@ def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams
         listed = ", ".join(sorted(sharded))
         raise ValueError(f"expected a full optimizer state dict on rank 0, but the states of {listed} are sharded")
     return contents
+
+
+def _described_value(value: Any) -> Any:
+    """A tensor with dimensions as ``Whole``; any other value as it is, and of a ragged one the element that is here."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    dtype, shape = kind_of(value)
+    if shape:
+        return Whole(dtype, shape)
+    return value.local.view(()) if isinstance(value, RaggedTensor) and value.local.numel() == 1 else value
 
 
 # -- what this rank will hold ------------------------------------------------------------------------------------------
