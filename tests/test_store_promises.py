@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import copy
+import dataclasses
+import enum
 import hashlib
 import json
 import os
@@ -10,11 +14,13 @@ import pickle
 import re
 import shutil
 import time
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +30,7 @@ from fsdp import FullStateDictConfig, StateDictType
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import (
     StateDictOptions,
+    async_save,
     checksums,
     files,
     get_model_state_dict,
@@ -315,7 +322,7 @@ class Malicious:
 def test_fd45_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
     """FD45: not in extra state, nor in `.metadata`, nor in a file beside; but for whoever says `trusted=True`."""
     root, harm = tmp_path / "run", tmp_path / "harm"
-    made = save(root, Keeps(1.0, Malicious(harm)))
+    made = save(root, Keeps(1.0, Malicious(harm)), trusted=True)
     for read in (lambda **how: load(root, Keeps(), **how), lambda **how: load_plain(root, **how)):
         with pytest.raises(RuntimeError, match=r"'model\._extra_state' holds more than .* trusted=True"):
             read()
@@ -375,6 +382,113 @@ def test_fd45_checkpoints_of_earlier_versions_need_trust(tmp_path: Path) -> None
     module = Keeps()
     load(tmp_path, module, trusted=True)
     assert module.weight.tolist() == [1.0] * 3
+
+
+# -- values that a load refuses are refused by the save --------------------------------------------------------------
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Settings:
+    width: int = 3
+
+
+REFUSED: list[tuple[Any, str]] = [  # and how the error ends, behind the path
+    (argparse.Namespace(width=3), r" is an argparse.Namespace, .*: pass vars\({path}\)"),
+    (Settings(), r" is a .*\.Settings, .*: pass dataclasses\.asdict\({path}\)"),
+    (Color.RED, r" is a .*\.Color, .*: pass {path}\.name"),
+    (Path("/data"), r" is a pathlib\.\w+, .*: pass str\({path}\)"),
+    (slice(1, 2), r" is a slice, .*: pass its start, stop and step"),
+    (range(3), r" is a range, .*: pass list\({path}\)"),
+    (collections.deque([1]), r" is a collections\.deque, .*: pass list\({path}\)"),
+    (lambda step: 1.0, r" is a function, .*: pass its name"),
+    ({"deep": [1, (2, Settings())]}, r"\['deep'\]\[1\]\[1\] is a .*\.Settings"),
+    (numpy.ones(2), r" is a numpy\.ndarray, .*: pass torch\.as_tensor\({path}\)"),
+]
+
+
+@pytest.mark.parametrize(("value", "ends"), REFUSED, ids=lambda value: type(value).__name__)
+def test_what_a_load_would_refuse_is_refused_by_the_save_with_its_path(tmp_path: Path, value: Any, ends: str) -> None:
+    """In a parameter group, an optimizer's state, extra state and `extra`; in one line, and nothing is left."""
+    module = Keeps(1.0)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for _ in range(3)]
+    optimizers[0].param_groups[0]["note"] = value
+    optimizers[1].state[module.weight] = {"momentum_buffer": torch.ones(3), "note": value}
+    optimizers[2].state["all"] = {"note": value}  # type: ignore[index]
+    cases: list[tuple[str, Any]] = [
+        ("optimizer.param_groups[0]['note']", lambda: save(tmp_path, module, optimizers[0])),
+        ("optimizer.state['weight']['note']", lambda: save(tmp_path, module, optimizers[1])),
+        ("optimizer.state['all']['note']", lambda: save(tmp_path, module, optimizers[2])),
+        ("the extra state of the model['note']", lambda: save(tmp_path, Keeps(1.0, {"note": value}))),
+        ("extra['note']", lambda: save(tmp_path, module, extra={"note": value})),
+        ("extra['note']", lambda: async_save(tmp_path, module, extra={"note": value})),
+    ]
+    for path, saves in cases:
+        words = ends.replace("{path}", re.escape(path))
+        with pytest.raises(TypeError, match=re.escape(path) + words) as caught:
+            saves()
+        assert "\n" not in str(caught.value) and "\x1b" not in str(caught.value)
+        assert os.listdir(tmp_path) == []
+
+
+def test_numpy_scalars_are_saved_as_numbers(tmp_path: Path) -> None:
+    """A schedule that uses NumPy makes a learning rate one, and every load takes it."""
+    module = Keeps(1.0, {"scale": numpy.float32(0.5)})
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + numpy.cos(step / 3)))
+    optimizer.step()
+    schedule.step()
+    rate = optimizer.param_groups[0]["lr"]
+    assert type(rate) is numpy.float64
+    save(tmp_path, module, optimizer, extra={"loss": numpy.float64(0.1), "epoch": numpy.int64(3)})
+    other, fresh = Keeps(), torch.optim.SGD(module.parameters(), lr=0.1)
+    extras = load(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.3))
+    assert extras == [{"loss": 0.1, "epoch": 3}] and other.extra == {"scale": 0.5}
+    load(tmp_path, module, fresh)
+    assert fresh.param_groups[0]["lr"] == rate
+    assert load_plain(tmp_path).optimizer["param_groups"][0]["lr"] == rate  # type: ignore[index]
+
+
+def test_objects_are_saved_and_loaded_with_trust_on_both_sides(tmp_path: Path) -> None:
+    module = Keeps(1.0, Settings(5))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.param_groups[0]["note"] = Color.RED
+    save(tmp_path, module, optimizer, trusted=True)
+    other = Keeps()
+    fresh = torch.optim.SGD(other.parameters(), lr=0.3)
+    with pytest.raises(RuntimeError, match=r"holds more than tensors and plain values, .* trusted=True"):
+        load(tmp_path, other, fresh)
+    load(tmp_path, other, fresh, trusted=True)
+    assert other.extra == Settings(5) and fresh.param_groups[0]["note"] is Color.RED
+
+
+def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path) -> None:
+    sparse = torch.eye(3).to_sparse()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*(are deprecated|in beta)")  # by torch
+        compressed = torch.eye(3).to_sparse_csr()
+        quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8)
+    for number, buffer in enumerate((sparse, compressed, quantized)):
+        module = nn.Sequential(nn.Linear(2, 2))
+        module[0].register_buffer("table", buffer)
+        with pytest.raises(NotImplementedError, match=r"'0\.table' is a tensor of dtype .* and layout .* dense"):
+            save(tmp_path / str(number), module)
+        assert not (tmp_path / str(number)).exists()
+
+
+def refuses_on_all_ranks(root: str) -> None:
+    model = wrap(nn.Sequential(nn.Linear(3, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["note"] = Color.RED
+    with pytest.raises(TypeError, match=r"rank 0: optimizer\.param_groups\[0\]\['note'\] is a .*Color"):
+        save(root, model, optimizer)
+
+
+def test_a_refused_save_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, refuses_on_all_ranks, str(tmp_path))
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

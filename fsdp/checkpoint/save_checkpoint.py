@@ -19,7 +19,6 @@ import atexit
 import copy
 import io
 import itertools
-import pickle
 import threading
 import traceback
 import warnings
@@ -38,13 +37,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.checkpoint import checksums, files, index
 from fsdp.checkpoint.checksums import Entry
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
-from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, state_key
+from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
+from fsdp.checkpoint.plain_values import check_loadable, without_numpy_scalars
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.torch_storage import SavePlanner, Writer, compact
@@ -63,6 +64,7 @@ def save(
     extra: Any = None,
     *,
     keep: int | None = None,
+    trusted: bool = False,
     process_group: Any = None,
     progress: bool = True,
 ) -> Path:
@@ -81,13 +83,15 @@ def save(
             Entries of its state that belong to no parameter are written as rank 0 has them.
         extra: what this rank wants to have back, like the step, the state of random generators, the position in the
             data: anything that ``torch.load(weights_only=True)`` takes, as there are tensors, numbers, strings, bytes,
-            None, and lists, tuples, sets and dicts of them, but no NumPy arrays or objects of other classes. May
-            differ from rank to rank.
+            None, and lists, tuples, sets and dicts of them, but no NumPy arrays or objects of other classes. NumPy
+            scalars become Python numbers, here and in the optimizer's groups. May differ from rank to rank.
         keep: how many checkpoints are to stay in ``path``, this one included; None for all. Older ones, and what saves
             that died have left, are removed after this one is published, each rank its part, with a warning where that
             fails; the next save with ``keep`` tries again. Other files stay, those in the directory of a checkpoint as
             well, and links are neither followed nor removed. Two jobs that save into one directory at the same time may
             do so only without it.
+        trusted: extra state of modules, and what the optimizer holds beside tensors, may be objects of any class. Then
+            only ``load(..., trusted=True)`` takes the checkpoint; without it such objects are refused here.
         process_group: the ranks that save; None for the default group, or for this process alone if there is none.
         progress: show a bar on rank 0, if that is at a terminal, when this takes longer than some seconds.
 
@@ -96,14 +100,16 @@ def save(
 
     Raises, on every rank if on one, with the checkpoint before intact, and the model as it was:
         OSError: something could not be written. (``PermissionError``, ``FileNotFoundError`` and so on.)
-        TypeError: ``extra`` holds what is not loaded safely, or ``model`` is no module.
+        TypeError: ``extra``, the optimizer or extra state holds an object that is not loaded safely, with its path; or
+            ``model`` is no module.
         ValueError: ``keep`` is no positive number.
         RuntimeError: a forward or backward is under way; or another process has removed or changed what was written; or
             another rank is gone or was interrupted. The next save works.
-        NotImplementedError: the optimizer has states that cannot leave a sharded parameter.
+        NotImplementedError: the optimizer has states that cannot leave a sharded parameter; or a tensor is sparse,
+            quantized or nested, with its name.
     """
     ranks = Ranks.of(process_group)
-    saving = Save(ranks, path, keep)
+    saving = Save(ranks, path, keep, trusted=trusted)
     with ranks.call("save a checkpoint"):
         saving.take(model, optimizer, extra, stage=False)
         return saving.write(progress=progress)
@@ -116,6 +122,7 @@ def async_save(
     extra: Any = None,
     *,
     keep: int | None = None,
+    trusted: bool = False,
     process_group: Any = None,
 ) -> Future[Path]:
     """As :func:`save`, but returns as soon as everything is copied to CPU memory; a thread does the rest.
@@ -132,7 +139,7 @@ def async_save(
     Raises: at once, and on every rank if on one, what ``save`` raises before it writes.
     """
     ranks = Ranks.of(process_group)
-    saving = Save(ranks, path, keep)
+    saving = Save(ranks, path, keep, trusted=trusted)
     begun: Future[Outcome | None] = Future()
     streams = streams_for(default_device())  # those of the caller: a thread begins with the first device
 
@@ -239,8 +246,8 @@ _numbers = itertools.count(1)
 class Save:
     """One checkpoint on its way to the disk. All ranks go through the same steps, and an error on one is one on all."""
 
-    def __init__(self, ranks: Ranks, path: str | Path, keep: int | None) -> None:
-        self._ranks, self._path, self._keep = ranks, path, keep
+    def __init__(self, ranks: Ranks, path: str | Path, keep: int | None, *, trusted: bool) -> None:
+        self._ranks, self._path, self._keep, self._trusted = ranks, path, keep, trusted
         self._state: dict[str, Any] = {}
         self._extra = b""
         self._directory: Path | None = None  # on rank 0
@@ -285,11 +292,33 @@ class Save:
                     self._state[OTHERS] = given["state"]
             if self._ranks.rank != 0:  # what is not sharded is written once
                 self._state = {key: value for key, value in self._state.items() if isinstance(value, _SHARDED)}
+            self._check_loadable()
             if stage:
                 self._state = _staged(self._state)
 
         self._ranks.together("check what is to be saved", of_model)
         self._ranks.together("take what is to be saved", of_optimizer)
+
+    def _check_loadable(self) -> None:
+        """Turn NumPy scalars into numbers, and refuse what the default load could not take.
+
+        Raises:
+            NotImplementedError: a tensor is sparse, quantized or nested.
+            TypeError: another value holds an object of a class that is not loaded safely.
+        """
+        others = {}
+        for key, value in self._state.items():
+            if not isinstance(value, torch.Tensor):
+                others[key] = self._state[key] = without_numpy_scalars(value)
+            elif value.layout != torch.strided or value.is_quantized or value.is_nested:
+                raise NotImplementedError(
+                    f"{_words_for(key)} is a tensor of dtype {value.dtype} and layout {value.layout}, and a checkpoint "
+                    "holds dense tensors alone: register it with persistent=False if it is a buffer that can be made "
+                    "again, or keep it as a dense tensor"
+                )
+        if not self._trusted:
+            remedy = "; or save(..., trusted=True), and then load(..., trusted=True)"
+            check_loadable({_words_for(key): value for key, value in others.items()}, remedy)
 
     # -- into files ----------------------------------------------------------------------------------------------------
 
@@ -462,6 +491,18 @@ def held_nbytes(value: Any) -> int:
     return local.nbytes if isinstance(local, torch.Tensor) else 0
 
 
+def _words_for(key: str) -> str:
+    """The name of a value of the checkpoint in an error message."""
+    if key in (GROUPS, OTHERS):
+        return "optimizer.param_groups" if key == GROUPS else "optimizer.state"
+    if key.startswith(STATE):
+        param, state = param_and_state(key)
+        return f"optimizer.state[{param!r}][{state!r}]"
+    name = key.removeprefix(MODEL)
+    module, _, last = name.rpartition(".")
+    return f"the extra state of {module or 'the model'}" if last == _EXTRA_STATE_KEY_SUFFIX else repr(name)
+
+
 def _packed(extra: Any) -> bytes:
     """As the bytes of a file; none for None.
 
@@ -470,14 +511,8 @@ def _packed(extra: Any) -> bytes:
     """
     if extra is None:
         return b""
+    extra = without_numpy_scalars(extra)
+    check_loadable({"extra": extra})
     buffer = io.BytesIO()
-    try:
-        torch.save(compact(extra), buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True, map_location="cpu")
-    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        raise TypeError(
-            "extra must consist of tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them, "
-            f"which torch.load(weights_only=True) takes, but: {error}"
-        ) from error
+    torch.save(compact(extra), buffer)
     return buffer.getvalue()
