@@ -664,6 +664,53 @@ def test_modules_and_hooks_have_their_say_and_see_whole_parameters(mode: bool) -
     run_ranks(2, _hooks, mode)
 
 
+class Scaled(nn.Module):
+    """Saves the attribute `scales` of its parameter beside it, as layers with quantized weights do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(15.0).view(5, 3))
+        vars(self.weight)["scales"] = {"absmax": torch.ones(2), "map": torch.arange(3.0)}
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in getattr(self.weight, "scales", {}).items():
+            destination[f"{prefix}weight.{name}"] = value
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in getattr(self.weight, "scales", {}):
+            self.weight.scales[name].copy_(state_dict.pop(f"{prefix}weight.{name}"))  # type: ignore[union-attr, operator]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _attributes(strategy: ShardingStrategy, mode: bool) -> None:
+    module = nn.Sequential(Scaled(), nn.Linear(3, 2))
+    module[0].weight.late = 3
+    plain = {key: value.clone() for key, value in module.state_dict().items()}
+    assert {"0.weight.absmax", "0.weight.map"} < plain.keys()
+    model = wrap(module, strategy, mode, wrap_policy=ModuleWrapPolicy({Scaled}))
+    for kind in ("full", "sharded"):
+        with kind_of(model, kind):
+            assert {*model.state_dict()} == {*plain}, kind
+    with kind_of(model, "full"):
+        assert_bit_equal(dict(model.state_dict()), plain)
+        assert_bit_equal(dict(model.module.state_dict()), plain)
+        with FullyShardedDataParallel.summon_full_params(model):
+            assert model.module[0].weight.scales["map"].tolist() == [0, 1, 2]
+            assert_bit_equal(dict(model.state_dict()), plain)
+            assert_bit_equal(dict(model.module.state_dict()), plain)
+        other = {key: value + 1 for key, value in plain.items()}
+        model.load_state_dict(other)
+        assert_bit_equal(dict(model.state_dict()), other)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_modules_that_save_attributes_of_their_parameters_find_them(mode: bool) -> None:
+    """The packed numbers of a quantized layer are worth nothing without their scales, which hang on the parameter."""
+    for strategy in (FULL_SHARD, NO_SHARD):
+        run_ranks(2, _attributes, strategy, mode)
+
+
 def _at_any_time(mode: bool) -> None:
     case = ZOO["mlp"]
     model, plain = wrap(case, use_orig_params=mode), case.build()

@@ -173,6 +173,8 @@ class RestLoading:
                 self._others.append((module, attribute, param, local_of(param.detach()).to("cpu", copy=True)))
             else:
                 recorder = Recorder(param.dtype, param.shape, param.device, requires_grad=param.requires_grad)
+                for name, value in vars(param).items():  # as in a unit
+                    recorder.__dict__.setdefault(name, value)
                 self.params.append((module, attribute, param, recorder))
                 register_instead(module, attribute, recorder)
         self._buffers = [

@@ -67,7 +67,13 @@ class UnitTensors:
         return handle.flat_param.requires_grad if self._home is not None else handle.leaves[key[1]].requires_grad
 
     def register(self, placeholders: Mapping[Key, torch.Tensor], **counts: bool) -> None:
-        """Register these in the tensors' places until ``restore``; see ``BucketViews.put_placeholders``."""
+        """Register these in the tensors' places until ``restore``; see ``BucketViews.put_placeholders``.
+
+        They get the attributes of the parameters: modules that save or load themselves read those.
+        """
+        for (bucket, index), placeholder in placeholders.items() if self._home is None else ():
+            for name, value in self.unit.views[bucket].user_attributes(index).items():
+                placeholder.__dict__.setdefault(name, value)
         for bucket, views in enumerate(self.unit.views):
             of_bucket = [placeholder for key, placeholder in placeholders.items() if key[0] == bucket]
             flat = None if self._home is None else (self._home, flat_name(bucket))

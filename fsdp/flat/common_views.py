@@ -265,6 +265,15 @@ class CommonViews:
         layer = self.registration.summoned
         return list(zip((record.name for record in self.handle.layout.params), layer.tensors if layer else ()))
 
+    def user_attributes(self, index: int) -> dict[str, Any]:
+        """Return the attributes that users have set on parameter ``index`` of the layout."""
+        own = vars(self._attributes_of(index))
+        return {name: value for name, value in own.items() if not name.startswith("_fsdp_")}
+
+    def _attributes_of(self, index: int) -> torch.Tensor:
+        """Return the tensor that has the attributes of parameter ``index``."""
+        return self.handle.leaves[index]
+
     def put_placeholders(
         self,
         placeholders: Sequence[torch.Tensor],

@@ -134,6 +134,10 @@ class OriginalViews(CommonViews):
             self._hidden_grads[position] = grad
         assign_grad(self.params[position], grad)
 
+    def _attributes_of(self, index: int) -> torch.Tensor:
+        original: torch.Tensor = self._originals[index]
+        return original
+
     def summon(self, values: list[torch.Tensor], grads: list[torch.Tensor | None] | None) -> None:
         """Parameters that hold ``values`` (in their true shapes) are registered until ``end_summon``; so are ``grads``,
         or the gradients that there are."""
@@ -222,11 +226,14 @@ class FlatViews(CommonViews):
         return self._parameters_of(values, [leaf.requires_grad for leaf in handle.leaves])
 
     def _parameters_of(self, values: list[torch.Tensor], flags: Sequence[bool]) -> list[Any]:
-        """New parameters that hold ``values``, one per parameter of the layout."""
-        return [
+        """Make parameters that hold ``values``, one per parameter of the layout, with the attributes that users set."""
+        params = [
             nn.Parameter(value, flag) if tp is None else tp.around(value, requires_grad=flag)
             for tp, value, flag in zip(self.handle.tp, values, flags)
         ]
+        for index, param in enumerate(params):
+            param.__dict__.update(self.user_attributes(index))
+        return params
 
     def copied(self, handle: FlatParamHandle, memo: dict[int, Any]) -> BucketViews:
         owned, home = self.registration.copied(memo)
