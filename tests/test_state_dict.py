@@ -428,6 +428,20 @@ def test_r43_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode:
     run_ranks(2, _misfits, mode)
 
 
+def _empty_on_one_rank() -> None:
+    for strategy, mode in MODES:
+        model = rich(mode, strategy)
+        before = full_state(model)
+        told = refused(model, before if dist.get_rank() == 0 else {})
+        assert "The state dict is empty on rank 1. If only rank 0 has it, load inside" in told, told
+        assert "FullStateDictConfig(rank0_only=True)" in told and "DistributedDataParallel" not in told
+        assert_bit_equal(full_state(model), before)
+
+
+def test_an_empty_state_dict_on_one_rank_is_told_with_the_way_to_load_from_rank_0() -> None:
+    run_ranks(2, _empty_on_one_rank)
+
+
 def _shards_of_others(mode: bool) -> None:
     model, coarse = rich(mode), wrap(Rich(1), FULL_SHARD, mode)
     for kind, words in (

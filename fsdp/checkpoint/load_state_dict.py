@@ -69,7 +69,7 @@ def load(
         try:
             return load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict)
         except RuntimeError as error:
-            if "Missing key" in str(error) and all(str(key).startswith("module.") for key in state_dict):
+            if "Missing key" in str(error) and state_dict and all(str(key).startswith("module.") for key in state_dict):
                 error.args = (
                     f'{error}\n\tAll keys begin with "module.", as those of DistributedDataParallel: take it away by '
                     'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")',
@@ -83,7 +83,16 @@ def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Ma
     """``model.load_state_dict(state_dict, strict)`` on all ranks that share a unit, or on none. ``into_module`` is
     that of ``nn.Module``."""
     with alike_on_all_ranks(units_of(model)) as (given, undo):
-        loading = prepare(model, into_module, state_dict, strict)
+        try:
+            loading = prepare(model, into_module, state_dict, strict)
+        except RuntimeError as error:
+            if state_dict or "Missing key" not in str(error):
+                raise
+            raise RuntimeError(
+                f"The state dict is empty on rank {default_group().rank()}. If only rank 0 has it, load inside "
+                "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)); "
+                "else pass it on every rank"
+            ) from error
         undo.callback(loading.undo)
         given.update(loading.given())
     loading.write()
