@@ -38,6 +38,7 @@ from fsdp import (
     StateDictType,
     checkpoint,
 )
+from fsdp.checkpoint import set_optimizer_state_dict
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
@@ -616,6 +617,39 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded() -> N
 
 
 # -- without communication ---------------------------------------------------------------------------------------------
+
+
+def check_parameters_that_were_not_saved() -> None:
+    for uop in (False, True):
+        saved_model = ours(uop)
+        saved = FSDP.full_optim_state_dict(saved_model, train(adamw(saved_model.parameters())), rank0_only=False)
+        model = nn.ModuleDict({"saved": saved_model, "new": nn.Linear(2, 3)})
+        saved["state"] = {f"saved.{name}": state for name, state in saved["state"].items()}
+        for group in saved["param_groups"]:
+            group["params"] = [f"saved.{name}" for name in group["params"]]
+        optimizer = adamw(model.parameters())
+        new = [len(optimizer.param_groups[0]["params"]) - number for number in (2, 1)]
+        for loadable in (
+            FSDP.optim_state_dict_to_load(model, optimizer, saved),
+            FSDP.shard_full_optim_state_dict(saved, model, optim=optimizer),
+            FSDP.scatter_full_optim_state_dict(saved if dist.get_rank() == 0 else None, model, optim=optimizer),
+        ):
+            (group,) = loadable["param_groups"]
+            assert group["params"] == list(range(new[0])) and not {*loadable["state"]} & {*new}
+            with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+                optimizer.load_state_dict(loadable)
+            group["params"] += new
+            optimizer.load_state_dict(loadable)
+        apart = adamw(saved_model.parameters())
+        apart.add_param_group({"params": [*model["new"].parameters()]})
+        assert len(FSDP.optim_state_dict_to_load(model, apart, saved)["param_groups"]) == 1
+        with pytest.raises(RuntimeError, match=r"the optimizer trains 'new.weight', .*which no parameter group"):
+            set_optimizer_state_dict(model, optimizer, saved)
+
+
+def test_a_parameter_that_was_not_saved_is_left_out_for_the_program_to_add() -> None:
+    """As in torch's FSDP1, whose result a program completes before `Optimizer.load_state_dict` checks it."""
+    run_ranks(2, check_parameters_that_were_not_saved)
 
 
 def check_ragged() -> None:

@@ -299,7 +299,7 @@ def optim_state_dict_to_load(
         is_named: torch's ``_NamedOptimizer`` wants state for parameters, too, of which this rank holds nothing, and
             gets what it has.
         from_rank0: only on rank 0 of ``group`` ``given`` is called; what it raises is raised on all ranks.
-        strict: without it, what the dict does not know stays as ``optim`` has it.
+        strict: leave out parameters that no group of the dict has. Without it they stay as ``optim`` has them.
 
     Raises, on every rank: as that, and RuntimeError if another rank cannot load sharded values, or has others.
     """

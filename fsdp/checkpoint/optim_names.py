@@ -315,12 +315,12 @@ def lay_out(
         own: "params" are parameters.
         saved: "params" are names.
         key_of: what stands for a parameter in the result.
-        strict: without it, groups of which ``saved`` knows no parameter have their own settings.
+        strict: leave out parameters that no group of ``saved`` has, as torch does: ``Optimizer.load_state_dict``
+            refuses the result, unless the program adds them. Without it they and their groups keep their own settings.
 
     Raises:
         KeyError: a name is not one of the parameters that have keys.
-        ValueError: parameters of one group were saved in groups with other settings; or ``saved`` does not know a
-            parameter (``strict``).
+        ValueError: parameters of one group were saved in groups with other settings.
     """
     group_of = {name: group for group in saved for name in group["params"]}
     keys = {name: key_of[param] for param in params.in_order if param in key_of for name in params.names(param)}
@@ -331,17 +331,17 @@ def lay_out(
     if own is None:
         return [{**group, "params": sorted({keys[name] for name in group["params"]})} for group in saved]
     names = [[params.names(param) for param in group["params"]] for group in own]
-    unknown = [some[0] for of_group in names for some in of_group if not any(name in group_of for name in some)]
-    if unknown and strict:
-        raise ValueError(
-            f"the optimizer holds {', '.join(map(repr, unknown))}, which no parameter group of the state dict has"
-        )
     empty = [group for group in saved if not group["params"]]
     if len(empty) != sum(not group["params"] for group in own):
         empty = []
     result = []
     for group, of_group in zip(own, names):
-        if group["params"]:
+        its_params = group["params"]
+        if strict:
+            its_params = [p for p, some in zip(its_params, of_group) if any(name in group_of for name in some)]
+            if group["params"] and not its_params:
+                continue
+        if its_params:
             said = _settings([name for some in of_group for name in some], group_of)
         else:
             said = _without_params(empty.pop(0)) if empty else None
@@ -352,7 +352,7 @@ def lay_out(
                 settings[key] = value.to(kept[key].device)
         if "param_names" in group:
             settings["param_names"] = list(group["param_names"])
-        result.append({**settings, "params": sorted(key_of[param] for param in group["params"])})
+        result.append({**settings, "params": sorted(key_of[param] for param in its_params)})
     return result
 
 

@@ -258,15 +258,17 @@ class StateDictMethods(nn.Module):
 
         States and settings are matched by the names of parameters, whatever the order of the groups and of the
         parameters in them. When ``optim`` loads the result, states keep the dtypes that they have in it; but what
-        torch's own optimizers have of each element gets its parameter's, without which they could not step.
+        torch's own optimizers have of each element gets its parameter's, without which they could not step. A parameter
+        of ``optim`` that no group of the dict has is in no group of the result: ``optim.load_state_dict`` refuses that,
+        unless the program adds it.
 
         Args:
             is_named_optimizer: ``optim`` goes by names.
             load_directly: load it as well.
 
         Raises:
-            ValueError: there is no "state", its keys are not names, a state does not fit its parameter, no parameter
-                group has a parameter of the optimizer's, or groups with different settings have those of one group.
+            ValueError: there is no "state", its keys are not names, a state does not fit its parameter, or groups with
+                different settings have those of one group.
             KeyError: a parameter group names parameters that the optimizer does not hold.
             AssertionError: sharded values that are not in chunks of rows, over ranks that share the unit.
         """
