@@ -37,6 +37,7 @@ FLOORS = [
 ]
 LOWEST_OF_COMM = [
     "fsdp/comm/versions.py",
+    "fsdp/comm/user_warnings.py",
     "fsdp/comm/groups.py",
     "fsdp/comm/recording.py",
     "fsdp/comm/waiting.py",

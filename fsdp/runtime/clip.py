@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torch.nn.utils import clip_grad
 
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import group_ranks
+from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.agreement import REDUCE
@@ -247,24 +248,45 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[torch.devi
 
 @functools.cache
 def watch_torchs_clipping() -> None:
-    """From now on, warn if ``torch.nn.utils.clip_grad_norm_`` is given sharded parameters: it takes each rank's norm.
+    """From now on, warn where torch's clipping computes the norm of this rank's shards alone: ``clip_grad_norm_`` given
+    sharded parameters, ``get_total_norm`` given sharded gradients.
 
-    Nothing of a list of parameters tells what is done with them; so its last step, a name in its module, is wrapped.
+    Programs import these functions under names of their own, so the helpers that they call, names in torch's module,
+    are wrapped instead. ``clip_grads_with_norm_`` scales by the norm that it is given, and is not looked at.
     """
-    clips = clip_grad._clip_grads_with_norm_
+    clips, by_kind = clip_grad._clip_grads_with_norm_, clip_grad._group_tensors_by_device_and_dtype
+    names: Any = clip_grad
 
     @functools.wraps(clips)
     def warn_and_clip(parameters: Any, *args: Any, **kwargs: Any) -> None:
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        if any(getattr(param, "_fsdp_flattened", False) for param in params):
-            sharded = {param for unit in every_unit() if unit.is_sharded for param in unit.visible_params()}
-            if not sharded.isdisjoint(params):
-                warnings.warn(
-                    "torch.nn.utils.clip_grad_norm_() was called on sharded parameters: it sees this rank's shards "
-                    "only, and every rank clips by another norm. Call clip_grad_norm_() of the outermost wrapped "
-                    "module instead",
-                    stacklevel=4,  # past it, and the function that turns gradients off
-                )
+        flattened = any(getattr(param, "_fsdp_flattened", False) for param in params)
+        if flattened and not _sharded_params().isdisjoint(params):
+            _warn_of_partial_norm("clip_grad_norm_", "parameters")
         clips(params, *args, **kwargs)
 
-    clip_grad._clip_grads_with_norm_ = warn_and_clip
+    @functools.wraps(by_kind)
+    def warn_and_group(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            caller: Any = sys._getframe(1)
+            from_user = caller.f_back.f_back.f_globals is not vars(clip_grad)  # past what turns gradients off
+            if caller.f_code.co_name == "_get_total_norm" and from_user:
+                given = {id(tensor) for each in tensors for tensor in each}
+                if any(id(param) in given or id(param.grad) in given for param in _sharded_params()):
+                    _warn_of_partial_norm("get_total_norm", "gradients")
+        return by_kind(tensors, *args, **kwargs)
+
+    names._clip_grads_with_norm_ = warn_and_clip
+    names._group_tensors_by_device_and_dtype = warn_and_group
+
+
+def _sharded_params() -> set[torch.Tensor]:
+    """The visible parameters of all sharded units of this process."""
+    return {param for unit in every_unit() if unit.is_sharded for param in unit.visible_params()}
+
+
+def _warn_of_partial_norm(function: str, given: str) -> None:
+    warn_user(
+        f"torch.nn.utils.{function} was called on sharded {given}: it sees this rank's shards only, and every rank "
+        "clips by another norm. Call clip_grad_norm_() of the outermost wrapped module instead, which returns the norm"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from fsdp.comm.user_warnings import warn_user
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 
 _ROUNDING = {torch.bfloat16, torch.float16}
@@ -23,7 +23,7 @@ def warn_of_stale(optimizer: Optimizer, params: Iterable[Any]) -> None:
     params = list(params)
     stale = [param._fsdp_owner for param in params if getattr(param, "_fsdp_replaced", False)]
     if stale:
-        _warn(
+        warn_user(
             f"{type(optimizer).__name__} holds {len(stale)} of {len(params)} parameters from before they were wrapped, "
             f"the first one {stale[0]}, and steps nothing with them: no optimizer holds the flat parameters that took "
             "their place. Build the optimizer from the wrapped module's parameters(), or pass use_orig_params=True"
@@ -44,14 +44,14 @@ def warn_of_habits(optimizer: Optimizer) -> None:
             "given as optimizer_class"
         )
     if kinds & _OF_WHOLE_PARAMETERS:
-        _warn(
+        warn_user(
             f"{type(optimizer).__name__} computes with the norms, shapes or products of whole parameters, and is given "
             "this rank's parts of them, as vectors: it does not train as with the plain model, nor alike on another "
             "number of ranks. Use one that steps each element by itself, or ShardingStrategy.NO_SHARD"
         )
     for number, group in enumerate(groups):
         if not group["params"] and any(group.get("weight_decay") != other.get("weight_decay") for other in groups):
-            _warn(
+            warn_user(
                 f"parameter group {number} of {type(optimizer).__name__}, with weight_decay "
                 f"{group.get('weight_decay')}, is empty. Parameters of a wrapped model are 1-D, so p.dim() puts all of "
                 "them in one group: ask fsdp.global_shape(p), or make the groups by fsdp.param_groups(model, "
@@ -63,7 +63,7 @@ def warn_of_habits(optimizer: Optimizer) -> None:
             warn_of_hooks("a flat parameter")
     low = [param.dtype for param in params if getattr(param, "_fsdp_flattened", False) and param.dtype in _ROUNDING]
     if low and type(optimizer).step.__module__.startswith("torch.optim."):  # others may keep what is rounded away
-        _warn(
+        warn_user(
             f"{type(optimizer).__name__} trains {len(low)} of {len(params)} parameters in {low[0]}: an update "
             f"of less than 1/{4 / torch.finfo(low[0]).eps:.0f} of a value is rounded away, as it would be under "
             "DistributedDataParallel. To compute in low precision and train in float32, wrap the model in float32 "
@@ -74,7 +74,7 @@ def warn_of_habits(optimizer: Optimizer) -> None:
         if frame is not None and frame.f_code in _STEPPING:
             scaler = frame.f_locals["self"]
             if scaler.is_enabled() and not isinstance(scaler, ShardedGradScaler):
-                _warn(
+                warn_user(
                     f"{type(scaler).__name__} steps an optimizer of sharded parameters: it looks for infinite "
                     "gradients in this rank's shards alone, so that ranks skip different steps and their scales part. "
                     "Use fsdp.sharded_grad_scaler.ShardedGradScaler"
@@ -85,7 +85,7 @@ def warn_of_habits(optimizer: Optimizer) -> None:
 
 def warn_of_hooks(name: str) -> None:
     """A hook that was registered on parameter ``name`` will never fire."""
-    _warn(
+    warn_user(
         f"a hook that was registered on {name} by register_hook() never fires: gradients of flat parameters come "
         "reduced and sharded, not from autograd. Pass use_orig_params=True, or use "
         "register_post_accumulate_grad_hook()"
@@ -104,18 +104,10 @@ def warn_of_initial_values(names: Sequence[str], by_rank: Mapping[int, Sequence[
     if found:
         (name, ranks), *more = found
         further = f", nor were {len(more)} others" if more else ""
-        _warn(
+        warn_user(
             f"The ranks began with different values: when it was wrapped, {name} on rank {', '.join(map(str, ranks))} "
             f"was not what it was on rank {next(iter(by_rank))}{further}. Each rank has kept its own part of each "
             "parameter, so the model is a mixture, where DistributedDataParallel takes all of it from rank 0. Pass "
             "sync_module_states=True, or seed all ranks alike before the model is built, or load a checkpoint after "
             "wrapping"
         )
-
-
-def _warn(text: str) -> None:
-    """As from the first frame that is neither here nor torch's."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("fsdp", "torch"):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, stacklevel=level)
