@@ -3,12 +3,17 @@ what to do instead."""
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fsdp.runtime.uneven_batches import REMEDY
 from fsdp.switches import Switches
+
+Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
 # Arguments of its constructor that this one does not have.
 ARGUMENTS = {
@@ -32,21 +37,33 @@ _ATTRIBUTES = ARGUMENTS | {
 }
 
 
-def refuse_arguments(unknown: Iterable[str], process_group: Any) -> None:
-    """Raises TypeError for keyword arguments that the wrapper does not have, and for DDP's second argument in the place
-    of its own."""
-    for name in unknown:
-        if name in ARGUMENTS:
+def refuse_unknown_arguments(constructor: Constructor) -> Constructor:
+    """Decorate the wrapper's constructor: TypeError for keyword arguments that it does not have, and for DDP's second
+    argument in the place of its own. The signature, which type checkers see, stays as it is written."""
+    names = [name for name in inspect.signature(constructor).parameters if name != "self"]
+
+    @functools.wraps(constructor)
+    def check_and_construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() - set(names):
+            if name in ARGUMENTS:
+                raise TypeError(
+                    f"{name}= is an argument of DistributedDataParallel, and not of FullyShardedDataParallel: leave it "
+                    f"out; {ARGUMENTS[name]}"
+                )
+            near = difflib.get_close_matches(name, names, n=1)
             raise TypeError(
-                f"{name}= is an argument of DistributedDataParallel, and not of FullyShardedDataParallel: leave it "
-                f"out; {ARGUMENTS[name]}"
+                f"FullyShardedDataParallel.__init__() got an unexpected keyword argument {name!r}"
+                + "".join(f". Did you mean {each!r}?" for each in near)
             )
-        raise TypeError(f"FullyShardedDataParallel.__init__() got an unexpected keyword argument {name!r}")
-    if isinstance(process_group, list):
-        raise TypeError(
-            f"process_group must be a process group or None, got {process_group}: that looks like the device_ids of "
-            f"DistributedDataParallel; {ARGUMENTS['device_ids']}"
-        )
+        process_group = kwargs.get("process_group", args[1] if len(args) > 1 else None)
+        if isinstance(process_group, list):
+            raise TypeError(
+                f"process_group must be a process group or None, got {process_group}: that looks like the device_ids "
+                f"of DistributedDataParallel; {ARGUMENTS['device_ids']}"
+            )
+        constructor(self, *args, **kwargs)
+
+    return check_and_construct  # type: ignore[return-value]
 
 
 def refused_attribute(name: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -53,11 +52,12 @@ from fsdp.comm.collectives import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
 from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
 from fsdp.comm.groups import Groups, check_groups
 from fsdp.comm.nodes import choose_groups
+from fsdp.comm.user_warnings import warn_user
 from fsdp.comm.versions import skip_code
-from fsdp.ddp_names import DDPNames, refuse_arguments, refused_attribute
+from fsdp.ddp_names import DDPNames, refuse_unknown_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
-from fsdp.flat.ownership import Ignored, check_initialisers, check_not_torch, has_meta, owned_params
+from fsdp.flat.ownership import Ignored, check_initialisers, check_not_wrapped, has_meta, owned_params
 from fsdp.flat.registration import drop_gradients
 from fsdp.module_groups import has_groups
 from fsdp.runtime.backward import Running
@@ -208,6 +208,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         NotImplementedError: a feature that is not supported yet.
     """
 
+    @refuse_unknown_arguments
     def __init__(
         self,
         module: nn.Module,
@@ -235,13 +236,10 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         broadcast_buffers: bool = False,
         coalesce_nbytes: int = 0,
         flat_param_key: FlatParamKey | None = None,
-        **unknown: NoReturn,
     ) -> None:
         super().__init__()
-        refuse_arguments(unknown, process_group)
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be an nn.Module, got {type(module).__name__}")
-        check_not_torch(module)
         strategy = as_sharding_strategy(sharding_strategy)
         self.backward_prefetch = as_backward_prefetch(backward_prefetch)
         self.mixed_precision = as_mixed_precision(mixed_precision)
@@ -281,6 +279,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         processes()  # from now on the others can tell whether this one has ended
         unit_name = f"the {' and '.join(type(member).__name__ for member in members_of(module).values())} unit"
         ignored = Ignored.of(module, ignored_modules, ignored_states)
+        check_not_wrapped(module, ignored)
         wraps_inside = auto_wrap_policy is not None or has_groups(module) or coalesce_nbytes
         if param_init_fn is None and (wraps_inside or has_meta(module, ignored)):  # before any of the tree is changed
             check_initialisers(module, ignored, unit_name)
@@ -319,10 +318,9 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
 
         self.sharding_strategy = strategy
         if self.world_size == 1 and strategy is not ShardingStrategy.NO_SHARD and not groups.forced:
-            warnings.warn(
+            warn_user(
                 f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} "
-                f"works like NO_SHARD here{', over the replica group' if groups.replica is not None else ''}",
-                stacklevel=2,
+                f"works like NO_SHARD here{', over the replica group' if groups.replica is not None else ''}"
             )
             self.sharding_strategy = ShardingStrategy.NO_SHARD
         options = UnitOptions(
@@ -511,10 +509,9 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         for wrapper in wrappers:
             options.check(wrapper._fsdp_unit)
         if offload_to_cpu and not rank0_only:
-            warnings.warn(
+            warn_user(
                 "summon_full_params(offload_to_cpu=True) without rank0_only=True makes a CPU copy of the full "
-                "parameters on every rank",
-                stacklevel=3,
+                "parameters on every rank"
             )
         with torch.inference_mode(False):
             units = {wrapper._fsdp_unit: wrapper._join_context() for wrapper in wrappers}

@@ -14,7 +14,7 @@ several parents is wrapped once, and that wrapper takes its place at every one o
 from __future__ import annotations
 
 import contextlib
-import warnings
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import members_of
 from fsdp.flat.ownership import ONE_UNIT_ONLY
 from fsdp.module_groups import coalesced, forget, groups_in, inner_first
@@ -41,6 +42,7 @@ __all__ = [
 
 # The modules that become units, each with the keyword arguments of its wrapper.
 _Targets = dict[nn.Module, dict[str, Any]]
+_POLICY_ARGUMENTS = ("module", "recurse", "nonwrapped_numel")
 
 
 # Policy objects
@@ -282,6 +284,7 @@ def auto_wrap(
     Raises:
         ValueError: the tree holds a ``wrapper_cls`` already, or ``policy`` is not a policy, or a group cannot be one
             unit. Nothing was changed.
+        TypeError: ``policy`` needs arguments that it is not given.
     """
     if policy is None and root_kwargs.get("coalesce_nbytes"):
         raise ValueError("coalesce_nbytes is about the units of an auto_wrap_policy: pass one, or use group()")
@@ -294,6 +297,7 @@ def auto_wrap(
     elif callable(getattr(policy, "_run_policy", None)):  # torch's own policy objects too
         targets = policy._run_policy(root_module, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
     elif callable(policy) and not isinstance(policy, type):
+        _check_callable(policy)
         choice = _Choice(policy, ignored_modules, ignored_params, grouped)
         choice.visit(root_module, only_children=True)
         targets = {module: _with_own_overrides(module, root_kwargs) for module in choice.modules}
@@ -304,10 +308,9 @@ def auto_wrap(
             f"ModuleWrapPolicy({{Block}}), but got {policy!r}"
         )
     if policy is not None and not targets and any(True for _ in root_module.children()):
-        warnings.warn(
+        warn_user(
             f"auto_wrap_policy {policy!r} matched no submodule of {type(root_module).__name__}: the whole module "
-            "becomes one unit, gathered at once. Check the policy's classes or sizes, or pass auto_wrap_policy=None.",
-            stacklevel=3,
+            "becomes one unit, gathered at once. Check the policy's classes or sizes, or pass auto_wrap_policy=None."
         )
     kept_full = root_kwargs.get("mixed_precision") if policy is not None else None
     sensitive = _in_full_precision(root_module, kept_full, {*ignored_modules, *grouped})
@@ -341,6 +344,23 @@ def auto_wrap(
     return len(targets) + len(groups)
 
 
+def _check_callable(policy: Callable[..., bool]) -> None:
+    """Raises TypeError if ``policy`` needs arguments that no policy is given, as one without ``functools.partial``."""
+    try:
+        params = inspect.signature(policy).parameters
+    except (TypeError, ValueError):  # a callable of C, which has no signature
+        return
+    keywords = [p for p in params.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    lacks = [p.name for p in keywords if p.default is p.empty and p.name not in _POLICY_ARGUMENTS]
+    if lacks:
+        name = getattr(policy, "__name__", repr(policy))
+        value = "{Block}" if lacks[0].endswith("cls") else "..."
+        raise TypeError(
+            f"auto_wrap_policy {name}() needs {', '.join(map(repr, lacks))} besides what every policy is called with "
+            f"({', '.join(_POLICY_ARGUMENTS)}): pass functools.partial({name}, {lacks[0]}={value})"
+        )
+
+
 def _in_full_precision(root_module: nn.Module, precision: Any, ignored_modules: set[nn.Module]) -> list[nn.Module]:
     """The modules that ``precision`` says to keep in full precision, and so in units of their own; warns of them."""
     if precision is None:
@@ -349,11 +369,10 @@ def _in_full_precision(root_module: nn.Module, precision: Any, ignored_modules: 
     found = [m for m in root_module.modules() if isinstance(m, classes) and m not in ignored_modules]
     if found:
         names = sorted({type(module).__name__ for module in found})
-        warnings.warn(
+        warn_user(
             "Both mixed precision and an auto_wrap_policy were given, and the model has modules of the types "
             f"{', '.join(names)}, which are kept in full precision: each becomes a unit of its own. Pass "
-            "MixedPrecision(_module_classes_to_ignore=()) to treat them like the others",
-            stacklevel=4,
+            "MixedPrecision(_module_classes_to_ignore=()) to treat them like the others"
         )
     return found
 

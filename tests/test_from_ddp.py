@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.checkpoint import load, save
@@ -83,6 +83,24 @@ def _m2_torchs_clipping() -> None:
 
 def _clip(params: Any) -> None:
     clip_grad_norm_(params, 0.01)
+
+
+def _clip_by_two_calls(model: nn.Module) -> None:
+    norm = get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+    clip_grads_with_norm_(model.parameters(), 0.01, norm)
+
+
+def _m2_the_norm_apart_from_the_clipping() -> None:
+    """torch's total norm of sharded gradients is warned of; of others, and clipping by a norm that is right, not."""
+    for flat in (False, True):
+        model = build(use_orig_params=not flat)
+        backward(model)
+        (said,) = warned(functools.partial(_clip_by_two_calls, model))
+        assert "get_total_norm was called on sharded gradients" in said and "Call clip_grad_norm_() of the out" in said
+        assert not warned(functools.partial(clip_grads_with_norm_, model.parameters(), 0.01, torch.ones(())))
+    for model in (build(sharding_strategy=ShardingStrategy.NO_SHARD), net()):
+        backward(model)
+        assert not warned(functools.partial(_clip_by_two_calls, model))
 
 
 class Normed(nn.Module):
@@ -295,6 +313,14 @@ def _grad_scalers() -> None:
 
 def _step(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     scaler.step(optimizer)
+
+
+def _ddp_inside() -> None:
+    """A DDP module cannot be wrapped, whole or as a part; an ignored one is left alone."""
+    for module in (DistributedDataParallel(net()), nn.Sequential(DistributedDataParallel(net()))):
+        with pytest.raises(ValueError, match=r"is a DistributedDataParallel, .*FullyShardedDataParallel\(ddp.module\)"):
+            FullyShardedDataParallel(module)
+    FullyShardedDataParallel(nn.Sequential(module[0], nn.Linear(2, 2)), ignored_modules=[module[0]])  # type: ignore[index]
 
 
 def _ddp_around() -> None:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable_state import _get_module_state
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp
 import fsdp.fully_sharded_data_parallel as wrapper_file
@@ -34,7 +35,7 @@ from fsdp import (
     shard_info,
 )
 from fsdp.api import TrainingState
-from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import run_ranks
 from tests.harness.sharded import full_parameters
@@ -158,13 +159,11 @@ SAME_AS_TORCHS += ["register_comm_hook", "named_parameters", "_unshard", "_asser
 
 @pytest.mark.parametrize("name", SAME_AS_TORCHS)
 def test_signatures_are_torchs(name: str) -> None:
-    """Names, order, defaults, kinds (section C); what ours has besides comes after them, by keyword only. The
-    constructor takes unknown ones as well, to refuse them."""
+    """Names, order, defaults, kinds (section C); what ours has besides comes after them, by keyword only."""
     from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
     ours, theirs = _signature(getattr(FullyShardedDataParallel, name)), _signature(getattr(TorchFSDP, name))
     assert ours[: len(theirs)] == theirs
-    assert (ours.pop()[2] if name == "__init__" else "VAR_KEYWORD") == "VAR_KEYWORD"
     assert all(kind == "KEYWORD_ONLY" for _, _, kind in ours[len(theirs) :])
 
 
@@ -257,6 +256,18 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "precision": ({"mixed_precision": torch.bfloat16}, TypeError, "mixed_precision"),
     "offload": ({"cpu_offload": True}, TypeError, "cpu_offload"),
     "device": ({"device_id": "nowhere"}, RuntimeError, "nowhere"),
+    "a typo": (
+        {"auto_wrap_polcy": None},
+        TypeError,
+        "unexpected keyword argument 'auto_wrap_polcy'. Did you mean 'auto_wrap_policy'",
+    ),
+    "nothing like it": ({"zzz": None}, TypeError, "unexpected keyword argument 'zzz'$"),
+    "a policy function without its argument": (
+        {"auto_wrap_policy": transformer_auto_wrap_policy},
+        TypeError,
+        r"needs 'transformer_layer_cls' .*functools.partial\(transformer_auto_wrap_policy, transformer_layer_cls={Bl",
+    ),
+    "no process group": ({"process_group": 2}, TypeError, "process_group must be a process group or None, got 2"),
 }
 
 
@@ -309,6 +320,30 @@ def test_warnings_at_construction() -> None:
     for strategy in STRATEGIES:
         FullyShardedDataParallel(net(), group, strategy)  # warnings are errors
     FullyShardedDataParallel(net(), StandIn(0, 1), NO_SHARD)
+
+
+def test_the_warning_about_one_rank_is_shown_once_at_the_users_line() -> None:
+    """However many units the policy makes: Python shows a warning once per line that it points at."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        FullyShardedDataParallel(net(), StandIn(0, 1), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    assert [(each.filename, "one rank" in str(each.message)) for each in seen] == [(__file__, True)]
+
+
+class Scaled(Tensor):
+    """A tensor subclass with a hook by which FSDP2 gathers it."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        raise AssertionError("not called")
+
+
+def test_tensor_subclasses_with_gather_hooks_are_refused() -> None:
+    """FSDP2's extension hooks would be ignored, and training would go on without them."""
+    module = net()
+    module.head.weight = nn.Parameter(module.head.weight.detach().as_subclass(Scaled))
+    with pytest.raises(NotImplementedError, match=r"'head.weight' of the Net unit is a Scaled with fsdp_pre_all_g"):
+        FullyShardedDataParallel(module, StandIn())
+    FullyShardedDataParallel(module, StandIn(), ignored_states=[module.head.weight])
 
 
 def test_there_must_be_a_process_group() -> None:
@@ -409,6 +444,21 @@ def _experts(use_orig_params: bool) -> None:
 def test_groups_may_differ_per_rank_and_have_one_rank(use_orig_params: bool) -> None:
     """AA4: sizes too, where the groups do."""
     run_ranks(3, _experts, use_orig_params)
+
+
+def _a_group_of_others() -> None:
+    """Rank 1 passes a group, alone, in a pair or through a mesh, that it does not belong to."""
+    group, mesh = dist.new_group([0]), DeviceMesh("cpu", [0])
+    if dist.get_rank() == 1:
+        for options in ({"process_group": group}, {**HYBRID, "process_group": (group, group)}, {"device_mesh": mesh}):
+            module = net()
+            with pytest.raises(ValueError, match=r"rank 1 does not belong to .*Pass each rank a .* it belongs to"):
+                FullyShardedDataParallel(module, **{**options, "auto_wrap_policy": ModuleWrapPolicy({nn.Linear})})
+            assert type(module.head) is nn.Linear
+
+
+def test_a_process_group_of_other_ranks_is_refused_by_name() -> None:
+    run_ranks(2, _a_group_of_others)
 
 
 def _on_some_ranks(use_orig_params: bool) -> None:

@@ -6,7 +6,6 @@ Groups and backends that ``torch.distributed`` does not know are asked for their
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import ShardingStrategy
+from fsdp.comm.user_warnings import warn_user
 
 HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 
@@ -84,22 +84,35 @@ def _forced() -> bool:
 def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
     """
     Raises:
-        TypeError: ``mesh`` is no mesh.
-        ValueError: the arguments of a wrapper do not go together.
+        TypeError: ``mesh`` is no mesh, or ``group`` no process group.
+        ValueError: the arguments of a wrapper do not go together, or this rank is in none of the groups.
     """
+    for each in group if isinstance(group, tuple) else (group,):
+        if each is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"process_group: rank {dist.get_rank()} does not belong to this group (new_group() returned "
+                "GroupMember.NON_GROUP_MEMBER here). Pass each rank a group that it belongs to, or wrap on the ranks "
+                "of the group only"
+            )
     if mesh is not None and not hasattr(mesh, "get_group"):
         raise TypeError(f"device_mesh must be a DeviceMesh, got {type(mesh)}")
+    if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
+        raise ValueError(
+            f"device_mesh: rank {dist.get_rank()} does not belong to this mesh of ranks {mesh.mesh.tolist()}. Pass "
+            "each rank a mesh that it belongs to, or wrap on the ranks of the mesh only"
+        )
     if mesh is not None and group is not None:
         raise ValueError("Cannot pass both process_group and device_mesh; pass only one of them")
     if strategy not in HYBRID_SHARDING_STRATEGIES:
+        if group is not None and not isinstance(group, tuple) and not hasattr(group, "size"):
+            raise TypeError(f"process_group must be a process group or None, got {group!r}")
         if isinstance(group, tuple):
             raise ValueError(f"a pair of process groups is for hybrid strategies, and sharding_strategy is {strategy}")
         if mesh is not None and mesh.ndim > 1:
-            warnings.warn(
+            warn_user(
                 f"{strategy} shards over the first of the {mesh.ndim} dimensions of device_mesh: ranks that differ in "
                 "another one train apart. Pass the one dimension that is meant, or a hybrid strategy, which replicates "
-                "over the first and shards over the second",
-                stacklevel=3,
+                "over the first and shards over the second"
             )
         return
     if group is None and mesh is None and policy is None:

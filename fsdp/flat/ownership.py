@@ -7,7 +7,6 @@ All of it unit by unit, innermost first, so that the peak is the sharded model p
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,13 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.api import FlatParamKey, MixedPrecision
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import default_device, resolve_device
+from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.layout import FlatLayout, ParamSpec
 from fsdp.flat.names import WRAPPED_MODULE, joined, own_modules
@@ -31,6 +32,7 @@ ONE_UNIT_ONLY = (
     "FullyShardedDataParallel.group(), or wrap the lowest module that contains both, and neither of the two apart"
 )
 _TORCH = "torch.distributed.fsdp"  # never imported
+_GATHER_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")  # by which FSDP2 gathers tensor subclasses
 ALIGNMENT = 16  # bytes; collectives and kernels fall back to slow paths on what is not aligned so
 
 
@@ -84,11 +86,12 @@ def owned_params(module: nn.Module, ignored: Ignored, unit_name: str, groups: Gr
     return owned
 
 
-def check_not_torch(module: nn.Module) -> None:
-    """Two engines cannot be nested.
+def check_not_wrapped(module: nn.Module, ignored: Ignored) -> None:
+    """Check that no other engine shards or replicates what is to be wrapped.
 
     Raises:
-        ValueError: torch's own FSDP has wrapped ``module``, something in it or something around it.
+        ValueError: torch's own FSDP has wrapped ``module``, something in it or something around it; or
+            ``DistributedDataParallel`` has wrapped ``module``, or something in it that is not ignored.
     """
     found = torchs_own(module)
     if found is not None:
@@ -96,6 +99,15 @@ def check_not_torch(module: nn.Module) -> None:
             f"{found}, which cannot be nested in this package's FullyShardedDataParallel: wrap the whole model with "
             "one of the two"
         )
+    if not any(issubclass(kind, DistributedDataParallel) for kind in set(map(type, module.modules()))):
+        return
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, DistributedDataParallel) and submodule not in ignored.modules:
+            where = f"{name!r} in the module to wrap" if name else "the module to wrap"
+            raise ValueError(
+                f"{where} is a DistributedDataParallel, which reduces gradients by itself: pass the model without it, "
+                "FullyShardedDataParallel(model), or FullyShardedDataParallel(ddp.module)"
+            )
 
 
 def torchs_own(module: nn.Module, *, fully_shard: bool = True) -> str | None:
@@ -158,6 +170,15 @@ def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
             f"parameter {name!r} of {unit_name} is not initialised yet (a lazy module): run one forward of the plain "
             "model before wrapping it"
         )
+    if type(param) is not nn.Parameter:
+        kind = type(local_of(param.detach()))
+        for hook in _GATHER_HOOKS:
+            if hasattr(kind, hook):
+                raise NotImplementedError(
+                    f"parameter {name!r} of {unit_name} is a {kind.__name__} with {hook}(), which this package would "
+                    "not call: it gathers shards as plain tensors. Make the parameter a plain tensor, or pass it in "
+                    "ignored_states"
+                )
     if param.layout != torch.strided:
         raise ValueError(
             f"parameter {name!r} of {unit_name} has layout {param.layout}; only strided parameters can be sharded"
@@ -277,9 +298,8 @@ class Ignored:
                     "`ignored_modules` should not include FSDP modules: a wrapped module cannot be ignored"
                 )
             if ignored is module:
-                warnings.warn(
-                    "the module being wrapped is in ignored_modules: all of it is left alone, and nothing is sharded",
-                    stacklevel=4,
+                warn_user(
+                    "the module being wrapped is in ignored_modules: all of it is left alone, and nothing is sharded"
                 )
             modules.update(below for _, below in own_modules(ignored))
         for _, below in own_modules(module):
@@ -405,16 +425,15 @@ def move_to(
         if inner or target.type == "cpu":
             return inner[0] if inner else target
         if owned:
-            warnings.warn(
+            warn_user(
                 f"the parameters lie on CPU, and there is an accelerator: they are moved to its current device, "
                 f"{target}, and the unit computes there. Pass device_id= to say where it is to compute, "
-                "device_id='cpu' for the CPU",
-                stacklevel=4,
+                "device_id='cpu' for the CPU"
             )
     else:
         target = resolve_device(device_id)
         if target.index is not None and torch.device(device_id).index is None:
-            warnings.warn(f"device_id={device_id!r} has no index; the current device, {target}, is used", stacklevel=4)
+            warn_user(f"device_id={device_id!r} has no index; the current device, {target}, is used")
     if away and away[0] != target:
         raise ValueError(
             f"device_id is {target}, but parameters lie on {away[0]}: move them there first or drop device_id"

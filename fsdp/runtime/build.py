@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from fsdp.api import (
 from fsdp.comm import beginning
 from fsdp.comm.groups import Groups
 from fsdp.comm.shared_memory import known_channel
+from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.initial_values import InitialValues, sample
 from fsdp.flat.metadata import BucketInfo, UnitInfo
@@ -77,10 +77,9 @@ def warn_without_forward(module: nn.Module) -> None:
     """Warn the caller of the wrapper's constructor if it wraps a container that has no forward."""
     for called in outermost_of(module):
         if isinstance(called, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(
+            warn_user(
                 f"FullyShardedDataParallel wraps a {type(called).__name__}, which has no forward: its parameters would "
-                "never be gathered. Wrap its elements, or the module that calls them",
-                stacklevel=3,
+                "never be gathered. Wrap its elements, or the module that calls them"
             )
 
 
