@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fsdp
+from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import (
     CLEAR,
     STEP,
@@ -20,7 +22,9 @@ from tests.harness.lockstep import (
 from tests.harness.models import BlockWithUnused, LoraBlock, MlpBlock
 from tests.harness.passes import (
     FULL,
+    KINDS,
     MODES,
+    NONE,
     WIDTH,
     Mlp,
     by_turns,
@@ -36,6 +40,7 @@ from tests.harness.passes import (
 from tests.harness.poison import poisoned_memory
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import wrap
 
 
 class _Freezing:
@@ -156,6 +161,139 @@ def _lora_traffic() -> None:
 def test_reductions_of_a_lora_model_carry_the_adapters_alone() -> None:
     """R30"""
     run_ranks(2, _lora_traffic)
+
+
+class _Adapted(nn.Module):
+    """A frozen input layer, blocks with adapters, maybe checkpointed, and a trained head."""
+
+    def __init__(self, checkpointing: str) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.embed = nn.Linear(WIDTH, 13).requires_grad_(False)
+        self.blocks = nn.ModuleList([LoraBlock(13) for _ in range(3)])
+        self.head = nn.Linear(13, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            if self.checkpointing == "none" or not torch.is_grad_enabled():
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+        return self.head(x)
+
+
+class _FrozenBetween:
+    """Freezes every trained parameter, or every second one, between a forward and its backward, for another forward."""
+
+    def __init__(self, way: str, *, every: int = 1) -> None:
+        self.way, self.every = way, every
+
+    def __call__(self, model: nn.Module, data: Data) -> Iterator[Any]:
+        for step in range(3):
+            trained = [param for param in model.parameters() if param.requires_grad][:: self.every]
+            x, other = data.tensor(step, 3, WIDTH), data.tensor(10 + step, 3, WIDTH)
+            loss = loss_of(model, x)
+            for param in trained:
+                param.requires_grad_(False)
+            if self.way in ("no_grad", "inference_mode"):
+                with torch.no_grad() if self.way == "no_grad" else torch.inference_mode():
+                    output = model(other)
+            elif self.way in ("backward while frozen", "one backward for both"):
+                output = loss_of(model, other)
+                if self.way == "backward while frozen":
+                    output.backward()
+                    yield {"other": other.grad}
+                else:
+                    loss = loss + output
+            if self.way == "frozen until the end":
+                loss.backward()
+                yield {"x": x.grad}
+            for param in trained:
+                param.requires_grad_(True)
+            if self.way != "frozen until the end":
+                loss.backward()
+                yield {"x": x.grad, "other": other.grad}
+            yield STEP
+
+
+def _frozen_between(checkpointing: str) -> None:
+    ways = ["no_grad", "inference_mode", "backward while frozen"]
+    if checkpointing == "none":  # else a recomputation would save other tensors than the forward did
+        ways += ["one backward for both", "frozen until the end"]
+    build = seeded(_Adapted, checkpointing)
+    for number, way in enumerate(ways):
+        reference = Reference(build, _FrozenBetween(way))
+        for mode in MODES if way == "no_grad" else by_turns(number):
+            reference.check(wrapped(build, mode, LoraBlock), f"{way}, {describe(mode)}")
+    blocks = ModuleWrapPolicy({LoraBlock})
+    for orig in (True, False):
+        model = wrap(build(), FULL, orig, wrap_policy=blocks, reduce_unused=True)
+        Reference(build, _FrozenBetween("no_grad")).check(model, f"reduce_unused, use_orig_params={orig}")
+    model = wrapped(build, (FULL, True), LoraBlock)  # flat parameters have one flag for all of a unit's
+    Reference(build, _FrozenBetween("no_grad", every=2)).check(model, "every second parameter")
+
+
+@pytest.mark.parametrize("checkpointing", KINDS)
+def test_parameters_frozen_between_a_forward_and_its_backward(checkpointing: str) -> None:
+    """A backward goes by the ``requires_grad`` that parameters have when it begins, as on a plain module: gradients of
+    what was frozen for another forward in between, and is trained again, are not lost."""
+    run_ranks(2, _frozen_between, checkpointing)
+
+
+class _NoGradient(torch.autograd.Function):
+    """Uses a parameter that it has no gradient of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, param: Tensor) -> Tensor:
+        return x * param.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+        return grads[0], None
+
+
+class _Stored(nn.Module):
+    """Stores a tensor that a backward comes to before it comes to what the forward returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale, self.without = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.stored = torch.empty(0)
+
+    def forward(self, x: Tensor, mark: bool) -> Tensor:
+        y = self.linear(x) * _NoGradient.apply(torch.ones(1), self.without)
+        self.stored = self.scale * 2
+        if mark:
+            fsdp.mark_side_output(self.stored)
+        return y
+
+
+def _lost() -> None:
+    for orig, mark, returned in itertools.product((True, False), (True, False), (True, False)):
+        model = wrap(seeded(_Stored)(), NONE, orig, wrap_policy=None)
+        for _ in range(2):
+            x = torch.randn(3, WIDTH)
+            y = model(x, mark)
+            loss = model.module.stored.sum() + (y.sum() if returned else 0)
+            model.requires_grad_(False)
+            with torch.no_grad():
+                model(x, mark)
+            model.requires_grad_(True)
+            if mark:
+                loss.backward()
+                clear(model)
+            else:
+                with pytest.raises(RuntimeError, match=r"'scale' of the root unit is lost.*mark_side_output"):
+                    loss.backward()
+                assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_gradient_that_autograd_drops_is_an_error_that_names_the_parameter() -> None:
+    """Where a backward reaches a parameter that was frozen for the last forward before it reaches an output, autograd
+    drops the gradient. That is an error; that a function has no gradient of a parameter is none."""
+    run_ranks(2, _lost)
 
 
 class Switch(nn.Module):

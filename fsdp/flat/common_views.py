@@ -344,6 +344,11 @@ class CommonViews:
     def is_as_left(self) -> bool:
         raise AssertionError("each mode has its own")
 
+    @property
+    def flags_are_as_left(self) -> bool:
+        """Whether the leaves have the ``requires_grad`` of the parameters that users hold."""
+        raise AssertionError("each mode has its own")
+
     def refresh(self) -> bool:
         """Follow what the user did to the parameters since the last forward; True if some ``requires_grad`` changed.
 
@@ -356,6 +361,15 @@ class CommonViews:
             return False
         if self.check_writeback:
             self.take_over()
+        return self.follow_flags()
+
+    def follow_flags(self) -> bool:
+        """Freeze and unfreeze the leaves as the parameters are that users hold; True if some ``requires_grad``
+        changed.
+
+        Raises:
+            RuntimeError: parameters that have to be frozen together were not.
+        """
         leaves, changed = self.handle.copy.all_leaves, False
         for visible in self.visible:
             flag = visible.param.requires_grad

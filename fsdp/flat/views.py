@@ -70,8 +70,7 @@ class OriginalViews(CommonViews):
     def is_as_left(self) -> bool:
         """Whether users have done nothing to the parameters that the next ``refresh`` follows, as far as that can be
         seen at once."""
-        handle = self.handle
-        if handle.has_tp or list(map(flag_of, self.params)) != handle.copy.flags:
+        if self.handle.has_tp or not self.flags_are_as_left:
             return False
         if not self.check_writeback:
             return self.registration.placeholders is None
@@ -81,6 +80,10 @@ class OriginalViews(CommonViews):
             if self.params[position].untyped_storage() is not storage:
                 return False
         return True
+
+    @property
+    def flags_are_as_left(self) -> bool:
+        return list(map(flag_of, self.params)) == self.handle.copy.flags
 
     def grad_parts(self, *, cut: bool = False) -> list[torch.Tensor]:
         """The gradients that this rank has, without padding and without empty tensors, of parameters that tensor
@@ -287,10 +290,15 @@ class FlatViews(CommonViews):
             self.handle.flat_param.requires_grad_(flag)
 
     @property
+    def flags_are_as_left(self) -> bool:
+        flag = self.handle.flat_param.requires_grad
+        flags = [*self.handle.copy.flags, *map(flag_of, self.registration.resting)]
+        return flags.count(flag) == len(flags)
+
+    @property
     def is_as_left(self) -> bool:
-        handle, flag = self.handle, self.handle.flat_param.requires_grad
-        flags = [*handle.copy.flags, *map(flag_of, self.registration.resting)]
-        if self._values is not None or flags.count(flag) < len(flags):
+        handle = self.handle
+        if self._values is not None or not self.flags_are_as_left:
             return False
         if not self.check_writeback:
             return self.registration.placeholders is None
@@ -301,10 +309,14 @@ class FlatViews(CommonViews):
         if self.registration.summoned is None and handle.flat_param.data_ptr() != handle.shard.data_ptr():
             take_over_data(handle.flat_param, handle.shard, f"the flat parameter of {handle.unit_name}")
         super().take_over()
-        assert handle.copy.whole is not None
-        flags, told = flags_of(self.registration.resting), handle.copy.whole.requires_grad
-        if self.registration.summoned is None and set(flags) != {told}:
+
+    def follow_flags(self) -> bool:
+        whole = self.handle.copy.whole
+        assert whole is not None
+        flags = flags_of(self.registration.resting)
+        if self.registration.summoned is None and set(flags) != {whole.requires_grad}:
             self._take_flags(flags)
+        return super().follow_flags()
 
     def _adopt(self, index: int, new: Any, memory: torch.Tensor) -> None:
         """It is another parameter from here on, which has no gradient."""

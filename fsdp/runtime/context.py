@@ -56,6 +56,7 @@ class RootContext:
         self.reductions = ReductionQueue(pool, self.streams, root.policy.reduce_buffers)
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._thread = 0  # that of the outermost forward
+        self._unfrozen: list[UnitBuffers] = []  # those of which leaves were frozen or unfrozen as the backward began
         self._sends_buffers = True  # whether the next forward is to begin with the first rank's
         self.units: list[UnitBuffers] = []
         for index, (name, unit, ancestors) in enumerate(units):
@@ -208,6 +209,7 @@ class RootContext:
             return
         if self.passes.failed:
             self._clear()
+        self._unfrozen = [other for other in self.units if other.follow_flags()]  # before ranks agree on what it brings
         self.residency.start_order(unit, backward=True)
         self.passes.begin(Pass("backward"))
         end = _EndOfBackward(self)
@@ -217,6 +219,8 @@ class RootContext:
     def finish_backward(self) -> None:
         try:
             with torch.no_grad(), self.joined():
+                for unit in self._unfrozen:
+                    unit.check_unfrozen()
                 for unit in self.units:
                     unit.end_backward()
                 self.passes.end(wait=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -89,6 +89,8 @@ class ExpectedLeaves:
         of_task: by graph task, the leaves it has still to deliver. One that delivered all stays, with nothing, so that
             it is not asked again.
         left_by: the thread on which autograd leaves gradients on the leaves now; see ``stay``.
+        lost: leaves that were unfrozen when the backward began, which reaches them and has not done so since. Where it
+            had done so before, while they were frozen, autograd has dropped their gradients.
     """
 
     def __init__(self, handles: Sequence[FlatParamHandle], look: Callable[[], None]) -> None:
@@ -107,11 +109,14 @@ class ExpectedLeaves:
         self._thread = 0  # on which it runs
         self._all_there = False  # whether all of them were there when they were looked for last
         self._was_hooked = False  # whether a backward has brought gradients by hooks
+        self.lost: set[LeafKey] = set()
+        self._until_found: list[Any] = []  # the hooks by which gradients of these are found
         self.watch()
 
-    def watch(self) -> None:
-        """Hook the leaves that require grad now, as far as they are not yet."""
-        leaves, arrived = self._leaves(), self.arrived
+    def watch(self, *, awaits_unfrozen: bool = False) -> None:
+        """Hook the leaves that require grad now, unless they are hooked already. With ``awaits_unfrozen`` a backward
+        begins, and its gradients of leaves that required none until now are ``lost`` until they arrive."""
+        leaves, arrived, before = self._leaves(), self.arrived, set(map(id, self._nodes))
         wholes = [len(handle.layout.params) for handle in self._handles]  # what stands for all, and hardly anybody uses
         with torch.inference_mode(False), torch.enable_grad():
             for key, leaf in leaves:
@@ -125,16 +130,27 @@ class ExpectedLeaves:
                         hooks.share(leaf, arrived.hooks)
                     else:
                         hooks.on_accumulated(leaf, functools.partial(arrived.large, key))
-        self._keys = [key for key, _ in self._accumulators.values()]
-        self._nodes = [node for _, node in self._accumulators.values()]
-        trained = [(key, leaf) for key, leaf in leaves if leaf.requires_grad and key[1] != wholes[key[0]]]
-        if not arrived.small.keys() >= {id(leaf) for _, leaf in trained}:
-            trained = []
-        self._small_keys = frozenset([key for key, _ in trained])
+        # of a frozen leaf nothing is expected: autograd drops what reaches it
+        trained = [self._accumulators[id(leaf)] for _, leaf in leaves if leaf.requires_grad]
+        self._keys = [key for key, _ in trained]
+        self._nodes = [node for _, node in trained]
+        if awaits_unfrozen:
+            self._await(pair for pair in trained if id(pair[1]) not in before)
+        small = [(key, leaf) for key, leaf in leaves if leaf.requires_grad and key[1] != wholes[key[0]]]
+        if not arrived.small.keys() >= {id(leaf) for _, leaf in small}:
+            small = []
+        self._small_keys = frozenset([key for key, _ in small])
         several: dict[tuple[int, torch.dtype], list[tuple[int, torch.Tensor]]] = {}  # each dtype has leaves of its own
-        for (bucket, index), leaf in trained:
+        for (bucket, index), leaf in small:
             several.setdefault((bucket, leaf.dtype), []).append((index, leaf))
         self._all_small = [(bucket, its) for (bucket, _), its in several.items()]
+
+    def _await(self, unfrozen: Iterable[tuple[LeafKey, Any]]) -> None:
+        """Note of these leaves, by key and accumulator, the ones that the running graph task reaches, until it does."""
+        pairs = list(unfrozen)
+        for key, node in hooks.those_that_run(pairs, [node for _, node in pairs]):
+            self.lost.add(key)
+            self._until_found.append(hooks.on_leaf_gradient(node.variable, functools.partial(_found, self.lost, key)))
 
     def renew(self) -> None:
         """The leaves changed their dtype or device, or train on another stream: the old nodes match nothing, or run
@@ -247,7 +263,18 @@ class ExpectedLeaves:
         """The backward is over, or failed."""
         self._was_hooked = self._was_hooked or bool(self.of_task)
         self.end_stay()
+        if self._until_found:
+            for handle in self._until_found:
+                handle.remove()
+            self._until_found.clear()
+            self.lost.clear()
         self.of_task.clear()
         self._supposed = None
         self.arrived.task, self.arrived.all_taken = None, False
         self.arrived.gradients.clear()
+
+
+@hooks.breaks_graph
+def _found(lost: set[LeafKey], key: LeafKey, _: torch.Tensor | None) -> None:
+    """The gradient of leaf ``key`` arrives, or autograd knows that there is none."""
+    lost.discard(key)

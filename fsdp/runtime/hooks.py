@@ -148,6 +148,12 @@ def on_saved(callback: Callable[[torch.Tensor], None]) -> AbstractContextManager
     return saved
 
 
+def on_leaf_gradient(leaf: torch.Tensor, callback: Callable[[torch.Tensor | None], None]) -> Any:
+    """Call ``callback``, which is ``untraced``, each time a backward reaches ``leaf``, with a gradient or with None.
+    Returns a handle, to remove the hook by."""
+    return leaf.register_hook(callback)
+
+
 def on_accumulated(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Any:
     """Call ``callback``, which is ``untraced``, each time a gradient has been added to ``leaf.grad``."""
     return leaf.register_post_accumulate_grad_hook(callback)

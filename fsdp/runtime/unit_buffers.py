@@ -255,6 +255,32 @@ class UnitBuffers(Member):
         if changed:
             self.expected.watch()
 
+    def follow_flags(self) -> bool:
+        """Freeze and unfreeze the leaves as the visible parameters are now that a backward begins; returns whether some
+        changed. ``check_unfrozen`` finds the gradients for which this came too late."""
+        changed = False
+        for view in self.views:
+            if not view.flags_are_as_left:
+                changed = view.follow_flags() or changed
+        if changed:
+            self.expected.watch(awaits_unfrozen=True)
+        return changed
+
+    def check_unfrozen(self) -> None:
+        """Raise RuntimeError if the backward that ends has dropped the gradient of a leaf.
+
+        Autograd does so with the gradient of a leaf that is frozen when it arrives, and the leaves follow the visible
+        parameters only when the backward first comes to an output of a unit.
+        """
+        for bucket, index in sorted(self.expected.lost):
+            raise RuntimeError(
+                f"the gradient of parameter {self.handles[bucket].name_of(index)!r} of {self.name} is lost. The "
+                "parameter was frozen during the last forward and unfrozen after it, and the backward reached the "
+                "parameter before it reached an output of a wrapped module: through a tensor that the forward stored, "
+                "or that a hook took. Return that tensor, or mark it inside the forward by "
+                "fsdp.mark_side_output(tensor); or unfreeze the parameter before the last forward"
+            )
+
     # -- communicating outside of a step -------------------------------------------------------------------------------
 
     def gather_now(self, bucket: int, shard: torch.Tensor) -> torch.Tensor:
