@@ -122,11 +122,7 @@ class Switches(PrivateNames):
         Raises:
             RuntimeError: a forward or backward of the unit is under way, or it is inside ``summon_full_params``.
         """
-        unit = self._fsdp_unit
-        check_idle([unit], "reshard()")
-        context = join(unit)
-        context.residency.forget_output(unit)
-        context.residency.reshard(unit)
+        self._fsdp_unit.reshard_by_hand()
 
     # -- when units are gathered and resharded -------------------------------------------------------------------------
 

@@ -394,7 +394,9 @@ def verl_metadata(model: nn.Module) -> list[Any]:
         flat = handle.flat_param
         assert flat.data_ptr() == flat._local_shard.data_ptr() and flat.shape == flat._local_shard.shape
         assert flat._local_shard is not flat.data and not flat._local_shard.requires_grad
-        found.append((handle._offload_params, handle.uses_sharded_strategy, handle.needs_unshard()))
+        assert handle.process_group is model.process_group or dist.get_world_size() == 1
+        facts = handle._offload_params, handle.uses_sharded_strategy, handle.needs_unshard()
+        found.append((*facts, handle.rank, handle.world_size))
     assert model._is_root
     return found
 
@@ -437,6 +439,38 @@ def compare_handles() -> None:
 def test_what_they_read_of_a_handle_is_torchs(world_size: int) -> None:
     """F21, F33, F44: verl's and Composer's reads."""
     run_ranks(world_size, compare_handles)
+
+
+def after_evaluation() -> None:
+    """Verl reshards the root by its handle after each evaluation, whatever has gathered it."""
+    case = ZOO["mlp"]
+    for uop, strategy in itertools.product((False, True), ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")):
+        states = []
+        for reshards in (False, True):
+            model = wrap(case, ShardingStrategy[strategy], uop)
+            optimizer = adamw(model.parameters())
+            for number in range(3):
+                batch = rank_batch(case, Schedule(), number, 0, rank(), dist.get_world_size())
+                with torch.no_grad():
+                    case.loss(model.eval(), batch)
+                model.train().unshard()
+                if reshards:
+                    model._handle.reshard(False)
+                    model._handle.reshard(True)
+                    assert model._handle.needs_unshard() is model._handle.uses_sharded_strategy
+                case.loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(full_parameters(model))
+        assert_bit_equal(*states)
+        handle = model.module.register_forward_hook(lambda *_: model._handle.reshard(True))  # noqa: B023
+        with pytest.raises(RuntimeError, match=r"the root unit is in FORWARD: call reshard\(\) outside of that"):
+            case.loss(model, batch)
+        handle.remove()
+
+
+def test_a_handle_reshards_its_unit() -> None:
+    run_ranks(2, after_evaluation)
 
 
 def between_phases(device: str) -> None:

@@ -73,8 +73,8 @@ class Unit(UnitBuffers):
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.units.add(self)
         hooks.watch_optimizers()
-        for bucket, handle in enumerate(self.handles):
-            handle.change_shard = functools.partial(_change_shard, self.ref, bucket)
+        for handle in self.handles:
+            handle.owner = self.ref
 
     # -- the tree ------------------------------------------------------------------------------------------------------
 
@@ -211,6 +211,12 @@ class Unit(UnitBuffers):
                 visible.param.grad = None if grad is None else change(grad).detach()
         self.expected.renew()
         return self.device
+
+    def change_shard(self, handle: FlatParamHandle, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the shard of one bucket, and its gradients, by ``change`` of them."""
+        self.check_can_change()
+        with torch.no_grad():
+            self.apply_to_shards(change, handle)
 
     def changes_shards(self, change: Callable[[torch.Tensor], torch.Tensor], member: str) -> bool:
         """``nn.Module._apply`` has come to ``member`` with ``change``: whether the shards are to be changed, which they
@@ -552,14 +558,6 @@ class Unit(UnitBuffers):
         elif phase is Phase.FORWARD:  # of a module whose forward is a whole step
             for view in self.views:
                 view.skip_comparison()
-
-
-def _change_shard(unit_ref: weakref.ref[Unit], bucket: int, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    unit = unit_ref()
-    if unit is not None:
-        unit.check_can_change()
-        with torch.no_grad():
-            unit.apply_to_shards(change, unit.handles[bucket])
 
 
 def every_unit() -> list[Unit]:

@@ -171,6 +171,10 @@ class UnitBuffers(Member):
     def reset(self) -> None:
         """Forget a forward or backward that failed."""
 
+    @abstractmethod
+    def check_idle(self, words: str, kind: type[Exception] = RuntimeError) -> None:
+        """Raise ``kind``, with ``words``, if the unit is running or shown whole."""
+
     # -- its full buffers ----------------------------------------------------------------------------------------------
 
     @property
@@ -229,6 +233,18 @@ class UnitBuffers(Member):
     def _tags(self, what: str, kind: int) -> list[Tag]:
         first = (self.place * 2 + kind) * MAX_BUCKETS
         return [Tag(f"{what} {self.name}", first + bucket) for bucket in range(len(self.handles) or 1)]
+
+    def reshard_by_hand(self) -> None:
+        """Give the memory of the full buffers back, whatever keeps them.
+
+        Raises:
+            RuntimeError: a forward or backward of the unit is under way, or the unit is summoned.
+        """
+        self.check_idle("call reshard() outside of that")
+        tree = self._tree()
+        if tree is not None:
+            tree.residency.forget_output(self)
+            tree.residency.reshard(self)
 
     def use_resting(self) -> None:
         """The modules show shards, or what is summoned."""
