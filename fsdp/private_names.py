@@ -69,7 +69,20 @@ class PrivateNames(nn.Module):
 
     @property
     def _is_root(self) -> bool | None:
+        """Whether this instance is the root of its tree; None while that is not decided."""
         return self._membership.is_root
+
+    @_is_root.setter
+    def _is_root(self, value: bool | None) -> None:
+        """Decide, or with False or None be undecided again if this is a root: a wrapper around it may take it over.
+
+        Tools assign this around ``summon_full_params()`` of an inner instance, where FSDP1 would make a root of it. An
+        instance inside another one stays what it is.
+        """
+        if value:
+            self._membership.join()
+        elif self._membership.is_root:
+            self._membership.leave()
 
     def _reset_lazy_init(self) -> None:
         """Make this instance undecided about its root again."""
