@@ -74,11 +74,11 @@ from fsdp.runtime.build import (
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.full_params import SummonOptions, full_params, summon
+from fsdp.runtime.full_params import SummonOptions, full_params, summon, without_shards
 from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.ranges import ranged
-from fsdp.runtime.unit import register_comm_hook, units_in, units_of
+from fsdp.runtime.unit import Phase, register_comm_hook, units_of
 from fsdp.switches import UnshardHandle
 from fsdp.switches import register_forward_method as register_forward_method
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
@@ -412,14 +412,18 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """What ``.to()``, ``.half()``, ``.cuda()`` and the like do: to the shards, their gradients and the buffers.
 
-        The parameters that an optimizer holds stay the same objects.
+        The parameters that an optimizer holds stay the same objects. Inside ``summon_full_params()`` the full
+        parameters are changed, as a plain module's, and written back as other changes are.
         """
-        if self._fsdp_unit.parent_is_built:
+        unit, units = self._fsdp_unit, units_of(self)
+        if unit.parent_is_built:
             return self  # a param_init_fn of the parent empties modules below it; these have their values already
-        for _, inner, _ in units_in(self):
+        if all(inner.phase is Phase.SUMMONED for inner in units):
+            with without_shards(unit):
+                return super()._apply(fn, recurse)
+        for inner in units:
             inner.check_can_change()
             inner.follow_parameters()
-        unit = self._fsdp_unit
         unit.precision.release_buffers(self.compute_device)
         for views in unit.views:
             views.registration.unregister()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import os
@@ -170,8 +171,6 @@ def _cast_in_parts(mode: Mode) -> None:
     handle = model.layers[2].register_forward_hook(lambda *_: found.append(error_of(model.half)))
     model(batch(0).double())
     handle.remove()
-    with summon(model):
-        found.append(error_of(model.half))
     if mode.strategy is not NO_SHARD:
         with model.no_sync():
             model(batch(0).double()).sum().backward()
@@ -188,6 +187,50 @@ def _cast_in_parts(mode: Mode) -> None:
 def test_casting_in_parts_and_at_bad_times() -> None:
     """R7"""
     run_ranks(2, everywhere, _cast_in_parts)
+
+
+def _cast_while_shown(mode: Mode) -> None:
+    model, plain = build(mode), Plain()
+    optimizer = sgd(model)
+    train(model, optimizer, 0)
+    plain.train(0)
+    grads = full_gradients(model)
+    casts: list[Callable[[Any], Any]] = [lambda m: m.to("cpu"), lambda m: m.float(), lambda m: m.half()]
+    casts.append(lambda m: nn.Sequential(m).double())
+    for cast in casts:
+        for options in ({"writeback": False}, {"writeback": False, "rank0_only": True}):
+            shown = copy.deepcopy(plain.module)
+            cast(shown)
+            with summon(model, **options):
+                cast(model)
+                if dist.get_rank() == 0 or "rank0_only" not in options:
+                    assert_bit_equal(values(model), values(shown))
+                assert model.scale.dtype == shown.scale.dtype
+                model.scale.data = plain.module.scale.clone()  # buffers stay as they were cast
+            assert_at_rest(model, mode)
+            assert_bit_equal(full_parameters(model), plain.values(), "nothing is written back")
+            assert_bit_equal(full_gradients(model), grads)
+            assert all(p.grad is None or p.grad.dtype == p.dtype == torch.float32 for p in model.parameters())
+    with summon(model):
+        model.half()
+        assert {p.dtype for p in model.parameters()} == {torch.float16}
+        model.scale.data = plain.module.scale.clone()  # buffers stay as they were cast
+    for param in plain.module.parameters():
+        param.data = param.data.half().float()
+    assert_bit_equal(full_parameters(model), plain.values(), "written back in the dtype of the shards")
+    for step in (1, 2):
+        train(model, optimizer, step)
+        plain.train(step)
+        assert_bit_equal(full_parameters(model), plain.values(), f"step {step}")
+    with summon(model, recurse=False):
+        assert "or with all units in it while summoned" in error_of(model.half)
+    assert_bit_equal(full_parameters(model), plain.values())
+
+
+def test_moving_and_casting_what_is_shown() -> None:
+    """Inside `summon_full_params` a model is moved and cast as a plain one; shards and their gradients stay, and with
+    `writeback` get the values, in the dtype that they have."""
+    run_ranks(2, everywhere, _cast_while_shown)
 
 
 # -- other methods -------------------------------------------------------------------------------------------------

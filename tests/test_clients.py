@@ -35,6 +35,7 @@ from fsdp import (
 )
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.compat import disable_dcp, enable_dcp
+from fsdp.flat.names import clean
 from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
@@ -471,6 +472,58 @@ def after_evaluation() -> None:
 
 def test_a_handle_reshards_its_unit() -> None:
     run_ranks(2, after_evaluation)
+
+
+def weights_unit_by_unit(model: FSDP) -> dict[str, torch.Tensor]:
+    """As verl collects adapters layer by layer."""
+    found: dict[str, torch.Tensor] = {}
+    for name, inner in model.named_modules():
+        if isinstance(inner, FSDP) and inner is not model:
+            inner._is_root = True
+            with FSDP.summon_full_params(inner, writeback=False):
+                state = {f"{name}.{key}": value.detach().clone() for key, value in inner.state_dict().items()}
+                found.update({clean(key): value for key, value in state.items()})
+                inner._is_root = False
+            inner._is_root = False
+    return found
+
+
+def weights_at_once(model: FSDP) -> dict[str, torch.Tensor]:
+    """As verl collects what it sends to an engine for the first time: moved to host memory, and back."""
+    with FSDP.summon_full_params(model, writeback=False):
+        device = next(model.parameters()).device
+        state = {key: value.detach().clone() for key, value in model.to("cpu").state_dict().items()}
+        model.to(device)
+    return state
+
+
+def collect() -> None:
+    case, step = ZOO["mlp"], 0
+    for uop, strategy, first in itertools.product((False, True), ("FULL_SHARD", "NO_SHARD"), (False, True)):
+        states = []
+        for collects in (False, True):
+            model = wrap(case, ShardingStrategy[strategy], uop)
+            optimizer = adamw(model.parameters())
+            for step in range(4):
+                if collects and (first or step > 0):
+                    expected = full_parameters(model)
+                    inside = {key: value for key, value in expected.items() if key.startswith("blocks.")}
+                    assert inside and len(inside) < len(expected)
+                    assert_bit_equal(weights_unit_by_unit(model), inside)
+                    assert_bit_equal(weights_at_once(model), expected)
+                batch = rank_batch(case, Schedule(), step, 0, rank(), dist.get_world_size())
+                case.loss(model, batch).backward()
+                assert model._is_root
+                assert not any(inner._is_root for inner in FSDP.fsdp_modules(model)[1:])
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append(full_parameters(model))
+        assert_bit_equal(*states)
+
+
+def test_weights_that_are_collected_between_the_steps() -> None:
+    """verl does it unit by unit, for which it assigns `_is_root`, and at once, for which it moves what is shown."""
+    run_ranks(2, collect)
 
 
 def between_phases(device: str) -> None:

@@ -260,6 +260,14 @@ class CommonViews:
         self.registration.uncover(layer)
         return layer
 
+    def drop_casts(self) -> None:
+        """Show the memory of summoned parameters again that were cast or moved, whose values are not to be kept."""
+        layer = self.registration.summoned
+        assert layer is not None and layer.values is not None
+        for tensor, value in zip(map(local_of, layer.tensors), layer.values):
+            if (tensor.dtype, tensor.device) != (value.dtype, value.device):
+                point_at([tensor], [value])
+
     def summoned(self) -> list[tuple[str, nn.Parameter]]:
         """While summoned: (name in the unit, full parameter)."""
         layer = self.registration.summoned

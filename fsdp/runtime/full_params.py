@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdp.flat.flat_param import assign_grad
 from fsdp.flat.full_copy import BufferState, parameter_views
 from fsdp.flat.names import joined, path_of
 from fsdp.flat.views import BucketViews
@@ -92,12 +93,15 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
         with torch.no_grad(), contextlib.ExitStack() as undo:  # all of it, though a part may raise
             undo.callback(context.residency.end_summon, unit)
             for views, value in reversed(list(zip(unit.views, values))):  # the last comes first
-                undo.callback(_end_summon, views, value, writes=writes)
+                undo.callback(_end_summon, views, value, writes=writes, casts=options.writeback)
 
 
-def _end_summon(views: BucketViews, value: torch.Tensor, *, writes: bool) -> None:
-    """Register shards again, with what was changed in ``value``, the full vector that was shown, if that ``writes``."""
+def _end_summon(views: BucketViews, value: torch.Tensor, *, writes: bool, casts: bool) -> None:
+    """Register shards again, with what was changed in ``value``, the full vector that was shown, if that ``writes``;
+    with ``casts`` also what parameters became that were cast or moved."""
     try:
+        if not casts:
+            views.drop_casts()
         if writes:
             views.take_over()
     finally:
@@ -106,6 +110,28 @@ def _end_summon(views: BucketViews, value: torch.Tensor, *, writes: bool) -> Non
     if writes and handle.state is not BufferState.RESIDENT:
         start, end = handle.layout.shard_range(handle.groups.shard_rank)
         handle.shard.copy_(value[start:end])
+
+
+@contextlib.contextmanager
+def without_shards(unit: Unit) -> Iterator[None]:
+    """Inside, the modules of ``unit``, which is summoned, show its full parameters and gradients only: neither shards
+    of buckets that this rank does not show, nor gradients of shards. Buffers have their own dtypes."""
+    unit.precision.release_buffers(unit.device)
+    hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+    for views in unit.views:
+        if views.registration.summoned is None:
+            views.registration.unregister()
+        elif not views.shows_grads:
+            hidden += [(param, param.grad) for param in views.params if param.grad is not None]
+    for param, _ in hidden:
+        param.grad = None
+    try:
+        yield
+    finally:
+        for views in unit.views:
+            views.registration.use_resting()
+        for param, grad in hidden:
+            assign_grad(param, grad)
 
 
 def _full_grads(unit: Unit) -> list[list[torch.Tensor | None]]:

@@ -180,7 +180,7 @@ class Unit(UnitBuffers):
 
     def check_can_change(self) -> None:
         """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""
-        self.check_idle("it can be moved or cast only while it does not run")
+        self.check_idle("it can be moved or cast only while it does not run, or with all units in it while summoned")
         self.check_gradients("moving or casting a module")
 
     def apply_to_shards(
