@@ -233,8 +233,6 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
         call = reference()
         if call is not None and call.entered is not None:
             expected, passed = call.unit.expected, call is not but and place.is_behind(call.start, call.entered)
-            if expected.left_by == place.thread:
-                expected.collect(last=passed)
             if expected.arrived.gradients or expected.arrived.all_taken:
                 _look_at_gradients(call.unit)
             if not passed:

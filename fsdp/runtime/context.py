@@ -62,9 +62,6 @@ class RootContext:
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
-        around = frozenset().union(*(unit.ancestors for unit in self.units))
-        for unit in self.units:
-            unit.encloses_units = unit.index in around
         self.passes = Passes(self.units, root.device, self.streams, negotiate=root.policy.reduce_unused)
         self.residency = Residency(root, self.units, self.streams, self.passes)
         self.size_pools()

@@ -154,23 +154,8 @@ def on_leaf_gradient(leaf: torch.Tensor, callback: Callable[[torch.Tensor | None
     return leaf.register_hook(callback)
 
 
-def on_accumulated(leaf: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> Any:
-    """Call ``callback``, which is ``untraced``, each time a gradient has been added to ``leaf.grad``."""
-    return leaf.register_post_accumulate_grad_hook(callback)
-
-
-class SharedHooks(dict[str, Callable[[torch.Tensor], None]]):
-    """A hook of several leaves: autograd looks for it each time a gradient has been added to one of them, and finds
-    nothing from ``clear()`` to ``resume()``."""
-
-    def __init__(self, callback: Callable[[torch.Tensor], None]) -> None:
-        """``callback`` is ``untraced``."""
-        super().__init__()
-        self._callback = callback
-        self.resume()
-
-    def resume(self) -> None:
-        super().__setitem__("fsdp", self._callback)
+class _LeafHook(dict[str, Callable[[torch.Tensor], None]]):
+    """The one post-accumulate hook of a leaf. Users may register none beside it."""
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         raise RuntimeError(
@@ -179,9 +164,9 @@ class SharedHooks(dict[str, Callable[[torch.Tensor], None]]):
         )
 
 
-def share(leaf: Any, hooks: SharedHooks) -> None:
-    """As ``on_accumulated``, with the callback of ``hooks``."""
-    leaf._post_accumulate_grad_hooks = hooks
+def on_accumulated(leaf: Any, callback: Callable[[torch.Tensor], None]) -> None:
+    """Call ``callback``, which is ``untraced``, each time a gradient has been added to ``leaf.grad``."""
+    leaf._post_accumulate_grad_hooks = _LeafHook(fsdp=callback)
 
 
 def around_forward(

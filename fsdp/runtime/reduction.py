@@ -227,11 +227,6 @@ class BucketGradients:
             self.handle.layout = dataclasses.replace(self.handle.layout, reduce_dtype=self.handle.layout.dtype)
             self._keep_low_precision = False
 
-    @property
-    def may_stay_on_leaves(self) -> bool:
-        """Whether gradients may be added up before they come here: that makes no other sum, and no hook sees parts."""
-        return self.handle.reduce_dtype == self.handle.full.dtype and not self.views.has_hooks
-
     def forget_buffers(self) -> None:
         """The bucket has changed its dtype or device."""
         if self._hook is not None:

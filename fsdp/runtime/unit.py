@@ -360,13 +360,7 @@ class Unit(UnitBuffers):
             context.residency.compute_in(self, call.full_precision)
         self._open_calls.add(call)
         call.enter()
-        stays = self.expected.enter() and not self.encloses_units
-        for gradients in self.gradients if stays else ():
-            stays = stays and gradients.may_stay_on_leaves
-        if stays:
-            self.expected.stay()
-        else:
-            self.expected.wait()
+        self.expected.enter()
         if self.policy.unshard_in_backward:
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
@@ -398,9 +392,9 @@ class Unit(UnitBuffers):
         if is_new:  # else the backward has been here
             context.enter_backward(self)
         by_bucket: dict[int, dict[int, torch.Tensor]] = {}
-        for bucket, _, grads in arrived:
-            if grads:
-                by_bucket[bucket] = by_bucket[bucket] | grads if bucket in by_bucket else grads
+        for (bucket, index), grad in arrived:
+            if grad is not None:
+                by_bucket.setdefault(bucket, {})[index] = grad
         for bucket, grads in by_bucket.items():
             self.gradients[bucket].check(grads, reads_parameters=self.policy.unshard_in_backward)
         if is_new:
@@ -430,7 +424,6 @@ class Unit(UnitBuffers):
         context: RootContext = self._tree() or call.context
         self._open_calls.discard(call)
         if not self._open_calls:
-            self.expected.end_stay()
             self.expected.arrived.task = None  # nothing tells whether the backward comes by again
         if not self._maybe_reshard(context) and len(self._ran) > 1 and not self._open_calls and self._depth == 0:
             context.residency.keep_to_others(self)
@@ -498,7 +491,6 @@ class Unit(UnitBuffers):
 
     def end_backward(self) -> None:
         context: RootContext = self._tree()
-        self.expected.end_stay()
         busy = self._depth or self._open_calls or self.expected.arrived.gradients
         if not (busy or self.expected or any(map(_waits_of, self.gradients))):
             self.expected.forget()  # nearly always: it is through

@@ -115,7 +115,6 @@ class UnitBuffers(Member):
     index: int = field(default=0, init=False)  # its number in the tree
     place: int = field(default=0, init=False)  # that among the units of its first group, equal on every rank
     ancestors: frozenset[int] = field(default=frozenset(), init=False)  # the indices of the units around it
-    encloses_units: bool = field(default=False, init=False)  # whether there are others inside of it
     communicator: Communicator | None = field(default=None, init=False)  # for its groups, once it is in a tree
     nearby: Communicator | None = field(default=None, init=False)  # for the ranks that it stays sharded over
     summoned: Summoned = field(default=Summoned.NOWHERE, init=False)
