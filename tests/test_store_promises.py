@@ -384,6 +384,45 @@ def test_fd45_checkpoints_of_earlier_versions_need_trust(tmp_path: Path) -> None
     assert module.weight.tolist() == [1.0] * 3
 
 
+# -- other optimizers --------------------------------------------------------------------------------------------------
+
+MAKERS: dict[str, Any] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+def loads_into_other_optimizers(root: str) -> None:
+    for saved, make in MAKERS.items():
+        model = wrap(nn.Sequential(nn.Linear(3, 4)))
+        optimizer = make(model.parameters())
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        path = save(f"{root}/{saved}", model, optimizer)
+        for name, make_other in MAKERS.items():
+            other = wrap(nn.Sequential(nn.Linear(3, 4)))
+            into = make_other(other.parameters())
+            before = everything(other, into)
+            if name == saved:
+                del into.param_groups[0]["maximize"]  # an option that older versions did not have
+                load(path, other, into)
+                other(torch.ones(2, 3)).sum().backward()
+                into.step()
+                continue
+            words = rf"another optimizer than {name}, which needs the options '.*Nothing was loaded\. Load with the"
+            with pytest.raises(RuntimeError, match=words):
+                load(path, other, into)
+            assert everything(other, into) == before
+            load(path, other)
+
+
+def test_the_state_of_another_optimizer_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+    """Else the first step raises a KeyError, or trains with the learning rate of the other."""
+    run_ranks(2, loads_into_other_optimizers, str(tmp_path))
+
+
 # -- values that a load refuses are refused by the save --------------------------------------------------------------
 
 

@@ -107,7 +107,8 @@ def load(
         FileNotFoundError: there is no checkpoint, and none was there when this was called.
         RuntimeError: a file is damaged or missing, with its path; or names or shapes do not fit the model, with all of
             them; or a value can only be loaded with ``trusted``; or there is no optimizer state, or some that no
-            ``optimizer`` takes; or a forward or backward is under way; or another rank is gone or was interrupted.
+            ``optimizer`` takes, or that of an optimizer of another class; or a forward or backward is under way; or
+            another rank is gone or was interrupted.
         ValueError: an optimizer has parameters in one group that were saved with different settings.
     """
     ranks = Ranks.of(process_group)
@@ -168,7 +169,7 @@ def _load(
         loading = prepare_model_state_dict(model, values, options=options)
         undo.callback(loading.undo)
         for one, loadable in planned:
-            one.load_state_dict(loadable)
+            _load_optimizer(one, loadable)
         return loading
 
     planned = ranks.together("take the optimizer's state", plan)
@@ -177,6 +178,37 @@ def _load(
         undo.pop_all()
     loading.write()
     return extras
+
+
+def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
+    """Load state that an optimizer of the same class has saved.
+
+    ``load_state_dict`` adds the options that older versions of a class did not save. With the groups of another class
+    options are missing afterwards: the first step would fail, or train with the other's learning rate.
+
+    Raises:
+        RuntimeError: an optimizer of another class has saved it.
+    """
+    defaults = getattr(optimizer, "defaults", {})
+
+    def lacking(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+        return list(dict.fromkeys(name for group in groups for name in defaults if name not in group))
+
+    not_saved = lacking(loadable["param_groups"])
+    failure: KeyError | None = None
+    try:
+        optimizer.load_state_dict(loadable)
+    except KeyError as error:  # of a state or an option that the other class does not have
+        if not not_saved:
+            raise
+        failure = error
+    if missing := not_saved if failure is not None else lacking(optimizer.param_groups):
+        saved = dict.fromkeys(name for group in loadable["param_groups"] for name in group if name != "params")
+        raise RuntimeError(
+            f"the checkpoint was saved with another optimizer than {type(optimizer).__name__}, which needs the options "
+            f"{', '.join(map(repr, missing))}: its parameter groups have {', '.join(map(repr, saved))}. Nothing was "
+            "loaded. Load with the optimizer that saved, or without one to begin with new optimizer state"
+        ) from failure
 
 
 def _fetched(ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Reading) -> tuple[_Read, Extras]:
