@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp import FullStateDictConfig, StateDictType
+from fsdp.checkpoint import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, Peak, meter_available
 from tests.harness.pool import run_ranks
@@ -127,6 +128,39 @@ def check_memory(uop: bool) -> None:
         2 * state / (1 if rank == 0 else dist.get_world_size()),
     )
     assert peak.nbytes - before <= ours_of_it + 2 * part + 2 * NOISE, f"handed out, rank {rank}"
+
+
+class Counted(dict[str, Any]):
+    """Counts the entries that are visited."""
+
+    visits = 0
+
+    def items(self) -> Any:
+        for item in super().items():
+            self.visits += 1
+            yield item
+
+    def keys(self) -> Any:
+        for key in super().__iter__():
+            self.visits += 1
+            yield key
+
+    __iter__ = keys
+
+
+def check_flattened() -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    for layers in (2, 20):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+        optimizer = train(adamw(model.parameters()))
+        flat = Counted(get_optimizer_state_dict(model, optimizer, options=options))
+        set_optimizer_state_dict(model, optimizer, flat, options=options)
+        assert 0 < flat.visits <= 3 * len(flat), f"{flat.visits} visits of {len(flat)} entries"
+
+
+def test_a_flattened_dict_is_walked_a_few_times_whatever_the_number_of_parameters() -> None:
+    """Once for each parameter is quadratic: ten thousand parameters took minutes."""
+    run_ranks(1, check_flattened)
 
 
 @pytest.mark.parametrize("uop", [False, True])

@@ -15,8 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, full_grad, full_tensor
-from fsdp.checkpoint import state_dict
+from fsdp.checkpoint import StateDictOptions, get_model_state_dict, placeholders, set_model_state_dict, state_dict
 from fsdp.comm import shared_memory
+from fsdp.flat.registration import registered_params
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.pool import run_ranks
@@ -57,6 +58,32 @@ def test_one_gather_per_unit_and_none_where_nothing_need_move(mode: bool) -> Non
     """T14: each unit moves once, with all its buckets; whole values load without communication but for three
     numbers."""
     run_ranks(2, _collectives, mode)
+
+
+def _parameters_of_no_unit() -> None:
+    visits = []
+    for count in (5, 50):
+        own = nn.ParameterList(torch.randn(2) for _ in range(count))
+        model = nn.ModuleDict({"own": own, "wrapped": wrap(nn.Linear(3, 2))})
+        seen: list[str] = []
+
+        def counted(module: nn.Module, seen: list[str] = seen) -> Any:
+            for name, param in registered_params(module):
+                seen.append(name)
+                yield name, param
+
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        before = own[0].detach().clone()
+        with mock.patch.object(placeholders, "registered_params", counted):
+            set_model_state_dict(model, {name: value + 1 for name, value in state.items()})
+        assert torch.equal(own[0], before + 1)
+        visits.append(len(seen) / count)
+    assert visits[1] <= visits[0], "visits of each parameter"
+
+
+def test_parameters_of_no_unit_are_loaded_with_a_few_visits_of_each() -> None:
+    """A list of thousands of parameters took the square of their number."""
+    run_ranks(2, _parameters_of_no_unit)
 
 
 class Square(nn.Linear):

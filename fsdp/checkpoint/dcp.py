@@ -515,15 +515,20 @@ def _flattened(joined: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """With a group for each of ``names`` that is there."""
-
-    def below(prefix: str) -> dict[str, Any]:
-        return {key.removeprefix(prefix): value for key, value in flat.items() if key.startswith(prefix)}
-
-    names = list(names)
-    states = {name: state for name in names if (state := below(f"state.{name}."))}
-    groups = [{**group, "params": [name]} for name in names if (group := below(f"param_groups.{name}."))]
-    return {"state": states, "param_groups": groups}
+    """Undo ``_flattened`` for the parameters ``names``, with a group for each of them that is there."""
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    names = dict.fromkeys(names)
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        if kind not in found:
+            continue
+        end = rest.find(".")
+        while end >= 0:  # names of parameters have dots in them, and so may names of states
+            if rest[:end] in names:
+                found[kind].setdefault(rest[:end], {})[rest[end + 1 :]] = value
+            end = rest.find(".", end + 1)
+    states, groups = ({name: its[name] for name in names if name in its} for its in found.values())
+    return {"state": states, "param_groups": [{**group, "params": [name]} for name, group in groups.items()]}
 
 
 def _several(optimizers: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:

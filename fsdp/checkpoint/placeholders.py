@@ -198,8 +198,9 @@ class RestLoading:
         type(module).set_extra_state(module, state)
 
     def take_sources(self) -> None:
-        registered = [dict(registered_params(module)).get(attribute) for module, attribute, *_ in self.params]
-        self.sources = [its[-1].source if now is its[-1] else now for its, now in zip(self.params, registered)]
+        registered = {module: dict(registered_params(module)) for module in {module for module, *_ in self.params}}
+        found = [registered[module].get(attribute) for module, attribute, *_ in self.params]
+        self.sources = [its[-1].source if now is its[-1] else now for its, now in zip(self.params, found)]
         self.restore()
 
     def restore(self) -> None:
