@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import collections
 import copy
 import dataclasses
 import enum
+import errno
 import hashlib
+import io
 import json
 import os
 import pickle
 import re
 import shutil
+import stat
 import time
 import warnings
 from datetime import timedelta
@@ -361,6 +365,46 @@ def test_fd45_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
         load(root, Keeps())
 
 
+FORGED: list[tuple[str, str, str]] = [  # the file, what it has, and what somebody wrote instead
+    ("tensors.json", "[[0,1,0,3,0,3]]", "[[0,1000000,0,3,3,3]]"),
+    ("tensors.json", "[[0,1,0,3,0,3]]", "[[5,1,0,3,0,3]]"),
+    ("tensors.json", "[[0,1,0,3,0,3]]", "[[0,1,0,1e400,0,3]]"),
+    ("tensors.json", "[[0,1,0,3,0,3]]", "[[0,1,0,3]]"),
+    ("tensors.json", "[3]", "[1180591620717411303424]"),
+    ("tensors.json", "[3]", "[-3]"),
+    ("tensors_0.json", '"shape":[3]', '"shape":[1180591620717411303424]'),
+    ("tensors_0.json", "[[0],[3],", "[[-1],[3],"),
+    ("tensors_0.json", "[[0],[3],", "[[1],[3],"),
+    ("tensors_0.json", "[[0],[3],", "[[0],[3,3],"),
+    ("tensors_0.json", '"__0_0.distcp",0,', '"__0_0.distcp",-1,'),
+    ("tensors_0.json", '"__0_0.distcp",0,', '"__0_0.distcp",99999999,'),
+    ("tensors_0.json", '"__0_0.distcp",0,', '"__0_0.distcp",7,'),
+    ("tensors_0.json", '"blocks":{', '"blocks":{},"others":{'),
+    ("tensors_0.json", '"blocks":{"__0_0.distcp":["', '"blocks":{"__0_0.distcp":[7,"'),
+]
+
+
+@pytest.mark.parametrize(("name", "there", "forged"), FORGED)
+def test_forged_numbers_are_refused_at_once(tmp_path: Path, name: str, there: str, forged: str) -> None:
+    """Checksums are anybody's: whatever numbers the files have, the error is a RuntimeError that names one of them."""
+    made = save(tmp_path, Keeps(1.0))
+    content = (made / name).read_text()
+    assert there in content, content
+    forge(made, name, content.replace(there, forged).encode())
+    for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path)):
+        with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}.* (is no index|do not have what)|holds more"):
+            read()
+
+
+@pytest.mark.parametrize("ranks", [-1, 0, 10**7, float("inf"), "many"])
+def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, ranks: Any) -> None:
+    made = save(tmp_path, Keeps(1.0), extra=1)
+    forge(made, "extra_0.pt", (made / "extra_0.pt").read_bytes(), manifest_of(made) | {"ranks": ranks})
+    for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path)):
+        with pytest.raises(RuntimeError, match=rf"{re.escape(str(made))}/manifest is no manifest of this package"):
+            read()
+
+
 def test_fd45_checkpoints_of_earlier_versions_need_trust(tmp_path: Path) -> None:
     """FD45: where their index is a pickle. Of the others it was one for all ranks."""
     made = save(tmp_path, Keeps(2.0))
@@ -570,6 +614,54 @@ def test_fd47_errors_say_what_and_where(tmp_path: Path) -> None:
         save(tmp_path, "x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"expected a model to load into, a torch.nn.Module, but got str"):
         load(tmp_path, "x")  # type: ignore[arg-type]
+
+
+def test_a_file_system_without_syncs_of_directories_is_saved_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the names in a directory are as durable as they get; any other error names the directory."""
+    sync = os.fsync
+
+    def fails_for_directories(number: int) -> None:
+        if stat.S_ISDIR(os.fstat(number).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", fails_for_directories)
+    for code in (errno.EINVAL, errno.ENOTSUP, errno.EBADF):
+        save(tmp_path / str(code), Keeps(1.0))
+        assert load_plain(tmp_path / str(code)).model["weight"].tolist() == [1.0] * 3
+    code = errno.EIO
+    with pytest.raises(OSError, match=rf"Input/output error: '{re.escape(str(tmp_path))}"):
+        save(tmp_path / "never", Keeps(1.0))
+
+
+class Unreadable(io.FileIO):
+    def readinto(self, *args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    readall = read = readinto  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest", "tensors.json", "tensors_0.json", "__0_0.distcp", ".metadata", "extra_0.pt"]
+)
+def test_a_read_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """And the model stays as it was."""
+    made, module = save(tmp_path, Keeps(1.0), extra=1), Keeps(2.0)
+    real = io.open
+
+    def opens(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if str(path) == str(made / name) and "r" in mode:
+            return Unreadable(path)
+        return real(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(io, "open", opens)  # that of Path
+    monkeypatch.setattr(builtins, "open", opens)
+    for read in (lambda: load(tmp_path, module), lambda: load_plain(tmp_path)):
+        with pytest.raises((OSError, RuntimeError), match=rf"Input/output error: '?{re.escape(str(made / name))}"):
+            read()
+    assert module.weight.tolist() == [2.0] * 3
 
 
 # -- all or nothing ----------------------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def test_fd51_ranks_are_found_by_runs(ranks: int, replicas: int, transposed: boo
     shapes = [(5, 9), (3,), (40, 4), (1, 1), (2, 0), (), (7, 11)]
     table, kept = index.settled(described(shapes, ranks, replicas, transposed))
     assert (replicas == 1 and set(kept) <= {"4"}) or len(kept) == len(shapes)
-    assert index.unpacked_table(index.packed_table(table)) == table
+    assert index.unpacked_table(index.packed_table(table), ranks * replicas, ranks * replicas) == table
     for key, saved in table.items():
         assert len(saved.runs) <= 3, key
         held: dict[tuple[int, ...], int] = {}
@@ -271,6 +271,17 @@ def test_fd55_no_file_is_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for others in ((optimizer,), ()):  # without an optimizer most of the file is not read
             with pytest.raises(RuntimeError, match=r"__0_0.distcp has another checksum than when it was written"):
                 load(tmp_path, module, *others)
+
+
+def test_an_index_and_an_extra_are_read_once(tmp_path: Path) -> None:
+    """The bytes that are used are the bytes that were verified: of a second reading nobody would know."""
+    size = 3_000_000
+    save(tmp_path, nn.Linear(3, 2), extra=torch.ones(size, dtype=torch.uint8))
+    for read in (lambda: load(tmp_path, nn.Linear(3, 2)), lambda: load_plain(tmp_path)):
+        read()
+        before = bytes_read()
+        read()
+        assert bytes_read() - before < 2.5 * size  # verified by the rank, and read for its value
 
 
 def test_fd55_blocks_are_read_once_and_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ of blocks are in the index of the rank that wrote the file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,17 @@ _PIECE = 1 << 18  # bytes that are hashed as soon as they are read, while the pr
 
 def no_progress(nbytes: int) -> None:
     """Nobody wants to know."""
+
+
+@contextlib.contextmanager
+def with_path(path: Path) -> Iterator[None]:
+    """Put ``path`` into errors of the file system that name no file, as those of reads and writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def checksum_of(text: str) -> str:
@@ -125,13 +137,14 @@ class Verified(io.RawIOBase):
         return self._kept[number]
 
     def _fill(self, block: memoryview, number: int) -> memoryview:
-        self._stream.seek(number * self._entry.block)
         found, rest = hashlib.sha256(), block
-        while rest and (nbytes := self._stream.readinto(rest[:_PIECE])):
-            found.update(rest[:nbytes])
-            rest = rest[nbytes:]
+        with with_path(self._path):
+            self._stream.seek(number * self._entry.block)
+            while rest and (nbytes := self._stream.readinto(rest[:_PIECE])):
+                found.update(rest[:nbytes])
+                rest = rest[nbytes:]
         if found.hexdigest() != self._blocks[number]:
-            raise _damage([f"{self._path} has another checksum than when it was written"])
+            raise _damage([_other_checksum(self._path)])
         return block
 
 
@@ -159,21 +172,32 @@ def _wrong_size(path: Path, entry: Entry) -> str | None:
 
 
 def read_verified(path: Path, entry: Entry) -> bytes:
-    """
+    """Read a file once, and return the bytes that were compared with the checksum.
+
     Raises:
         RuntimeError: as ``verify``.
     """
-    verify(path.parent, {path.name: entry})
-    return path.read_bytes()
+    if (problem := _wrong_size(path, entry)) is not None:
+        raise _damage([problem])
+    with with_path(path):
+        content = path.read_bytes()
+    found = Hash(entry.block)
+    found.update(memoryview(content))
+    if found.entry() != entry:
+        raise _damage([_other_checksum(path)])
+    return content
 
 
 def _problem(path: Path, entry: Entry, advance: Advance) -> str | None:
     if (problem := _wrong_size(path, entry)) is not None:
         return problem
     found, block = Hash(entry.block), memoryview(bytearray(1 << 20))
-    with open(path, "rb", buffering=0) as stream:
+    with with_path(path), open(path, "rb", buffering=0) as stream:
         while nbytes := stream.readinto(block):
             found.update(block[:nbytes])
             advance(nbytes)
-    same = found.entry() == entry
-    return None if same else f"{path} has another checksum than when it was written"
+    return None if found.entry() == entry else _other_checksum(path)
+
+
+def _other_checksum(path: Path) -> str:
+    return f"{path} has another checksum than when it was written"

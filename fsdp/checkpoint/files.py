@@ -47,7 +47,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
-from fsdp.checkpoint.checksums import Advance, Entry, Hash, checksum_of, no_progress
+from fsdp.checkpoint.checksums import Advance, Entry, Hash, checksum_of, no_progress, with_path
 
 MANIFEST, LATEST, INDEX, METADATA, RETIRED = "manifest", "latest", "tensors.json", ".metadata", "retired"
 VERSION = 3  # that is written
@@ -56,6 +56,8 @@ _NAME = re.compile(r"(?:checkpoint_)?(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
 _PARTS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|extra_\d+\.pt|tensors(_\d+)?\.json|{MANIFEST}|{LATEST}")
 _TRIES = 20  # to read what is replaced meanwhile
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of file systems on which directories are not synced
+_MOST_RANKS = 1 << 20  # that a manifest is believed
 BLOCK = 1 << 22  # bytes of files that are hashed together
 
 
@@ -80,10 +82,14 @@ class Disk:
         os.fsync(stream.fileno())
 
     def sync_directory(self, path: Path) -> None:
-        """The names in it."""
+        """Sync the names in a directory, where the file system can."""
         number = os.open(path, os.O_RDONLY)
         try:
             os.fsync(number)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                error.filename = str(path)
+                raise
         finally:
             os.close(number)
 
@@ -180,20 +186,15 @@ def durable(
 ) -> Iterator[io.RawIOBase]:
     """A new file to write into. Afterwards its content is on the disk, and ``entries`` has what it should be, and
     ``blocks`` the checksums of its blocks."""
-    try:
-        with disk.create(path) as stream:
-            checked = _Checked(stream, advance)
-            try:
-                yield checked
-            except Exception:
-                if checked.error is not None:
-                    raise checked.error from None
-                raise
-            disk.sync(stream)
-    except OSError as error:
-        if error.filename is None:  # a write does not know where to
-            error.filename = str(path)
-        raise
+    with with_path(path), disk.create(path) as stream:
+        checked = _Checked(stream, advance)
+        try:
+            yield checked
+        except Exception:
+            if checked.error is not None:
+                raise checked.error from None
+            raise
+        disk.sync(stream)
     entries[path.name] = checked.hash.entry()
     if blocks is not None:
         blocks[path.name] = checked.hash.blocks()
@@ -404,12 +405,14 @@ class Manifest(NamedTuple):
     Attributes:
         version: of the format.
         ranks: the number of ranks that saved.
+        writers: the number of ranks that wrote tensors.
         files: sizes and checksums by name; on a rank that loads, only of the files that it needs.
         checksum: of the manifest itself. It tells checkpoints apart.
     """
 
     version: int
     ranks: int
+    writers: int
     files: dict[str, Entry]
     checksum: str
 
@@ -462,22 +465,26 @@ def _read_manifest(path: Path) -> Manifest:
     """
     if not path.is_file():
         raise RuntimeError(f"{path} is missing: the checkpoint is damaged")
-    checksum, _, text = path.read_bytes().decode(errors="replace").partition("\n")
+    with with_path(path):
+        checksum, _, text = path.read_bytes().decode(errors="replace").partition("\n")
     if not text.endswith("\n") or checksum != checksum_of(text[:-1]):
         raise RuntimeError(f"{path} is damaged: its checksum is not that of its content")
     try:
         content = json.loads(text)
         version, ranks = content["version"], int(content["ranks"])
         files = {name: Entry(int(size), str(checksum)) for name, (size, checksum) in content["files"].items()}
-        if any(entry.block < 1 for entry in files.values()):
-            raise ValueError("a block of a file has no bytes")
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        if any(entry.block < 1 or entry.size < 0 for entry in files.values()):
+            raise ValueError("a file or a block of a file has no bytes")
+        if not 0 < ranks <= _MOST_RANKS:
+            raise ValueError(f"{ranks} ranks cannot have saved it")
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise RuntimeError(f"{path} is no manifest of this package: {error}") from error
     if version not in _VERSIONS:
         raise RuntimeError(f"{path} has version {version}, and this package reads versions {_VERSIONS}")
     if strange := [name for name in files if not _PARTS.fullmatch(name)]:
         raise RuntimeError(f"{path} lists {', '.join(map(repr, strange))}, which no save writes")
-    return Manifest(version, ranks, files, checksum)
+    writers = sum(is_data(name) for name in files)
+    return Manifest(version, ranks, writers, files, checksum)
 
 
 _T = TypeVar("_T")

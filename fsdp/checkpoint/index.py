@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp.checkpoint.checksums import Entry
 from fsdp.checkpoint.placement import Box, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor
 
@@ -213,17 +214,39 @@ def packed_part(items: Iterable[WriteItem], results: Iterable[WriteResult], bloc
 # -- what was written --------------------------------------------------------------------------------------------------
 
 
-def unpacked_table(content: bytes) -> Table:
+def unpacked_table(content: bytes, ranks: int, writers: int) -> Table:
     """
+    Args:
+        ranks: the number of ranks that saved, by the manifest.
+        writers: the number of them that have files of tensors. No run is longer, so that a forged one costs no time.
+
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: it is not what :func:`packed_table` makes.
+        AttributeError, KeyError, OverflowError, TypeError, ValueError: it is not what :func:`packed_table` makes.
     """
     table: Table = {}
     for key, (dtype, shape, order, runs) in json.loads(content).items():
-        table[key] = Saved(dtype, tuple(shape), tuple(order), tuple(Run(*map(int, run)) for run in runs))
-        if sorted(order) != [*range(len(shape))]:
+        saved = table[key] = Saved(dtype, _sizes(shape), tuple(map(int, order)), tuple(map(_run, runs)))
+        if sorted(saved.order) != [*range(len(saved.shape))]:
             raise ValueError(f"{order} are not the dimensions of a tensor of shape {shape}")
+        for run in saved.runs:
+            if not 0 < run.ranks <= writers or run.rank + run.ranks > ranks:
+                raise ValueError(f"{key!r} is on {run.ranks} ranks from {run.rank}, and {writers} of {ranks} wrote")
     return table
+
+
+def _run(given: Sequence[Any]) -> Run:
+    run = Run(*map(int, given))
+    if not all(0 <= number < 1 << 62 for number in run):
+        raise ValueError(f"{given} are no ranks and elements")
+    return run
+
+
+def _sizes(given: Sequence[Any]) -> tuple[int, ...]:
+    """Check that these are sizes or offsets, all together no more than a tensor can have."""
+    sizes = tuple(map(int, given))
+    if any(size < 0 for size in sizes) or math.prod(size for size in sizes if size) >= 1 << 62:
+        raise ValueError(f"{given} are no sizes of a tensor")
+    return sizes
 
 
 def metadata_of(table: Table) -> Metadata:
@@ -234,28 +257,34 @@ def metadata_of(table: Table) -> Metadata:
     return metadata
 
 
-def unpack_part(content: bytes, into: Metadata, files: Iterable[str]) -> dict[str, list[str]]:
+def unpack_part(content: bytes, into: Metadata, files: Mapping[str, Entry]) -> dict[str, list[str]]:
     """Add what is in the file of a rank, or in the only one that earlier versions wrote.
 
     Returns:
         the checksums of the blocks of files of tensors.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: it is not what :func:`packed_part` makes, or refers to files
-            that are not among ``files``.
+        AttributeError, KeyError, OverflowError, TypeError, ValueError: it is not what :func:`packed_part` makes, or
+            refers to files that are not among ``files``, or to bytes that they do not have.
     """
     its = json.loads(content)
     for key, what in its["tensors"].items():
-        known = into.state_dict_metadata.setdefault(key, _tensor(what["dtype"], what["shape"]))
+        shape = _sizes(what["shape"])
+        known = into.state_dict_metadata.setdefault(key, _tensor(what["dtype"], shape))
         if not isinstance(known, TensorStorageMetadata):
             raise TypeError(f"{key!r} is no tensor")
         for offsets, sizes, *place in what["chunks"]:
+            ends = [offset + size for offset, size in zip(offsets, _sizes(sizes), strict=True)]
+            if min(offsets, default=0) < 0 or any(end > size for end, size in zip(ends, shape, strict=True)):
+                raise ValueError(f"{key!r} of shape {shape} has no part at {offsets} of sizes {sizes}")
             known.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             into.storage_data[MetadataIndex(key, known.chunks[-1].offsets)] = _info(place, files)
     for key, place in its["values"].items():
         into.storage_data[MetadataIndex(key)] = _info(place, files)
         into.state_dict_metadata[key] = BytesStorageMetadata()
     blocks: dict[str, list[str]] = its.get("blocks", {})
+    if any(not isinstance(checksum, str) for several in blocks.values() for checksum in several):
+        raise TypeError("checksums of blocks are no strings")
     return blocks
 
 
@@ -266,8 +295,10 @@ def _tensor(dtype: str, shape: Sequence[int]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(its), torch.Size(shape), [])
 
 
-def _info(place: Any, files: Iterable[str]) -> _StorageInfo:
+def _info(place: Any, files: Mapping[str, Entry]) -> _StorageInfo:
     file, offset, length = place
     if file not in files:
         raise ValueError(f"it refers to {file!r}, which the manifest does not list")
+    if not 0 <= offset <= offset + length <= files[file].size:
+        raise ValueError(f"it refers to the bytes {offset} to {offset + length} of {file!r}, which has fewer")
     return _StorageInfo(str(file), int(offset), int(length))

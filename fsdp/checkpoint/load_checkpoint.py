@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
@@ -109,6 +110,7 @@ def load(
             them; or a value can only be loaded with ``trusted``; or there is no optimizer state, or some that no
             ``optimizer`` takes, or that of an optimizer of another class; or a forward or backward is under way; or
             another rank is gone or was interrupted.
+        OSError: a file cannot be read, with its path.
         ValueError: an optimizer has parameters in one group that were saved with different settings.
     """
     ranks = Ranks.of(process_group)
@@ -393,7 +395,7 @@ class _Contents:
             with _index_of_ours(path):
                 content = checksums.read_verified(path, manifest.files[path.name])
                 if manifest.version == files.VERSION:
-                    table = index.unpacked_table(content)
+                    table = index.unpacked_table(content, manifest.ranks, manifest.writers)
                     return index.metadata_of(table), table
                 index.unpack_part(content, metadata, manifest.files)
                 return metadata, None
@@ -425,7 +427,12 @@ class _Contents:
             self._check_all_is_there(plan.items)
             place = attrgetter("relative_path", "offset")
             plan.items.sort(key=lambda item: place(metadata.storage_data[item.storage_index]))
-            self._reader.read_data(self._reader.prepare_local_plan(plan), planner).wait()
+            try:
+                self._reader.read_data(self._reader.prepare_local_plan(plan), planner).wait()
+            except (*_FORGED, AssertionError, EOFError, IndexError, pickle.UnpicklingError) as error:
+                raise RuntimeError(
+                    f"the files of tensors in {self._directory} do not have what the indices beside them say: {error}"
+                ) from error
         read = planner.state_dict
         values = {name: read[key] for name, key in self._of_model.items() if key in read}
         if not self.has_optimizer:
@@ -447,11 +454,14 @@ class _Contents:
                 raise RuntimeError(f"{self._directory} has {found[key]} of {needed} elements of {key!r} for this rank")
 
 
+_FORGED = AttributeError, KeyError, OverflowError, TypeError, ValueError  # what reading numbers that do not fit raises
+
+
 @contextlib.contextmanager
 def _index_of_ours(path: Path) -> Iterator[None]:
     try:
         yield
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except _FORGED as error:
         raise RuntimeError(f"{path} is no index of a checkpoint of this package: {error}") from error
 
 

@@ -104,7 +104,7 @@ class LoadPlanner(DefaultLoadPlanner):
         except pickle.UnpicklingError as error:
             raise RuntimeError(
                 f"{key!r} holds more than tensors and plain values, and loading it could run any code. If you trust "
-                f"whoever saved it, load it with trusted=True. {error}"
+                "whoever saved it, load it with trusted=True"
             ) from error
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
