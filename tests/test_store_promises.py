@@ -105,12 +105,12 @@ def test_fd40_what_is_not_ours_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "other") == ["latest"]
 
 
-def test_fd40_numbers_have_no_end_and_old_names_are_read(tmp_path: Path) -> None:
-    """FD40: checkpoints under the names of earlier versions are loaded, counted, and removed when they are too many."""
+def test_numbers_have_no_end(tmp_path: Path) -> None:
+    """Those of nine digits come after those of eight."""
     made = save(tmp_path, Keeps(1.0))
-    os.rename(made, tmp_path / "99999999")
+    os.rename(made, tmp_path / "checkpoint_99999999")
     text = (tmp_path / "latest").read_text()
-    (tmp_path / "latest").write_text(text.replace(made.name, "99999999"))
+    (tmp_path / "latest").write_text(text.replace(made.name, "checkpoint_99999999"))
     assert load_plain(tmp_path).model["weight"].tolist() == [1.0] * 3
     assert save(tmp_path, Keeps(2.0), keep=2).name == "checkpoint_100000000"
     assert save(tmp_path, Keeps(3.0), keep=2).name == "checkpoint_100000001"
@@ -405,27 +405,18 @@ def test_a_forged_number_of_ranks_is_refused_at_once(tmp_path: Path, ranks: Any)
             read()
 
 
-def test_fd45_checkpoints_of_earlier_versions_need_trust(tmp_path: Path) -> None:
-    """FD45: where their index is a pickle. Of the others it was one for all ranks."""
-    made = save(tmp_path, Keeps(2.0))
-    old = manifest_of(made) | {"version": 2}
-    del old["files"]["tensors_0.json"]
-    forge(made, "tensors.json", (made / "tensors_0.json").read_bytes(), old)
-    os.remove(made / "tensors_0.json")
-    assert load_plain(tmp_path).model["weight"].tolist() == [2.0] * 3
-    module = Keeps()
-    load(tmp_path, module)
-    assert module.weight.tolist() == [2.0] * 3
-    made = save(tmp_path, Keeps(1.0))
-    old = manifest_of(made) | {"version": 1}
-    del old["files"]["tensors.json"]
-    forge(made, ".metadata", (made / ".metadata").read_bytes(), old)
-    with pytest.raises(RuntimeError, match=r"earlier version .* trusted=True"):
-        load_plain(tmp_path)
-    assert load_plain(tmp_path, trusted=True).model["weight"].tolist() == [1.0] * 3
-    module = Keeps()
-    load(tmp_path, module, trusted=True)
-    assert module.weight.tolist() == [1.0] * 3
+def test_other_versions_of_the_format_are_refused(tmp_path: Path) -> None:
+    made = save(tmp_path, Keeps(1.0), extra=1)
+    for version in (1, 2, 4, "3"):
+        forge(made, "extra_0.pt", (made / "extra_0.pt").read_bytes(), manifest_of(made) | {"version": version})
+        for read in (lambda: load(tmp_path, Keeps()), lambda: load_plain(tmp_path, trusted=True)):
+            with pytest.raises(RuntimeError, match=rf"manifest has version {version}, and this package reads version"):
+                read()
+    listing = manifest_of(made) | {"version": 3}
+    del listing["files"]["tensors.json"]
+    forge(made, "extra_0.pt", (made / "extra_0.pt").read_bytes(), listing)
+    with pytest.raises(RuntimeError, match=r"manifest lists no tensors\.json"):
+        load(tmp_path, Keeps())
 
 
 # -- other optimizers --------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@
       .checkpoint_00000004.tmp/   one that is being written, or was when its writer died
       latest                      the name of the newest whole checkpoint, and its manifest's checksum
 
-Checkpoints that have only the number for a name, as earlier versions wrote them, are read as well.
-
 [Note: What is ours]
 A checkpoint is a directory that has such a name and a valid manifest; an unfinished one is a directory that has such a
 name and holds files that a save writes. Links with these names are read, but never removed or entered by a removal.
@@ -50,9 +48,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 from fsdp.checkpoint.checksums import Advance, Entry, Hash, checksum_of, no_progress, with_path
 
 MANIFEST, LATEST, INDEX, METADATA, RETIRED = "manifest", "latest", "tensors.json", ".metadata", "retired"
-VERSION = 3  # that is written
-_VERSIONS = 1, 2, 3  # that are read: the first has no index, the second one for all ranks
-_NAME = re.compile(r"(?:checkpoint_)?(\d{8,})")
+VERSION = 3
+_NAME = re.compile(r"checkpoint_(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
 _PARTS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|extra_\d+\.pt|tensors(_\d+)?\.json|{MANIFEST}|{LATEST}")
 _TRIES = 20  # to read what is replaced meanwhile
@@ -382,7 +379,7 @@ def _is_retired(path: Path) -> bool:
         empty = not os.listdir(path)
     except OSError:  # this user may not read it, or another saver was faster
         return False
-    return _read_if_valid(path / RETIRED) is not None or (empty and path.name.startswith("checkpoint_"))
+    return empty or _read_if_valid(path / RETIRED) is not None
 
 
 def _read_if_valid(path: Path) -> Manifest | None:
@@ -403,14 +400,12 @@ class Manifest(NamedTuple):
     """The content of a checkpoint's manifest.
 
     Attributes:
-        version: of the format.
         ranks: the number of ranks that saved.
         writers: the number of ranks that wrote tensors.
         files: sizes and checksums by name; on a rank that loads, only of the files that it needs.
         checksum: of the manifest itself. It tells checkpoints apart.
     """
 
-    version: int
     ranks: int
     writers: int
     files: dict[str, Entry]
@@ -479,12 +474,14 @@ def _read_manifest(path: Path) -> Manifest:
             raise ValueError(f"{ranks} ranks cannot have saved it")
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise RuntimeError(f"{path} is no manifest of this package: {error}") from error
-    if version not in _VERSIONS:
-        raise RuntimeError(f"{path} has version {version}, and this package reads versions {_VERSIONS}")
+    if version != VERSION:
+        raise RuntimeError(f"{path} has version {version}, and this package reads version {VERSION}")
     if strange := [name for name in files if not _PARTS.fullmatch(name)]:
         raise RuntimeError(f"{path} lists {', '.join(map(repr, strange))}, which no save writes")
+    if INDEX not in files:
+        raise RuntimeError(f"{path} lists no {INDEX}, which every save writes")
     writers = sum(is_data(name) for name in files)
-    return Manifest(version, ranks, writers, files, checksum)
+    return Manifest(ranks, writers, files, checksum)
 
 
 _T = TypeVar("_T")

@@ -258,7 +258,7 @@ def metadata_of(table: Table) -> Metadata:
 
 
 def unpack_part(content: bytes, into: Metadata, files: Mapping[str, Entry]) -> dict[str, list[str]]:
-    """Add what is in the file of a rank, or in the only one that earlier versions wrote.
+    """Add what is in the file of a rank.
 
     Returns:
         the checksums of the blocks of files of tensors.
@@ -282,7 +282,7 @@ def unpack_part(content: bytes, into: Metadata, files: Mapping[str, Entry]) -> d
     for key, place in its["values"].items():
         into.storage_data[MetadataIndex(key)] = _info(place, files)
         into.state_dict_metadata[key] = BytesStorageMetadata()
-    blocks: dict[str, list[str]] = its.get("blocks", {})
+    blocks: dict[str, list[str]] = its["blocks"]
     if any(not isinstance(checksum, str) for several in blocks.values() for checksum in several):
         raise TypeError("checksums of blocks are no strings")
     return blocks

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, overload
 import torch
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
@@ -93,9 +93,8 @@ def load(
         model: as for :func:`save`, wrapped in whatever way, or plain.
         optimizer: as for :func:`save`; None leaves the optimizer state that was saved alone.
         strict: names that only the model or only the checkpoint has are errors; else these are left alone.
-        trusted: whoever made the files may run code here, as a pickle does: extra state that holds objects of other
-            classes than ``torch.load(weights_only=True)`` takes, and checkpoints of earlier versions of this package,
-            can be loaded. Without it no code in the files is run.
+        trusted: whoever made the files may run code here, as a pickle does: what was saved with ``trusted=True`` can be
+            loaded. Without it no code in the files is run.
         process_group: the ranks that load; None for the default group, or for this process alone if there is none.
         progress: as for :func:`save`.
 
@@ -222,8 +221,6 @@ def _fetched(ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Read
             directory, manifest = files.find(path.absolute())
             whole.clear()
             whole.update(manifest.files)
-            if manifest.version < files.VERSION:  # whose index is one for all ranks
-                return [(directory, manifest)] * ranks.size
             first = [_share(manifest, rank, ranks.size) for rank in range(ranks.size)]
             for mine in first:
                 mine[files.INDEX] = whole[files.INDEX]
@@ -232,7 +229,6 @@ def _fetched(ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Read
         return ranks.round("find a checkpoint", lambda: None, found)
 
     def read(directory: Path, manifest: Manifest) -> tuple[_Read, Extras]:
-        mine = manifest.files if manifest.version == files.VERSION else _share(manifest, ranks.rank, ranks.size)
         contents: Any = None
         extras = Extras(directory, manifest)
 
@@ -253,7 +249,9 @@ def _fetched(ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Read
             return contents.read(needed)
 
         needed = ranks.round("look for what to read", look, entries)
-        ranks.together("verify a checkpoint", lambda: _verify(directory, contents.unread(mine), reading.progress))
+        ranks.together(
+            "verify a checkpoint", lambda: _verify(directory, contents.unread(manifest.files), reading.progress)
+        )
         return ranks.together("read a checkpoint", read_parts), extras
 
     return files.read_latest(path, read, find)
@@ -348,11 +346,11 @@ class _Contents:
     def __init__(self, directory: Path, manifest: Manifest, like: _Like | None, reading: _Reading) -> None:
         """
         Raises:
-            RuntimeError: names or shapes do not fit, or there is more than is trained, or the index is damaged, or a
-                pickle.
+            RuntimeError: names or shapes do not fit, or there is more than is trained, or the index is damaged.
         """
         self._directory, self._reading, self._reader = directory, reading, FileSystemReader(directory)
-        self._metadata, table = self._look_up(manifest)
+        table = self._look_up(manifest)
+        self._metadata = index.metadata_of(table)
         in_file = self._metadata.state_dict_metadata
         self._of_model = {key.removeprefix(MODEL): key for key in in_file if key.startswith(MODEL)}
         self.has_optimizer = GROUPS in in_file and (like is None or like.trained is not None)
@@ -376,35 +374,23 @@ class _Contents:
                 f"the checkpoint {directory} has optimizer state of {', '.join(map(repr, left))}, which no optimizer "
                 "given holds: pass those that were saved, or strict=False to leave the others out"
             )
-        holders = {rank for key, its in self._wanted.items() if table for rank in table[key].holders(_boxes(its))}
+        holders = {rank for key, its in self._wanted.items() for rank in table[key].holders(_boxes(its))}
         self._parts = [files.part_name(rank) for rank in sorted(holders)]
-        self._in_parts = table is not None
         self.files = [*self._parts, *(files.data_name(rank) for rank in sorted(holders))]
 
     def unread(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Those of the files that are not verified when they are read, by this rank or others. See [Note: Blocks] in
         ``fsdp.checkpoint.checksums``."""
-        if not self._in_parts or self._wanted.keys() != self._metadata.state_dict_metadata.keys():
+        if self._wanted.keys() != self._metadata.state_dict_metadata.keys():
             return entries  # nobody reads all of them
         return {name: entry for name, entry in entries.items() if not files.is_data(name)}
 
-    def _look_up(self, manifest: Manifest) -> tuple[Metadata, index.Table | None]:
-        """What there is; and on which ranks, unless the first says all."""
-        metadata, path = Metadata(state_dict_metadata={}, storage_data={}), self._directory / files.INDEX
-        if path.name in manifest.files:
-            with _index_of_ours(path):
-                content = checksums.read_verified(path, manifest.files[path.name])
-                if manifest.version == files.VERSION:
-                    table = index.unpacked_table(content, manifest.ranks, manifest.writers)
-                    return index.metadata_of(table), table
-                index.unpack_part(content, metadata, manifest.files)
-                return metadata, None
-        if self._reading.trusted:
-            return self._reader.read_metadata(), None
-        raise RuntimeError(
-            f"{self._directory} was written by an earlier version of this package, whose index is a pickle, and "
-            "reading a pickle can run any code: if you trust whoever wrote it, load it with trusted=True"
-        )
+    def _look_up(self, manifest: Manifest) -> index.Table:
+        """Read which tensors there are, and on which ranks."""
+        path = self._directory / files.INDEX
+        with _index_of_ours(path):
+            content = checksums.read_verified(path, manifest.files[path.name])
+            return index.unpacked_table(content, manifest.ranks, manifest.writers)
 
     def read(self, entries: Mapping[str, Entry]) -> _Read:
         """Read it, from files that are among ``entries``.
@@ -417,8 +403,7 @@ class _Contents:
         for path in (self._directory / name for name in self._parts):
             with _index_of_ours(path):
                 blocks |= index.unpack_part(checksums.read_verified(path, entries[path.name]), metadata, entries)
-        if self._in_parts:
-            self._reader.fs = VerifiedFiles(entries, blocks)
+        self._reader.fs = VerifiedFiles(entries, blocks)
         with bar("loading", sum(map(held_nbytes, wanted.values())), self._reading.progress) as advance:
             planner = LoadPlanner(advance, trusted=self._reading.trusted)
             planner.set_up_planner(wanted, metadata, is_coordinator=True)
