@@ -654,7 +654,6 @@ def test_damage_to_any_file(tmp_path: Path) -> None:
     assert {path.name for path in paths} >= {
         "latest",
         "manifest",
-        ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
         "extra_1.pt",

@@ -14,7 +14,7 @@ from fsdp.checkpoint.dcp import (
 
 if TYPE_CHECKING:
     from fsdp.checkpoint.load_checkpoint import Plain, load, load_plain
-    from fsdp.checkpoint.save_checkpoint import async_save, list_for_torch, save
+    from fsdp.checkpoint.save_checkpoint import async_save, save
 
 __all__ = [
     "Plain",
@@ -23,7 +23,6 @@ __all__ = [
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
-    "list_for_torch",
     "load",
     "load_plain",
     "save",

@@ -7,7 +7,6 @@
         __0_0.distcp                tensors, as torch.distributed.checkpoint writes them: one file per rank
         tensors_0.json              where which tensor is in it
         tensors.json                on which ranks which tensor is, in a few lines for however many ranks
-        .metadata                   both for torch.distributed.checkpoint, unless that is too much for one process
         extra_0.pt                  what a rank added
         manifest                    size and checksum of each of these files
       .checkpoint_00000004.tmp/   one that is being written, or was when its writer died
@@ -27,8 +26,8 @@ gives it its own name; then ``latest`` is replaced, by a rename as well. Whereve
 whole checkpoint: the one before, or the new one. Nothing that it names is written to again.
 
 [Note: No pickle]
-Where which tensor lies is in a file of JSON. ``torch.distributed.checkpoint`` keeps it in a pickle, which runs whatever
-code its author chose: so ``.metadata`` is written for other readers, and not read here.
+Where which tensor lies is in files of JSON. ``torch.distributed.checkpoint`` keeps it in a pickle, which runs whatever
+code its author chose.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from fsdp.checkpoint.checksums import Advance, Entry, Hash, checksum_of, no_progress, with_path
 
-MANIFEST, LATEST, INDEX, METADATA, RETIRED = "manifest", "latest", "tensors.json", ".metadata", "retired"
+MANIFEST, LATEST, INDEX, RETIRED = "manifest", "latest", "tensors.json", "retired"
 VERSION = 3
 _NAME = re.compile(r"checkpoint_(\d{8,})")
 _UNFINISHED = re.compile(r"\.checkpoint_(\d{8,})\.tmp")
-_PARTS = re.compile(rf"__\d+_\d+\.distcp|\.metadata(\.tmp)?|extra_\d+\.pt|tensors(_\d+)?\.json|{MANIFEST}|{LATEST}")
+_PARTS = re.compile(rf"__\d+_\d+\.distcp|extra_\d+\.pt|tensors(_\d+)?\.json|{MANIFEST}|{LATEST}")
 _TRIES = 20  # to read what is replaced meanwhile
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of file systems on which directories are not synced
 _MOST_RANKS = 1 << 20  # that a manifest is believed

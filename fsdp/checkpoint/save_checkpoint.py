@@ -1,10 +1,9 @@
 """Saving checkpoints: at any number of ranks, waited for or in the background.
 
 Every rank writes what its shards hold, without any communication of tensor data, through the storage of
-``torch.distributed.checkpoint``, which can read the result too: model state is under ``"model.<name>"``, optimizer
-state under ``"optim.state.<name>.<state>"``. Each rank plans for itself; the ranks agree on who has what, in as few
-words as [Note: Runs of ranks] tells and only where it has changed since their last save, and on whether it went well:
-an error on one is an error on all.
+``torch.distributed.checkpoint``. Each rank plans for itself; the ranks agree on who has what, in as few words as
+[Note: Runs of ranks] tells and only where it has changed since their last save, and on whether it went well: an error
+on one is an error on all.
 :mod:`fsdp.checkpoint.files` tells how directories are written and verified.
 
 [Note: Staging]
@@ -33,15 +32,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fsdp.checkpoint import checksums, files, index
+from fsdp.checkpoint import files, index
 from fsdp.checkpoint.checksums import Entry
 from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
@@ -54,7 +51,6 @@ from fsdp.comm.streams import Event, default_device, streams_for
 from fsdp.flat.tensor_parallel import local_of
 
 _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
-LISTED = 1 << 17  # parts of tensors on ranks, all together, up to which ``torch.distributed.checkpoint`` gets its list
 
 
 def save(
@@ -207,24 +203,6 @@ class Outcome(Future[Path]):
     def _tell(self) -> None:
         if (error := self.unasked()) is not None:
             warnings.warn(f"a checkpoint was not saved: {error}", stacklevel=1)
-
-
-def list_for_torch(path: str | Path) -> Path:
-    """Write the list that ``torch.distributed.checkpoint`` needs to read a checkpoint, where ``save`` has not: of very
-    many ranks and tensors together it takes one process long, and much memory. :func:`load` does not need it.
-
-    Args:
-        path: as for :func:`load`.
-
-    Returns:
-        the directory that ``torch.distributed.checkpoint`` can read.
-
-    Raises: as ``load`` where files are missing or damaged.
-    """
-    directory, manifest = files.find(Path(path).absolute())
-    if files.METADATA not in manifest.files:
-        _list_for_torch(directory, dict(manifest.files), manifest.ranks)
-    return directory
 
 
 # -- one rank's share --------------------------------------------------------------------------------------------------
@@ -408,8 +386,6 @@ class Save:
         assert self._directory is not None
         entries = {name: entry for theirs in written for name, entry in theirs.items()}
         files.write_durably(self._directory / files.INDEX, index.packed_table(plan.table), entries)
-        if sum(run.ranks for saved in plan.table.values() for run in saved.runs) <= LISTED:
-            _list_for_torch(self._directory, entries, len(written))
         files.seal(self._directory, entries, len(written))
         path = files.publish(self._directory)
         older = [[]] * len(written) if self._keep is None else files.retire(path, self._keep, len(written))
@@ -424,20 +400,6 @@ def _kind(key: str, value: Any) -> tuple[Any, ...]:
     if isinstance(value, RaggedTensor):
         return *kind, value.interval, value.saved_elsewhere
     return (*kind, value.device_mesh, value.placements) if isinstance(value, DTensor) else kind
-
-
-def _list_for_torch(directory: Path, entries: dict[str, Entry], ranks: int) -> None:
-    """Write what ``torch.distributed.checkpoint`` reads first: where everything is, of all ranks.
-
-    Args:
-        entries: of the files of the ranks; that of the new one is added.
-    """
-    metadata = Metadata(state_dict_metadata={}, storage_data={})
-    for name in filter(entries.__contains__, map(files.part_name, range(ranks))):
-        index.unpack_part(checksums.read_verified(directory / name, entries[name]), metadata, entries)
-    writer, places = Writer(directory, True), metadata.storage_data
-    writer.finish(metadata, [[WriteResult(where, info.length, info) for where, info in places.items()]])
-    entries |= writer.entries
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------

@@ -51,10 +51,6 @@ class _DurableFiles(FileSystem):
         with files.durable(Path(path), self._entries, self._advance, self._blocks) as stream:
             yield stream
 
-    def rename(self, path: Any, new_path: Any) -> None:
-        files.disk.rename(Path(path), Path(new_path))
-        self._entries[Path(new_path).name] = self._entries.pop(Path(path).name)
-
 
 class Writer(FileSystemWriter):
     """Writes into the empty directory ``path``; ``entries`` and ``blocks`` tell what, ``advance`` is told of bytes."""
