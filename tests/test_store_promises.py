@@ -16,6 +16,8 @@ import os
 import re
 import shutil
 import stat
+import subprocess
+import sys
 import time
 import warnings
 from datetime import timedelta
@@ -600,6 +602,19 @@ def test_fd47_errors_say_what_and_where(tmp_path: Path) -> None:
         save(tmp_path, "x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"expected a model to load into, a torch.nn.Module, but got str"):
         load(tmp_path, "x")  # type: ignore[arg-type]
+
+
+SHOWS = """
+import torch
+import fsdp.checkpoint.torch_storage
+torch.storage._warn_typed_storage_removal()
+"""
+
+
+def test_torchs_writer_does_not_warn_of_its_own_storages() -> None:
+    """Older versions of torch did, with three lines for each file and rank."""
+    shown = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", SHOWS], capture_output=True, text=True)
+    assert shown.returncode == 0 and "TypedStorage" not in shown.stderr, shown.stderr
 
 
 def test_a_file_system_without_syncs_of_directories_is_saved_to(

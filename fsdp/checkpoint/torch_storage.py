@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,10 @@ from torch.utils._pytree import tree_map
 
 from fsdp.checkpoint import files
 from fsdp.checkpoint.checksums import Advance, Entry, Verified, no_progress
+
+# Up to torch 2.6, torch's own writer asks tensors for their storage by a name that torch has deprecated. The filter is
+# set once: catch_warnings() around a save in the background would change what other threads show.
+warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
