@@ -432,13 +432,13 @@ def loads_into_other_optimizers(root: str) -> None:
         optimizer = make(model.parameters())
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
+        del optimizer.param_groups[0]["maximize"]  # an option that older versions did not have
         path = save(f"{root}/{saved}", model, optimizer)
         for name, make_other in MAKERS.items():
             other = wrap(nn.Sequential(nn.Linear(3, 4)))
             into = make_other(other.parameters())
             before = everything(other, into)
             if name == saved:
-                del into.param_groups[0]["maximize"]  # an option that older versions did not have
                 load(path, other, into)
                 other(torch.ones(2, 3)).sum().backward()
                 into.step()

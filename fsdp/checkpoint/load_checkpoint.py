@@ -191,9 +191,10 @@ def _load_optimizer(optimizer: Optimizer, loadable: dict[str, Any]) -> None:
         RuntimeError: an optimizer of another class has saved it.
     """
     defaults = getattr(optimizer, "defaults", {})
+    options = [name for name in defaults if all(name in group for group in optimizer.param_groups)]
 
     def lacking(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-        return list(dict.fromkeys(name for group in groups for name in defaults if name not in group))
+        return list(dict.fromkeys(name for group in groups for name in options if name not in group))
 
     not_saved = lacking(loadable["param_groups"])
     failure: KeyError | None = None

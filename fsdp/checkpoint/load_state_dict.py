@@ -91,7 +91,7 @@ def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Ma
             raise RuntimeError(
                 f"The state dict is empty on rank {default_group().rank()}. If only rank 0 has it, load inside "
                 "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)); "
-                "else pass it on every rank"
+                f"else pass it on every rank. {error}"
             ) from error
         undo.callback(loading.undo)
         given.update(loading.given())
