@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,6 +334,35 @@ def test_transformers(name: str) -> None:
 def test_peft(name: str) -> None:
     """FD01: the root's frozen norm lies between units and a trained head."""
     run_ranks(2, train_library, name, timeout=180)
+
+
+def save_adapters(folder: str) -> None:
+    with foreign_code():
+        from fsdp.compat import patch, unpatch
+
+        patch()
+        import peft
+
+        for orig, dtype in ((True, torch.float64), (False, torch.float64), (True, torch.bfloat16)):
+            torch.manual_seed(0)
+            plain = lora_llama(dtype)
+            policy = ModuleWrapPolicy(layers_of(plain))
+            model, other = (wrap(each, FULL, orig, wrap_policy=policy) for each in (deepcopy(plain), lora_llama(dtype)))
+            assert list(units_in(model.module)), "units inside"
+            expected = peft.get_peft_model_state_dict(plain)
+            state = model.state_dict()
+            model.module.save_pretrained(f"{folder}/{dist.get_rank()}", state_dict=state, save_embedding_layers=False)
+            saved = peft.utils.load_peft_weights(f"{folder}/{dist.get_rank()}", device="cpu")
+            assert expected.keys() == saved.keys() and any("lm_head" in key for key in saved)
+            assert_bit_equal(saved, expected)
+            peft.set_peft_model_state_dict(other, saved)
+            assert_bit_equal(peft.get_peft_model_state_dict(other), expected)
+        unpatch()
+
+
+@_needs("transformers", "peft")
+def test_peft_saves_and_loads_the_adapters_inside_of_units(tmp_path: Path) -> None:
+    run_ranks(2, save_adapters, str(tmp_path), timeout=180)
 
 
 def llama_with_a_cache() -> int:

@@ -245,6 +245,61 @@ def test_a_sharded_optimizer_state_is_loaded_into_an_optimizer_that_has_not_step
     run_ranks(2, check_accelerate, str(tmp_path), early)
 
 
+FAKE_PEFT = """
+def _prefixes(model):
+    named = [(name.removeprefix("_fsdp_wrapped_module."), module) for name, module in model.named_modules()]
+    return [f"{name}." for name, module in named if name.endswith("inner")]
+
+def get_peft_model_state_dict(model, state_dict=None):
+    state_dict = model.state_dict() if state_dict is None else state_dict
+    return {key: value for key, value in state_dict.items() if key.startswith(tuple(_prefixes(model)))}
+
+def set_peft_model_state_dict(model, peft_model_state_dict):
+    found = [key for key in peft_model_state_dict if key.startswith(tuple(_prefixes(model)))]
+    return model.load_state_dict({key: peft_model_state_dict[key] for key in found}, strict=False)
+"""
+
+
+def check_peft(folder: str, early: bool) -> None:
+    sys.path.insert(0, folder)
+    contexts = contextlib.ExitStack()
+    if not early:
+        contexts.enter_context(patched())
+    pefts: Any = importlib.import_module("peft")
+    theirs = importlib.import_module("peft.utils.save_and_load").get_peft_model_state_dict
+    if early:
+        contexts.enter_context(patched())
+    with contexts:
+        model, other = nn.Sequential(wrapped(True)), nn.Sequential(wrapped(True))
+        names = dict(nn.Sequential(Net()).named_parameters())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(7)
+        found = pefts.get_peft_model_state_dict(model)
+        assert list(found) == [name for name in names if name.startswith("0.inner.")]
+        assert all((value == 7).all() for value in found.values())
+        assert pefts.set_peft_model_state_dict(other, peft_model_state_dict=found).unexpected_keys == []
+        assert_bit_equal(pefts.get_peft_model_state_dict(other, state_dict=other.state_dict()), found)
+        assert "named_modules" not in vars(model)
+        assert list(pefts.get_peft_model_state_dict(nn.Sequential(Net()))) == list(found), "a plain model"
+    assert not early or pefts.get_peft_model_state_dict is theirs
+    assert list(pefts.get_peft_model_state_dict(nn.Sequential(Net()))) == list(found), "after unpatch()"
+    sys.path.remove(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_peft_finds_the_adapters_inside_of_units(tmp_path: Path, early: bool) -> None:
+    """To save them and to load them, whether it is imported before or after `patch()`."""
+    (tmp_path / "peft/utils").mkdir(parents=True)
+    (tmp_path / "peft/utils/__init__.py").touch()
+    names = "get_peft_model_state_dict, set_peft_model_state_dict"
+    (tmp_path / "peft/__init__.py").write_text(f"from peft.utils.save_and_load import {names}")
+    (tmp_path / "peft/utils/save_and_load.py").write_text(FAKE_PEFT)
+    run_ranks(2, check_peft, str(tmp_path), early)
+
+
 SCRIPT = """
 import sys
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

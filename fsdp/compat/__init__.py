@@ -15,6 +15,7 @@ that it makes no difference when and how a program imported ``get_state_dict``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.abc
 import importlib.machinery
@@ -68,7 +69,8 @@ def patch(*, imported: bool = True) -> list[str]:
     tools call of FSDP1's inside (``_lazy_init``, ``_post_backward_final_callback``, ``_get_module_fsdp_state``,
     ``_has_fsdp_params``, ``_module_handle``, ``_get_param_to_fqns``) takes our modules, too. :func:`enable_dcp` is
     included. accelerate loads a sharded optimizer state into that of an optimizer that has not stepped, which is empty:
-    the state is made for it. Torch's own FSDP1 is not to be used meanwhile. All ranks have to call it. Calling it again
+    the state is made for it. peft finds the adapters of a model with wrapped modules inside, to save and to load them.
+    Torch's own FSDP1 is not to be used meanwhile. All ranks have to call it. Calling it again
     changes nothing.
 
     Returns:
@@ -101,8 +103,8 @@ def patch(*, imported: bool = True) -> list[str]:
         _enabled.clear()
     _make(changes, _patched)
     sys.meta_path.insert(0, _finder)
-    if (accelerates := sys.modules.get(_ACCELERATES)) is not None:
-        _adapt(accelerates)
+    for library in filter(None, map(sys.modules.get, _LIBRARIES)):
+        _adapt(library)
     return [str(change) for change in _patched]
 
 
@@ -242,11 +244,42 @@ def load_fsdp_optimizer(
             made = dict(inner.state)
         inner.state.update(made)
     try:
-        return _theirs(load_fsdp_optimizer)(fsdp_plugin, accelerator, optimizer, model, *rest, **options)
+        return _libraries_own[load_fsdp_optimizer](fsdp_plugin, accelerator, optimizer, model, *rest, **options)
     except BaseException:
         if empty:
             inner.state.clear()
         raise
+
+
+def get_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> Any:
+    """Call peft's function, with names of modules as in state dicts."""
+    with _clean_names(model):
+        return _libraries_own[get_peft_model_state_dict](model, *rest, **options)
+
+
+def set_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> Any:
+    """Call peft's function, with names of modules as in state dicts."""
+    with _clean_names(model):
+        return _libraries_own[set_peft_model_state_dict](model, *rest, **options)
+
+
+@contextlib.contextmanager
+def _clean_names(model: nn.Module) -> Iterator[None]:
+    """Let ``model.named_modules()`` give names as in state dicts, without the parts that wrappers add. peft itself
+    removes such a part at the beginning of a name only."""
+    if not _has_wrappers(model):
+        yield
+        return
+    named_modules = model.named_modules
+
+    def clean_named_modules(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return ((clean(name), module) for name, module in named_modules(*args, **kwargs))
+
+    vars(model)["named_modules"] = clean_named_modules
+    try:
+        yield
+    finally:
+        del vars(model)["named_modules"]
 
 
 def _is_wrapper(module: nn.Module, *rest: Any) -> bool:
@@ -321,7 +354,11 @@ _PUBLIC = {  # of torch's, and where we define what has the same names
     torchs_scaler: sharded_grad_scaler,
 }
 _PLACES = (torchs_fsdp, *_PUBLIC, torchs_flat_param, torchs_common, torchs_runtime)
-_ACCELERATES = "accelerate.utils.fsdp_utils"
+_LIBRARIES: dict[str, Sequence[Callable[..., Any]]] = {  # and what is called in place of their functions of these names
+    "accelerate.utils.fsdp_utils": (load_fsdp_optimizer,),
+    "peft.utils.save_and_load": (get_peft_model_state_dict, set_peft_model_state_dict),
+}
+_libraries_own: dict[Callable[..., Any], Callable[..., Any]] = {}  # by what is called in their place
 _enabled: list[_Change] = []  # by enable_dcp
 _patched: list[_Change] = []  # by patch, beside that
 
@@ -395,24 +432,22 @@ def _and_patch(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict
     return lambda name: {**prepare(name), "patched by fsdp": _PatchedChild()}
 
 
-def _theirs(mine: Callable[..., Any]) -> Any:
-    return next(change.theirs for change in _patched if change.mine is mine)
-
-
-def _adapt(accelerates: ModuleType) -> None:
-    name = load_fsdp_optimizer.__name__
-    theirs = getattr(accelerates, name, None)
-    if theirs is None:
-        return  # a version that has none, and so loses no state there
-    owners = [accelerates, *(other for other in _others() if vars(other).get(name) is theirs)]
-    _make([_Change(owner, name, theirs, load_fsdp_optimizer) for owner in dict.fromkeys(owners)], _patched)
+def _adapt(library: ModuleType) -> None:
+    for mine in _LIBRARIES[library.__name__]:
+        name = mine.__name__
+        theirs = getattr(library, name, None)
+        if theirs is None:
+            continue  # a version that has none needs none
+        _libraries_own[mine] = theirs
+        owners = [library, *(other for other in _others() if vars(other).get(name) is theirs)]
+        _make([_Change(owner, name, theirs, mine) for owner in dict.fromkeys(owners)], _patched)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Adapts accelerate's module when it is imported later."""
+    """Adapts modules of libraries when they are imported later."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != _ACCELERATES:
+        if name not in _LIBRARIES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
