@@ -1,5 +1,4 @@
-"""The wrapper: ``FullyShardedDataParallel``, thin methods over the rooms below. Beside it lie, as in torch's module of
-this name, all kinds of choices and policies, the flat parameter, and the names that wrapping adds."""
+"""``FullyShardedDataParallel``: thin methods over the engine. The names beside it are those of torch's module."""
 
 from __future__ import annotations
 
@@ -412,8 +411,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """What ``.to()``, ``.half()``, ``.cuda()`` and the like do: to the shards, their gradients and the buffers.
 
-        The parameters that an optimizer holds stay the same objects. Inside ``summon_full_params()`` the full
-        parameters are changed, as a plain module's, and written back as other changes are.
+        The parameters that an optimizer holds stay the same objects. Summoned ones are changed as a plain module's.
         """
         unit, units = self._fsdp_unit, units_of(self)
         if unit.parent_is_built:

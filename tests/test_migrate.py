@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import tempfile
@@ -127,7 +129,7 @@ SAID = {
         ("import torch.distributed.fsdp\n", "import fsdp instead", True),
         ("as wrapping", "import fsdp.wrap instead", True),
         ("StateDictOptions", "import these from fsdp.checkpoint, or call fsdp.compat.enable_dcp() once", True),
-        ("import fully_shard", "of torch's FSDP2, which has another interface", False),
+        ("import fully_shard", "Write `model = FSDP(model)` for `fully_shard(model)`", False),
         ("model = torch", "fsdp instead of torch.distributed.fsdp", True),
     ],
     "plain": [],
@@ -167,6 +169,74 @@ def test_an_optimizer_that_is_loaded_before_the_model_is_wrapped_gets_no_shards(
     text = "from torch.nn.parallel import DistributedDataParallel as DDP\nopt = make(net)\nopt.load_state_dict(saved)\n"
     assert Script(text + "model = DDP(net)\n").migrated().splitlines()[2] == "opt.load_state_dict(saved)"
     assert "optim_state_dict_to_load" in Script(text.replace("opt =", "model = DDP(net)\nopt =")).migrated()
+
+
+PRIVATE = {
+    "a function of another module": """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp._runtime_utils import _reshard
+_reshard(FSDP(net), handle, True)
+""",
+    "modules": """
+if True:
+    from torch.distributed.fsdp import _runtime_utils, FullyShardedDataParallel as FSDP, ShardingStrategy as Strategy
+    import torch.distributed.fsdp._common_utils as common
+    from torch.distributed.fsdp._fully_shard._fsdp_init import _get_device_from_mesh
+model = FSDP(net, sharding_strategy=Strategy.FULL_SHARD)
+""",
+    "names with dots": """
+import torch
+import torch.distributed.fsdp
+torch.distributed.fsdp._runtime_utils._lazy_init(model, model)
+model = torch.distributed.fsdp.FullyShardedDataParallel(net)
+""",
+    "an alias": """
+import torch.distributed.fsdp as theirs
+theirs._runtime_utils._lazy_init(theirs.FullyShardedDataParallel(net))
+""",
+    "FSDP2 beside FSDP1": """
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard, MixedPrecisionPolicy as Policy
+""",
+}
+
+
+@pytest.mark.parametrize("what", PRIVATE)
+def test_it_imports_nothing_that_is_not_here(what: str) -> None:
+    """Names of torch's FSDP that are not here stay as they are, and are told of, one by one."""
+    text = PRIVATE[what]
+    script = Script(text)
+    told = [finding.says for finding in script.findings if not finding.edits]
+    assert all("is not here" in says or "and not here" in says for says in told)
+    assert len(told) == {"modules": 3, "names with dots": 2, "FSDP2 beside FSDP1": 2}.get(what, 1)
+    migrated = script.migrated()
+    for node in ast.walk(ast.parse(migrated)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fsdp"):
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+        for alias in node.names if isinstance(node, ast.Import) else ():
+            importlib.import_module(alias.name)
+    for name in ("_reshard", "_lazy_init", "_get_device_from_mesh", "fully_shard", "Policy"):
+        before = [line for line in text.splitlines() if re.search(rf"\b{name}\(", line)]
+        assert all(line in migrated.splitlines() for line in before)
+    assert "fsdp.FullyShardedDataParallel(net)" in migrated or what != "names with dots"
+    assert "from fsdp import FullyShardedDataParallel" in migrated or what in ("names with dots", "an alias")
+    assert Script(migrated).migrated() == migrated
+
+
+def test_a_script_that_chooses_between_two_wrappers_keeps_both() -> None:
+    both = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = FSDP(net) if sharded else DDP(net, device_ids=[rank])
+if isinstance(model, DDP) or isinstance(model, FSDP):
+    pass
+"""
+    assert Script(both).migrated() == both.replace("torch.distributed.fsdp", "fsdp")
+    assert "the script has FullyShardedDataParallel besides" in Script(both).findings[1].says
+    unused = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+    assert Script(unused).migrated() == unused
+    assert Script(unused).findings[0].says == "DistributedDataParallel stays: it is not used"
 
 
 def test_text_that_is_not_ascii_keeps_its_places() -> None:

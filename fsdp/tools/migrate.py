@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
 from fsdp.ddp_names import ARGUMENTS
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
@@ -23,10 +24,28 @@ _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _STATE_DICT_NAMES = {"StateDictOptions"} | {
     f"{verb}_{what}" for verb in ("get", "set") for what in ("state_dict", "model_state_dict", "optimizer_state_dict")
 }
-_FSDP2 = {"fully_shard", "FSDPModule", "MixedPrecisionPolicy", "CPUOffloadPolicy", "OffloadPolicy"} | {
-    "register_fsdp_forward_method",
-    "UnshardHandle",
+_MODULES = {  # of torch, and the names that they have here
+    _FSDP1: {*api.__all__, "FullyShardedDataParallel", "FlatParameter"},
+    f"{_FSDP1}.api": set(vars(api)),
+    f"{_FSDP1}.fully_sharded_data_parallel": set(vars(fully_sharded_data_parallel)),
+    f"{_FSDP1}.sharded_grad_scaler": set(vars(sharded_grad_scaler)),
+    f"{_FSDP1}.wrap": set(vars(wrap)),
 }
+_FSDP1_WRAPPER = {f"{module}.FullyShardedDataParallel" for module in _MODULES}
+_FSDP2 = {  # and what to write here
+    "fully_shard": "`model = FSDP(model)` for `fully_shard(model)`, with the result assigned; for the layers inside it "
+    "pass auto_wrap_policy=ModuleWrapPolicy({...})",
+    "FSDPModule": "FullyShardedDataParallel, which has its methods",
+    "MixedPrecisionPolicy": "MixedPrecision, with the same param_dtype and reduce_dtype",
+    "CPUOffloadPolicy": "CPUOffload(offload_params=True)",
+    "OffloadPolicy": "CPUOffload()",
+    "register_fsdp_forward_method": "register_forward_method",
+    "UnshardHandle": "fsdp.fully_sharded_data_parallel.UnshardHandle",
+}
+_PRIVATE = (
+    "inside of torch's FSDP1, and not here. Do without; or leave torch's imports, and run the script by `python -m "
+    "fsdp.compat`, which lets the functions that tools call most take models of this package"
+)
 _SCALERS = ("torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler")
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 _OF_ONE_RANK = re.compile(r"rank|is_main|is_master|master_process|main_process")
@@ -79,7 +98,7 @@ class Script:
             node for node in ast.walk(self._tree) if isinstance(node, (ast.stmt, ast.expr, ast.comprehension))
         ]
         self._aliases = self._read_imports()
-        self._wrapped = self._assigned_from(*_DDP, f"{_FSDP1}.FullyShardedDataParallel")
+        self._wrapped = self._assigned_from(*_DDP, *_FSDP1_WRAPPER)
         self._inside = {  # names of what is in a wrapper: raw_model = model.module
             ast.unparse(target)
             for node in self._nodes
@@ -87,7 +106,9 @@ class Script:
             if not isinstance(node.value, ast.Call)
             for target in node.targets
         }
-        self._from_ddp = any(self._full(node) in _DDP for node in self._nodes)
+        used = {*self._aliases.values(), *map(self._full, self._nodes)}
+        self._from_fsdp1 = not used.isdisjoint(_FSDP1_WRAPPER)
+        self._from_ddp = not self._from_fsdp1 and any(self._full(node) in _DDP for node in self._nodes)
         self._optimizers = self._assigned_from("torch.optim.")
         self._runners = {  # functions that run the model
             node.name
@@ -168,6 +189,10 @@ class Script:
         assert where.end_lineno is not None and where.end_col_offset is not None
         return Edit((where.lineno, where.col_offset), (where.end_lineno, where.end_col_offset), text)
 
+    def _replace_by_lines(self, node: ast.stmt, lines: list[str]) -> Edit:
+        before = self._lines[node.lineno - 1][: node.col_offset].decode()
+        return self._replace(node, (f"\n{before}" if not before.strip() else "; ").join(lines))
+
     def _insert_before(self, node: ast.stmt, lines: list[str]) -> Edit:
         indent = self._lines[node.lineno - 1][: node.col_offset].decode()
         return Edit((node.lineno, 0), (node.lineno, 0), "".join(f"{indent}{line}\n" for line in lines))
@@ -213,26 +238,35 @@ class Script:
             for alias in node.names:
                 if alias.name == _FSDP1 or alias.name.startswith(f"{_FSDP1}."):
                     ours = alias.name.replace(_FSDP1, "fsdp")
-                    binds = "" if self._imports_torch() else "import torch\n"
-                    text = f"import {ours} as {alias.asname}" if alias.asname else f"{binds}import {ours}"
-                    edits = (self._replace(node, text),) if len(node.names) == 1 else ()
+                    if missing := self._missing(alias.name):
+                        yield Finding(node.lineno, f"{', '.join(missing)}: {_PRIVATE}")
+                        if alias.asname or alias.name not in _MODULES or "fsdp" in self._aliases:
+                            continue
+                    lines = [f"import {ours}{f' as {alias.asname}' if alias.asname else ''}"]
+                    if missing:
+                        lines = [self._source(node), *lines]
+                    elif not alias.asname and not self._imports_torch():
+                        lines = ["import torch", *lines]
+                    edits = (self._replace_by_lines(node, lines),) if len(node.names) == 1 else ()
                     yield Finding(node.lineno, f"import {ours} instead: the same names, arguments and values", edits)
             return
         module, names = node.module or "", {alias.name for alias in node.names}
         if module == "torch.distributed" and "fsdp" in names:
             yield Finding(node.lineno, "import fsdp instead of torch.distributed.fsdp")
         elif module == _FSDP1 or module.startswith(f"{_FSDP1}."):
-            other = sorted(names & _FSDP2)
-            if other:
-                yield Finding(
-                    node.lineno, f"{', '.join(other)}: of torch's FSDP2, which has another interface: not here"
-                )
-                return
             ours = module.replace(_FSDP1, "fsdp")
-            text = self._source(node).replace(module, ours, 1)
-            yield Finding(
-                node.lineno, f"import from {ours}: the same names, arguments and values", (self._replace(node, text),)
-            )
+            here = names & _MODULES[module] | (names & {"*"}) if module in _MODULES else set[str]()
+            for name in sorted(names - here - _FSDP2.keys()):
+                yield Finding(node.lineno, f"{module}.{name}: {_PRIVATE}")
+            for name in sorted((names - here) & _FSDP2.keys()):
+                yield Finding(node.lineno, f"{name} of torch's FSDP2 is not here. Write {_FSDP2[name]}")
+            if here:
+                edit = self._replace(node, self._source(node).replace(module, ours, 1))
+                if here < names:
+                    kinds = {ours: here, module: names - here}
+                    lines = [_import_from(name, node, kept) for name, kept in kinds.items()]
+                    edit = self._replace_by_lines(node, lines)
+                yield Finding(node.lineno, f"import from {ours}: the same names, arguments and values", (edit,))
         elif module == _STATE_DICT:
             safe = names <= _STATE_DICT_NAMES
             edits = (self._replace(node, self._source(node).replace(module, "fsdp.checkpoint", 1)),) if safe else ()
@@ -243,13 +277,29 @@ class Script:
                 edits,
             )
         elif any(f"{module}.{name}" in _DDP for name in names):
-            rest = [alias for alias in node.names if f"{module}.{alias.name}" not in _DDP]
-            kept = [f"from {module} import {', '.join(ast.unparse(alias) for alias in rest)}"] if rest else []
+            if not self._from_ddp:
+                why = (
+                    "it is not used"
+                    if not any(self._full(each) in _DDP for each in self._nodes)
+                    else ("the script has FullyShardedDataParallel besides, and chooses between the two")
+                )
+                yield Finding(node.lineno, f"DistributedDataParallel stays: {why}")
+                return
+            rest = {name for name in names if f"{module}.{name}" not in _DDP}
+            lines = [*([_import_from(module, node, rest)] if rest else []), _WRAPPER_IMPORT]
             yield Finding(
                 node.lineno,
                 "import FullyShardedDataParallel in place of DistributedDataParallel",
-                (self._replace(node, "\n".join([*kept, _WRAPPER_IMPORT])),),
+                (self._replace_by_lines(node, lines),),
             )
+
+    def _missing(self, module: str) -> list[str]:
+        """The names that the script uses of this module of torch's FSDP1, with dots, and that are not here; the module
+        itself if there is none."""
+        if module not in _MODULES:
+            return [module]
+        used = {self._full(node) for node in self._nodes if isinstance(node, ast.Attribute)}
+        return sorted(name for name in used if name.rpartition(".")[0] == module and not _is_here(name))
 
     def _imports_torch(self) -> bool:
         every = (alias for node in self._nodes if isinstance(node, ast.Import) for alias in node.names)
@@ -417,10 +467,13 @@ class Script:
     def _named(self, node: ast.Name | ast.Attribute) -> Iterator[Finding]:
         of_call = isinstance(parent := self._parents[node], ast.Call) and parent.func is node
         if self._full(node) in _DDP:
-            if not of_call:
+            if not of_call and self._from_ddp:
                 yield Finding(node.lineno, "FullyShardedDataParallel instead", (self._replace(node, _OURS),))
         elif isinstance(node, ast.Attribute) and ast.unparse(node) == self._full(node) == _FSDP1:
-            yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", (self._replace(node, "fsdp"),))
+            if _is_here(self._full(parent)):
+                yield Finding(node.lineno, "fsdp instead of torch.distributed.fsdp", (self._replace(node, "fsdp"),))
+            else:
+                yield Finding(node.lineno, f"{ast.unparse(parent)}: {_PRIVATE}")
 
     def _saved_by_one_rank(self, guard: ast.If) -> Iterator[Finding]:
         """State dicts that one rank alone asks for."""
@@ -511,6 +564,17 @@ class Script:
 _HARMLESS = {"parameters", "named_parameters", "modules", "named_modules", "buffers", "named_buffers", "children"} | {
     *("state_dict", "load_state_dict", "train", "eval", "requires_grad_", "zero_grad", "to", "register_comm_hook")
 }
+
+
+def _is_here(name: str) -> bool:
+    """Whether what is called ``name`` in torch's FSDP1, with dots, is here."""
+    module, _, attribute = name.rpartition(".")
+    return name in _MODULES or attribute in _MODULES.get(module, ())
+
+
+def _import_from(module: str, node: ast.ImportFrom, names: set[str]) -> str:
+    """The import of these of the names of ``node``, from ``module``."""
+    return f"from {module} import {', '.join(ast.unparse(alias) for alias in node.names if alias.name in names)}"
 
 
 def _is_optimizer(made: str, target: str) -> bool:
