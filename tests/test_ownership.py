@@ -77,6 +77,20 @@ def test_a_parameter_shared_with_a_unit_wrapped_by_hand(use_orig_params: bool) -
         FullyShardedDataParallel(module, StandIn(), use_orig_params=use_orig_params)
 
 
+@both_modes
+def test_a_wrapper_that_was_not_put_into_the_model(use_orig_params: bool) -> None:
+    """Where the layers were wrapped as by torch's `fully_shard`, the remedy is to assign the wrappers."""
+    module = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, 3))
+    for layer in module:
+        build(layer, process_group=StandIn(), use_orig_params=use_orig_params)
+    name, other = (
+        ("0.0.weight", "'0.weight' of the Sequential unit") if use_orig_params else ("0._flat_param", "a flat")
+    )
+    words = f"'{name}' of the Sequential unit lies in a module that was wrapped before, as {other}.*assign it.*Or wrap"
+    with pytest.raises(ValueError, match=words):
+        FullyShardedDataParallel(module, StandIn(), use_orig_params=use_orig_params)
+
+
 def _shared_module(use_orig_params: bool) -> None:
     torch.manual_seed(0)
     shared = nn.Linear(WIDTH, WIDTH)

@@ -155,7 +155,14 @@ def _places(module: nn.Module, ignored: Ignored) -> list[tuple[nn.Parameter, lis
 def _check(param: nn.Parameter, places: list[Place], unit_name: str) -> None:
     name = places[0].name
     if getattr(param, "_fsdp_flattened", False):
-        other = getattr(param, "_fsdp_owner", "another unit")
+        other = getattr(param, "_fsdp_owner", "a flat parameter")
+        if any("_is_fsdp_managed_module" in place.module.__dict__ for place in places):
+            raise ValueError(
+                f"parameter {name!r} of {unit_name} lies in a module that was wrapped before, as {other}, and the "
+                "wrapper is not in the model. FullyShardedDataParallel(layer) returns a wrapper, unlike torch's "
+                "fully_shard(layer): assign it, as in model.layers[0] = FullyShardedDataParallel(model.layers[0]). Or "
+                "wrap the model alone, with auto_wrap_policy=ModuleWrapPolicy({type of the layers})"
+            )
         raise ValueError(
             f"parameter {name!r} of {unit_name} is shared with {other}, which already owns it. {ONE_UNIT_ONLY}"
         )
