@@ -6,7 +6,9 @@ M1 to M16 are numbered as in the README's table, which has where each is tested.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import io
 import shutil
 import tempfile
 import warnings
@@ -273,6 +275,19 @@ def _m16_optimizers_of_whole_parameters() -> None:
     with pytest.raises(RuntimeError, match=r"those of a wrapped model are sharded, .* was given as optimizer_class"):
         optimizer.step()
     assert all(torch.equal(param, values[name]) for name, param in model.named_parameters())
+
+
+def _m16_pickled_optimizers() -> None:
+    """torch.save(optimizer) is warned of where it holds shards, but not a state dict, nor a copy with the model."""
+    for flat in (False, True):
+        model = build(use_orig_params=not flat)
+        whole = build(use_orig_params=not flat, sharding_strategy=ShardingStrategy.NO_SHARD)
+        sharded, replicated = (torch.optim.SGD(each.parameters()) for each in (model, whole))
+        (said,) = warned(lambda sharded=sharded: torch.save(sharded, io.BytesIO()))
+        assert "SGD is pickled" in said and "Save FSDP.optim_state_dict(model, optimizer) instead" in said
+        assert not warned(lambda sharded=sharded: torch.save(sharded.state_dict(), io.BytesIO()))
+        assert not warned(lambda both=(model, sharded): copy.deepcopy(both))
+        assert not warned(lambda replicated=replicated: torch.save(replicated, io.BytesIO()))
 
 
 def _m14_hooks_for_buckets() -> None:

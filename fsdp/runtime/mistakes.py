@@ -83,6 +83,15 @@ def warn_of_habits(optimizer: Optimizer) -> None:
         frame = frame and frame.f_back
 
 
+def warn_of_pickling(optimizer: Optimizer) -> None:
+    """Warn that ``optimizer``, which holds shards, is pickled itself."""
+    warn_user(
+        f"{type(optimizer).__name__} is pickled, as by torch.save(optimizer), with this rank's shards: what is loaded "
+        "of it steps copies of them, and not the model. Save FSDP.optim_state_dict(model, optimizer) instead, or "
+        "fsdp.checkpoint.save(folder, model, optimizer)"
+    )
+
+
 def warn_of_hooks(name: str) -> None:
     """A hook that was registered on parameter ``name`` will never fire."""
     warn_user(
