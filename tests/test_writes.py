@@ -377,6 +377,33 @@ def _after_wrapping() -> None:
         ENTRIES["optimizer"](model)
 
 
+def _whole_value_for_a_part() -> None:
+    model = pair((FULL, True))[1]
+    linear = layer_of(model, 0).linear
+    linear.weight = nn.Parameter(torch.zeros(7, 4))
+    with pytest.raises(
+        RuntimeError, match=r"'linear.weight' .*write the whole inside FSDP.summon_full_params\(model\)"
+    ):
+        model(batch())
+
+
+def test_a_whole_value_for_this_ranks_part_is_refused_with_the_way_to_write_it() -> None:
+    run_ranks(2, _whole_value_for_a_part)
+
+
+def _rescaled_rows(use_orig_params: bool) -> None:
+    for module in (nn.Embedding(8, 3, max_norm=0.1), nn.EmbeddingBag(8, 3, max_norm=0.1)):
+        model = FullyShardedDataParallel(module, use_orig_params=use_orig_params)
+        with pytest.raises(RuntimeError, match=r"'weight' of .*max_norm=None, and rescale .* summon_full_params\(\)"):
+            model(torch.zeros(2, 1, dtype=torch.long))
+
+
+def test_an_embedding_that_rescales_its_rows_is_refused_with_a_remedy_that_fits() -> None:
+    """A buffer, the remedy for other writes in a forward, is none for the weight of `nn.Embedding(max_norm=...)`."""
+    for use_orig_params in (False, True):
+        run_ranks(2, _rescaled_rows, use_orig_params)
+
+
 def test_what_is_replaced_is_taken_over_at_every_entry() -> None:
     """FD07: right after wrapping, before any forward, and later; what does not fit is refused at every entry."""
     run_ranks(2, _after_wrapping)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.flat.flat_param import LOST_WRITE, FlatParamHandle, assign_grad
+from fsdp.flat.flat_param import LOST_WRITE, RENORMALIZES, FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
 from fsdp.flat.registration import Layer, Registration
 from fsdp.flat.tensor_parallel import local_of
@@ -139,9 +139,10 @@ class CommonViews:
             found += [(index, "replaced") for index in replaced]
         if found:
             index, what = found[0]
+            remedy = RENORMALIZES if self.registration.renormalizes(index) else LOST_WRITE
             raise RuntimeError(
                 f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} inside of a forward "
-                f"or backward, {LOST_WRITE}"
+                f"or backward, {remedy}"
             )
 
     def compare(self, moment: str) -> list[tuple[int, str]]:
@@ -211,8 +212,10 @@ class CommonViews:
         new = local_of(new)
         if new.shape != like.shape:
             what = "the parameter" if like.shape == record.shape else "this rank's part of it"
+            remedy = "" if like.shape == record.shape else "; write the whole inside FSDP.summon_full_params(model)"
             raise RuntimeError(
-                f"Cannot writeback {name}: its shape became {tuple(new.shape)}, and {what} has {tuple(like.shape)}"
+                f"Cannot writeback {name}: its shape became {tuple(new.shape)}, and {what} has "
+                f"{tuple(like.shape)}{remedy}"
             )
         if not cast and (new.dtype, new.device.type) != (like.dtype, like.device.type):
             raise RuntimeError(

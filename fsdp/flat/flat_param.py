@@ -59,6 +59,10 @@ LOST_WRITE = (
     "Else change it between the steps: what is sharded in place, or the whole inside summon_full_params(), on all "
     "ranks alike"
 )
+RENORMALIZES = (
+    "by Embedding(max_norm=...), which rescales rows of its weight, here of a gathered copy: that would be lost. Pass "
+    "max_norm=None, and rescale the rows between the steps, inside summon_full_params(), on all ranks alike"
+)
 
 
 class MisplacedShardError(RuntimeError, AssertionError):

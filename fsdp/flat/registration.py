@@ -371,6 +371,11 @@ class Registration:
                 )
             yield index, new
 
+    def renormalizes(self, index: int) -> bool:
+        """Whether a module that has parameter ``index`` rescales it in its forward."""
+        modules = [slot.module for slot in self._slots_of.get(index, ())]
+        return any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.max_norm is not None for m in modules)
+
     def put_back(self, index: int, tensor: Any) -> None:
         """Put ``tensor`` in the places of parameter ``index``."""
         for slot in self._slots_of[index]:
