@@ -145,7 +145,7 @@ class Switches(PrivateNames):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether this unit is gathered for its backward. False is for units whose gradients are computed without their
         parameters, an embedding for instance. A backward that does read one ends in autograd's error of a variable "at
-        version 1073741824"."""
+        version 1073741824", with a hint that names the parameter where nobody catches it."""
         self._choose(False, unshard_in_backward=as_flag(unshard_in_backward, "unshard_in_backward"))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:

@@ -249,7 +249,7 @@ case(
 case("a flat weight is summed", "wrap(flat=True).module.head.weight.sum()", "'head.weight' of", "summon_full_params")
 case(
     "nn.init after wrapping",
-    "for p in wrap().parameters(): nn.init.xavier_uniform_(p)",
+    "model = wrap()\nfor p in model.parameters(): nn.init.xavier_uniform_(p)",
     "is sharded",
     "summon_full_params|before wrapping",
 )
@@ -328,7 +328,7 @@ case(
 )
 case(
     "a part keeps its full weights",
-    "model = wrap(flat=True); model.set_unshard_in_backward(False)\nbackward(model)",
+    "model = wrap(flat=True); FSDP.fsdp_modules(model)[1].set_unshard_in_backward(False)\nbackward(model)",
     r"\w+\.weight",
     "set_unshard_in_backward",
 )
@@ -715,6 +715,9 @@ class Diary:
 
     def flush(self) -> None:
         pass
+
+    def isatty(self) -> bool:
+        return False
 
     def mark(self) -> None:
         """Here the mistake begins."""

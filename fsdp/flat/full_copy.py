@@ -104,7 +104,7 @@ class FullCopy:
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._unchecked = tuple(leaf for leaf, its in zip(leaves, self.memories) if not isinstance(its, CheckedLeaf))
         self._versions: tuple[int, ...] = ()  # that these have while there is memory
-        self._released = (_RELEASED,) * len(self._unchecked)
+        self._released = (RELEASED_VERSION,) * len(self._unchecked)
         self._cuts: dict[int, Sequence[torch.Tensor]] = {}
 
     def cut(self, count: int) -> Sequence[torch.Tensor]:
@@ -171,7 +171,7 @@ class FullCopy:
         set_versions(self._unchecked, tuple(version + 1 for version in map(version_of, self._unchecked)))
 
 
-_RELEASED = 1 << 30  # the version of a leaf while there is nothing behind it
+RELEASED_VERSION = 1 << 30  # the version of a leaf while there is nothing behind it
 
 
 class SlotBuffer:

@@ -41,6 +41,7 @@ from fsdp.flat.ownership import (
 from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
+from fsdp.runtime.explain import explain_uncaught_errors
 from fsdp.runtime.hooks import forward_refused, own_operations
 from fsdp.runtime.mistakes import warn_of_hooks
 from fsdp.runtime.precision import UnitPrecision
@@ -88,6 +89,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
 
     Raises: as the constructor of ``FullyShardedDataParallel``.
     """
+    explain_uncaught_errors()
     use_orig_params = options.policy.use_orig_params
     inner = units_of(module)
     for unit in inner:
