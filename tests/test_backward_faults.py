@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -246,6 +248,29 @@ def _handled() -> None:
 def test_an_exception_that_the_model_handles() -> None:
     """R48"""
     run_ranks(2, _handled)
+
+
+def _fault_in_a_hook() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), use_orig_params=True)
+    model.module.weight.register_hook(lambda grad: 1 / 0)
+    logging.getLogger("fsdp").addHandler(handler)
+    try:
+        with pytest.raises(ZeroDivisionError) as caught:
+            model(torch.ones(1, WIDTH)).sum().backward()
+    finally:
+        logging.getLogger("fsdp").removeHandler(handler)
+    assert not said, said
+    return getattr(caught.value, "__notes__", [])
+
+
+def test_an_error_in_a_backward_is_shown_once_by_who_called_it() -> None:
+    """It has a note of the rank and the unit (from Python 3.11 on) instead of a second appearance in the log."""
+    for rank, notes in enumerate(run_ranks(2, _fault_in_a_hook)):
+        shown = sys.version_info >= (3, 11)
+        assert len(notes) == shown and all(f"rank {rank}, " in note and "of the root unit" in note for note in notes)
 
 
 def _growth() -> None:

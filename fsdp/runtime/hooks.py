@@ -1,7 +1,7 @@
 """Callbacks that autograd and optimizers call, how their errors are reported, and what the engine asks autograd.
 
-Hooks are registered here only. An error raised in one is logged once, with the rank and the unit, and goes on to the
-caller of ``backward()``.
+Hooks are registered here only. An error raised in one goes on to the caller of ``backward()``, with a note of the rank
+and the unit.
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def report(error: BaseException, unit_name: str, event: str) -> None:
-    """Log ``error`` with the rank and the unit, the first time it comes by."""
+    """Note the rank and the unit on ``error``, which goes on to the caller of ``backward()``, the first time it comes
+    by. The log has it at level INFO only: the caller shows the error, or handles it."""
     if getattr(error, "_fsdp_reported", False):
         return
     try:
@@ -255,4 +256,6 @@ def report(error: BaseException, unit_name: str, event: str) -> None:
     except AttributeError:
         pass  # an exception type without a dictionary is reported by each hook it passes
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    logger.error("rank %d, %s of %s: %s: %s", rank, event, unit_name, type(error).__name__, error)
+    if hasattr(error, "add_note"):  # from Python 3.11 on
+        error.add_note(f"rank {rank}, {event} of {unit_name}")
+    logger.info("rank %d, %s of %s: %s: %s", rank, event, unit_name, type(error).__name__, error)
