@@ -969,3 +969,35 @@ def test_torchs_own_settings_are_taken() -> None:
     FSDP, model = FullyShardedDataParallel, nested()
     with FSDP.state_dict_type(model, torchs.StateDictType.FULL_STATE_DICT, torchs.FullStateDictConfig(True, True)):
         assert kinds(model) == [(FULL, FullStateDictConfig(True, True))] * 3
+
+
+def _of_another_type() -> None:
+    for use_orig_params in (False, True):
+        model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), FULL_SHARD, use_orig_params)
+        with FullyShardedDataParallel.state_dict_type(model, LOCAL):
+            state = model.state_dict()
+        with pytest.raises(RuntimeError, match=r"(?s)Missing key.*LOCAL_STATE_DICT: load it inside FSDP.state_dict_ty"):
+            model.load_state_dict(state)
+
+
+def test_a_local_state_dict_that_is_loaded_as_a_full_one_is_named() -> None:
+    run_ranks(2, _of_another_type)
+
+
+def _none_of_the_names() -> None:
+    model = wrap(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), FULL_SHARD, True)
+    state = model.state_dict()
+    other = {f"model.{name}": value for name, value in state.items()}
+    for given, words in (
+        (other, "such as 'model.0.weight', .*'0.weight': take the prefix 'model.' away"),
+        ({"x": 1}, "'x'"),
+    ):
+        with pytest.warns(UserWarning, match=rf"has loaded nothing: none of the {len(given)} names.*{words}"):
+            model.load_state_dict(given, strict=False)
+    model.load_state_dict({"1.bias": state["1.bias"], "x": torch.ones(1)}, strict=False)  # warnings are errors
+    model.load_state_dict({}, strict=False)
+
+
+def test_a_load_that_is_not_strict_and_finds_no_name_is_warned_of() -> None:
+    """All names wrong, as with a prefix, is a mistake; some names missing is what `strict=False` is for."""
+    run_ranks(2, _none_of_the_names)

@@ -34,6 +34,7 @@ from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, held_tensors
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import Failure, broadcast_object, failures_in
 from fsdp.comm.groups import default_group, group_ranks
+from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import (
     CHECKPOINTED_MODULE,
     WRAPPED_MODULE,
@@ -67,16 +68,38 @@ def load(
             if int(empty):
                 return load_from_first(wrapper, into_module, state_dict, strict)
         try:
-            return load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict)
+            found = load_alike(wrapper, functools.partial(into_module, assign=assign), state_dict, strict)
+            if state_dict and found.missing_keys and len(found.unexpected_keys) == len(state_dict):
+                _warn_of_other_names(list(state_dict), found.missing_keys)
+            return found
         except RuntimeError as error:
             if "Missing key" in str(error) and state_dict and all(str(key).startswith("module.") for key in state_dict):
                 error.args = (
                     f'{error}\n\tAll keys begin with "module.", as those of DistributedDataParallel: take it away by '
                     'torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state_dict, "module.")',
                 )
+            elif "Missing key" in str(error) and any(_is_flat(key) for key in state_dict):
+                error.args = (
+                    f"{error}\n\tThe state dict has flat parameters, so it is of the type LOCAL_STATE_DICT: load it "
+                    "inside FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)",
+                )
             if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
                 raise Mismatch(str(error)) from error
             raise
+
+
+def _is_flat(key: Any) -> bool:
+    return str(key).rpartition(".")[2].startswith("_flat_param")
+
+
+def _warn_of_other_names(keys: Sequence[Any], names: Sequence[str]) -> None:
+    """Warn that a load with ``strict=False`` has used none of ``keys``, where the model has ``names``."""
+    prefixes = {str(key).removesuffix(name) for key in keys for name in names if str(key).endswith(f".{name}")}
+    remedy = f": take the prefix {prefixes.pop()!r} away" if len(prefixes) == 1 else ""
+    warn_user(
+        f"load_state_dict(strict=False) has loaded nothing: none of the {len(keys)} names in the state dict, such as "
+        f"{keys[0]!r}, is one of the model's, such as {names[0]!r}{remedy}"
+    )
 
 
 def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
