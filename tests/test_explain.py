@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.runtime.explain import explain
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
@@ -107,6 +108,21 @@ def _state_of_a_plain_optimizer() -> None:
 
 def test_the_state_of_a_plain_optimizer_in_one_of_flat_parameters_is_explained() -> None:
     run_ranks(2, _state_of_a_plain_optimizer)
+
+
+def _loads_sharded_tensors() -> None:
+    model, file = build(), io.BytesIO()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = model.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch deprecates ShardedTensor
+        torch.save(state, file)
+    file.seek(0)
+    assert "weights_only=False" in hint_of(lambda: torch.load(file))
+
+
+def test_a_file_of_sharded_tensors_that_torch_refuses_is_explained() -> None:
+    run_ranks(2, _loads_sharded_tensors)
 
 
 def _own_errors_and_printing() -> None:

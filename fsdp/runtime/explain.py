@@ -50,6 +50,12 @@ def explain(error: BaseException) -> str:
     released = _RELEASED.search(str(error))
     if released is not None:
         return _released([int(size) for size in released[1].split(",") if size.strip()])
+    if "Weights only load failed" in str(error) and "sharded_tensor.api.ShardedTensor" in str(error):
+        return (
+            "the file holds a SHARDED_STATE_DICT, whose ShardedTensors torch.load() builds with weights_only=False "
+            "alone, for the same number of ranks. Save and load sharded state by fsdp.checkpoint.save() and load() or "
+            "by torch.distributed.checkpoint, or save a FULL_STATE_DICT"
+        )
     for where in reversed(list(_traceback(error))):
         frame = where.tb_frame
         package = str(frame.f_globals.get("__name__", "")).split(".")[0]
