@@ -178,7 +178,7 @@ case(
 )
 case("the precision is True", "FSDP(net(), mixed_precision=True)", "mixed_precision.*True", "MixedPrecision")
 case("the offload is True", "FSDP(net(), cpu_offload=True)", "cpu_offload.*True", "CPUOffload")
-case("a device that is not there", "FSDP(net(), device_id=0)", "device_id=0", "leave it out")
+case("a device that is not there", "FSDP(net(), device_id=0)", "device_id=0", "leave device_id out")
 case("an argument of DDP", "FSDP(net(), find_unused_parameters=True)", "find_unused_parameters", "reduce_unused=True")
 case("device_ids by position", "FSDP(net(), [0])", r"\[0\]", "device_id=")
 case("a typo in an argument", "FSDP(net(), auto_wrap_polcy=None)", "auto_wrap_polcy", "mean 'auto_wrap_policy'")
