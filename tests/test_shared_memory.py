@@ -549,6 +549,49 @@ def test_a_fork_takes_no_part() -> None:
     run_ranks(2, fork_after_the_mapping)
 
 
+def fork_in_an_accumulation() -> None:
+    share()
+
+    def drop() -> None:
+        model.zero_grad()
+
+    def delete() -> None:
+        del built[:]
+        gc.collect()
+
+    def overwrite() -> None:
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.zero_()
+
+    for what in (drop, overwrite, delete):
+        built = [wrap(nn.Linear(300, 300), use_orig_params=True, process_group=new_group())]
+        model: Any = built[0]
+        with model.no_sync():
+            model(torch.ones(2, 300)).sum().backward()
+        before = {name: param.grad.clone() for name, param in model.named_parameters()}
+        child = os.fork()
+        if child == 0:
+            seen = all(torch.equal(param.grad, before[name]) for name, param in model.named_parameters())
+            del model
+            model = built[0] if what is not delete else None
+            what()
+            os._exit(0 if seen else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, what
+        for name, param in model.named_parameters():
+            assert torch.equal(param.grad, before[name]), f"{name}, {what}"
+        model(torch.ones(2, 300)).sum().backward()
+        assert all(
+            torch.equal(param.grad, torch.full_like(param, 4.0)) for param in model.parameters() if param.numel()
+        )
+
+
+def test_a_fork_has_gradients_of_its_own() -> None:
+    """Whatever a forked process (a data loader's worker) does to gradients that accumulate, or to the whole model,
+    the ones of the process that it was forked from stay."""
+    run_ranks(2, fork_in_an_accumulation)
+
+
 def measure_backward() -> None:
     """With as many buffers as there can be: two units are gathered, one gradient is written, one waits for its
     reduction and for slower ranks. Then with accumulators, which users hold."""

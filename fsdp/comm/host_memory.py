@@ -12,6 +12,7 @@ the pages of the step before (:func:`recycled`).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import weakref
@@ -172,3 +173,21 @@ class HostBuffers:
 def place(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor with the shape and dtype of ``like`` in the first bytes of ``memory``."""
     return memory[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of Linux; Python's mmap has the second since 3.13
+
+
+def map_at(address: int | None, nbytes: int, protection: int, flags: int, file: int) -> int:
+    """Map memory by the system's mmap(2), which Python's own does not let one place; returns its address.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    system_call = ctypes.CDLL(None, use_errno=True).mmap
+    system_call.restype = ctypes.c_void_p
+    system_call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    mapped = system_call(address, nbytes, protection, flags, file, 0)
+    if mapped == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
+    return int(mapped)

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp.comm import waiting
+from fsdp.comm.host_memory import MAP_FIXED, MAP_NORESERVE, map_at
 
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
 HEADER = 1 << 13  # bytes for the posts of a channel
@@ -73,6 +74,10 @@ class Mapping:
     def __init__(self, file: int, nbytes: int) -> None:
         self._map = mmap.mmap(file, nbytes)
         self._map.madvise(mmap.MADV_DONTDUMP)
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._file, self._nbytes, self._in_fork = os.dup(file), nbytes, False
+        weakref.finalize(self, os.close, self._file)
+        _mappings.add(self)
         self.memory = memoryview(self._map)
         self.words = self.memory.cast("q")
         self._pieces: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
@@ -89,8 +94,28 @@ class Mapping:
         return self._pieces[key]
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        with contextlib.suppress(OSError):  # pages that the process has locked stay
-            self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+        """Give pages to the system, for all processes that map them. A fork has none to give."""
+        if not self._in_fork:
+            with contextlib.suppress(OSError):  # pages that the process has locked stay
+                self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+
+    def part(self) -> None:
+        """Part from the process that this one was forked from: what is written from here on stays in this process."""
+        self._in_fork = True
+        with contextlib.suppress(OSError):  # a system without so much address space: the pages stay shared
+            access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
+            map_at(self._address, self._nbytes, access, flags, self._file)
+
+
+_mappings: weakref.WeakSet[Mapping] = weakref.WeakSet()
+
+
+def _part_in_child() -> None:
+    for mapping in _mappings:
+        mapping.part()
+
+
+os.register_at_fork(after_in_child=_part_in_child)
 
 
 class Peer:

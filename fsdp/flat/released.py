@@ -25,6 +25,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
+from fsdp.comm.host_memory import MAP_FIXED, map_at
+
 _MESSAGE = (
     "a sharded parameter was used, through a reference kept from inside a forward, after its unit was resharded. Use "
     "it inside the forward, copy it there, or use summon_full_params(); FSDP_DEBUG=1 names the parameter"
@@ -107,9 +109,9 @@ def _address_space(bits: int) -> _DLTensor:
     pages = os.memfd_create("fsdp")
     try:
         os.write(pages, b"\xff" * chunk)
-        space = _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        space = map_at(None, nbytes, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         for offset in range(0, nbytes, chunk):
-            _map(space + offset, chunk, mmap.MAP_SHARED | _MAP_FIXED, pages)
+            map_at(space + offset, chunk, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, pages)
     finally:
         os.close(pages)
     described = _DLTensor(
@@ -119,19 +121,7 @@ def _address_space(bits: int) -> _DLTensor:
     return described
 
 
-_MAP_FIXED = 0x10
 _described: list[_DLTensor] = []  # every tensor made of one looks at it when it is freed
-
-
-def _map(address: int | None, nbytes: int, flags: int, file: int) -> int:
-    """The system's mmap(2), read-only: Python's own does not let one say where."""
-    system_call = ctypes.CDLL(None, use_errno=True).mmap
-    system_call.restype = ctypes.c_void_p
-    system_call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-    mapped = system_call(address, nbytes, mmap.PROT_READ, flags, file, 0)
-    if mapped == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), f"mmap of {nbytes} bytes: {os.strerror(ctypes.get_errno())}")
-    return int(mapped)
 
 
 # -- leaves that know whether they may be read -------------------------------------------------------------------------
