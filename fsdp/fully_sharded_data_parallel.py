@@ -72,12 +72,13 @@ from fsdp.runtime.build import (
 )
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
 from fsdp.runtime.clip import clip_grad_norm_, watch_torchs_clipping
+from fsdp.runtime.comm_hook import register_comm_hook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.full_params import SummonOptions, full_params, summon, without_shards
 from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.nested import to_device
 from fsdp.runtime.ranges import ranged
-from fsdp.runtime.unit import Phase, register_comm_hook, units_of
+from fsdp.runtime.unit import Phase, units_of
 from fsdp.switches import UnshardHandle
 from fsdp.switches import register_forward_method as register_forward_method
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap

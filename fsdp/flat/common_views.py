@@ -39,6 +39,7 @@ class CommonViews:
         # the memory of what rests on the modules, if that has values, and where it is
         self._values: list[torch.Tensor] | None = None
         self._pointers: list[int] = []
+        self._on_new_accumulator: Callable[[int, torch.Tensor], None] = lambda index, tensor: None
         self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
 
     # -- versions ------------------------------------------------------------------------------------------------------
@@ -85,7 +86,24 @@ class CommonViews:
 
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
         """Make ``grad``, sharded or in full shape, the gradient of visible parameter ``position``."""
-        assign_grad(self.visible[position].param, grad)
+        if assign_grad(self.visible[position].param, grad):
+            visible = self.visible[position]
+            self._on_new_accumulator(visible.members[-1], visible.param)
+
+    def notify_of_accumulators(self, callback: Callable[[int, torch.Tensor], None]) -> None:
+        """Call ``callback`` with what ``used_outside`` has of a tensor when autograd has lost its accumulator."""
+        if not self.handle.groups.sharded:
+            self._on_new_accumulator = callback
+
+    def used_outside(self) -> list[tuple[int, torch.Tensor]]:
+        """The tensors that a program computes with outside of the unit's forward and that are no leaves, each with the
+        index of the leaf that stands for the same values. None where they are shards."""
+        if self.handle.groups.sharded:
+            return []
+        leaves = {id(leaf) for _, leaf in self.handle.all_leaves}
+        resting = [(i, tensor) for i, tensor in enumerate(self.registration.resting) if id(tensor) not in leaves]
+        flat = self.visible[0]
+        return resting if len(flat.members) == 1 else [*resting, (flat.members[-1], flat.param)]
 
     @property
     def has_hooks(self) -> bool:
@@ -93,8 +111,12 @@ class CommonViews:
         return self.handle.has_tp
 
     def hooked(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it. With tensor
-        parallelism this rank's part of it, for which ranks may have to communicate."""
+        """``grad``, the whole gradient of parameter ``index`` on this rank, as the user's hooks change it."""
+        return self.local_gradient(index, grad)
+
+    def local_gradient(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """With tensor parallelism this rank's part of ``grad``, the gradient of parameter ``index``, for which ranks
+        may have to communicate; else ``grad`` itself."""
         tp = self.handle.tp[index] if index < len(self.handle.tp) else None
         return grad if tp is None else tp.local_gradient(grad)
 

@@ -93,15 +93,19 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         return flat
 
 
-def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set ``param.grad`` to a gradient that may have another shape, dtype or device than ``param``."""
+def assign_grad(param: nn.Parameter, grad: torch.Tensor | None) -> bool:
+    """Set ``param.grad`` to a gradient that may have another shape, dtype or device than ``param``.
+
+    Returns whether autograd makes a new accumulator for ``param`` from now on, on which nothing is hooked.
+    """
     if grad is None or (grad.shape, grad.dtype, grad.device) == (param.shape, param.dtype, param.device):
         param.grad = grad
-        return
+        return False
     shard = param.data
     param.data = grad  # autograd compares the two when the gradient is assigned, and only then
     param.grad = grad
     param.data = shard
+    return (grad.dtype, grad.device) != (shard.dtype, shard.device)
 
 
 def take_over_data(param: nn.Parameter, shard: torch.Tensor, name: str) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.flat.common_views import CommonViews
-from fsdp.flat.flat_param import FlatParamHandle, assign_grad, take_over_data
+from fsdp.flat.flat_param import FlatParamHandle, take_over_data
 from fsdp.flat.full_copy import BufferState, SlotBuffer, point_at
 from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
@@ -135,7 +135,7 @@ class OriginalViews(CommonViews):
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
         if self._hidden_grads is not None:
             self._hidden_grads[position] = grad
-        assign_grad(self.params[position], grad)
+        super().set_grad(position, grad)
 
     def _attributes_of(self, index: int) -> torch.Tensor:
         original: torch.Tensor = self._originals[index]
@@ -202,6 +202,7 @@ class OriginalViews(CommonViews):
         self._originals[index] = new
         self._see([each._replace(param=new) if i == index else each for i, each in enumerate(self.visible)])
         self.registration.rest(self._originals)
+        self._on_new_accumulator(index, new)
 
 
 class FlatViews(CommonViews):

@@ -72,9 +72,12 @@ _new_place: Callable[[tuple[int, int, int]], Place] = functools.partial(tuple.__
 class CalledUnit(Protocol):
     """What calls and leaves report a backward to: a unit."""
 
+    name: str
     _tree: Callable[[], Any]  # its context
 
     expected: ExpectedLeaves
+
+    def take_outside(self, context: Any, bucket: int, index: int, grad: torch.Tensor) -> None: ...
 
     def gradients_ready(self, context: Any, *, comes_by_again: bool) -> None: ...
 
@@ -169,6 +172,21 @@ class ForwardCall:
             outer._reached()
 
 
+def context_of(unit: CalledUnit) -> RootContext:
+    """The context of the tree that ``unit``, which has gradients to reduce, is in.
+
+    Raises:
+        RuntimeError: no wrapped module has run a forward in which it could join one.
+    """
+    context: RootContext | None = unit._tree()
+    if context is None:
+        raise RuntimeError(
+            f"a backward reached parameters of {unit.name} before its first forward, without which gradients are not "
+            "reduced: call the wrapped model itself, model(x), and not a module inside of it (model.module(x))"
+        )
+    return context
+
+
 def gradients_arrived(unit_ref: Callable[[], CalledUnit | None]) -> None:
     """Look at the gradients of a unit that have arrived. Each large one of a step comes by, so this is ``untraced`` by
     itself."""
@@ -184,9 +202,25 @@ def gradients_arrived(unit_ref: Callable[[], CalledUnit | None]) -> None:
 
 def _look_at_gradients(unit: CalledUnit, *, comes_by_again: bool = False) -> None:
     try:
-        context = unit._tree()
+        context = context_of(unit)
         with NOTHING if context.compute is None else context.joined():  # else there is no stream to join
             unit.gradients_ready(context, comes_by_again=comes_by_again)
+    except BaseException as error:
+        unit.backward_failed(error, "gradient of a parameter")
+        raise
+
+
+def outside_gradient_arrived(
+    unit_ref: Callable[[], CalledUnit | None], bucket: int, index: int, grad: torch.Tensor
+) -> None:
+    """Take ``grad``, of a parameter that was used outside of forward, by bucket and index; see ``outside.py``."""
+    unit = unit_ref()
+    if unit is None:
+        raise RuntimeError("a backward reached a parameter whose unit was deleted: keep the wrapped model till its end")
+    try:
+        context = context_of(unit)
+        with torch.no_grad(), NOTHING if context.compute is None else context.joined():
+            unit.take_outside(context, bucket, index, grad)
     except BaseException as error:
         unit.backward_failed(error, "gradient of a parameter")
         raise

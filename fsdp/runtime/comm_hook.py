@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,3 +90,26 @@ class CommHook:
         if result.data_ptr() != out.data_ptr() or result.dtype != out.dtype:
             with torch.no_grad():
                 out.copy_(result)
+
+
+def register_comm_hook(units: Sequence[Any], state: object, hook: Callable[..., Any]) -> None:
+    """Reduce the gradients of all ``units`` by ``hook``; see ``FullyShardedDataParallel.register_comm_hook``."""
+    for unit in units:
+        if unit.comm_hook is not None:
+            raise AssertionError(f"register_comm_hook(): a communication hook is already registered, at {unit.name}")
+        if unit.policy.gradient_divide_factor is not None:
+            raise RuntimeError(
+                f"register_comm_hook(): {unit.name} divides gradients by {unit.policy.gradient_divide_factor}, and a "
+                "hook divides by itself: call set_gradient_divide_factor(None) before"
+            )
+        if not unit.policy.requires_all_reduce:
+            raise RuntimeError(
+                f"register_comm_hook(): {unit.name} delays its reduction over replicas, and a hook reduces by itself: "
+                "call set_requires_all_reduce(True) before"
+            )
+    shared = CommHook(state, hook)
+    for unit in units:
+        if unit.handles:
+            shared.check_accepts(unit.name, sharded=unit.groups.sharded)
+    for unit in units:
+        unit.use_hook(shared)

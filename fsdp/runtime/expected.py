@@ -14,6 +14,7 @@ import torch
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.released import PLAIN_KINDS
 from fsdp.runtime import hooks
+from fsdp.runtime.outside import OutsideUses
 
 LeafKey = tuple[int, int]  # bucket, index; see ``FlatParamHandle.all_leaves``
 Arrival = tuple[LeafKey, torch.Tensor | None]  # a leaf and its gradient; None if a hook on the leaf has taken that
@@ -79,9 +80,9 @@ class ExpectedLeaves:
             had done so before, while they were frozen, autograd has dropped their gradients.
     """
 
-    def __init__(self, handles: Sequence[FlatParamHandle], look: Callable[[], None]) -> None:
-        """``look`` copies the gradients that have arrived."""
-        self._handles, self.arrived = handles, Arrived(look)
+    def __init__(self, handles: Sequence[FlatParamHandle], look: Callable[[], None], outside: OutsideUses) -> None:
+        """``look`` copies the gradients that have arrived. ``outside`` hooks the tensors that are no leaves."""
+        self._handles, self.arrived, self._outside = handles, Arrived(look), outside
         self.of_task: dict[int, set[LeafKey]] = {}
         self._hooked: set[int] = set()  # the ids of the leaves with a hook, frozen ones among them
         # key and accumulator of each leaf that requires grad, by the leaf's id; held so that they stay
@@ -111,6 +112,7 @@ class ExpectedLeaves:
         self._nodes = [node for _, node in trained]
         if awaits_unfrozen:
             self._await(pair for pair in trained if id(pair[1]) not in before)
+        self._outside.watch()
 
     def _await(self, unfrozen: Iterable[tuple[LeafKey, Any]]) -> None:
         """Note of these leaves, by key and accumulator, the ones that the running graph task reaches, until it does."""
@@ -122,6 +124,7 @@ class ExpectedLeaves:
     def renew(self) -> None:
         """Make new graph nodes for the leaves: they changed their dtype or device, or train on another stream, which
         the old nodes do not follow. A graph that holds an old node keeps it."""
+        self._outside.renew()
         self._accumulators.clear()
         self._nodes.clear()  # a node lives as long as somebody holds it
         self._hooked &= {id(leaf) for _, leaf in self._leaves()}  # a DTensor of another dtype is another leaf

@@ -155,6 +155,28 @@ def on_leaf_gradient(leaf: torch.Tensor, callback: Callable[[torch.Tensor | None
     return leaf.register_hook(callback)
 
 
+def instead_of_accumulating(tensor: Any, accumulator: Any, callback: Callable[[torch.Tensor], None]) -> None:
+    """Call ``callback`` with each gradient that ``accumulator``, which is that of ``tensor``, would add to its
+    ``.grad``; autograd leaves ``.grad`` alone, and does not call the hooks behind the accumulation."""
+
+    @untraced
+    def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
+        if grads[0] is not None:
+            callback(grads[0])
+        if tensor._post_accumulate_grad_hooks:  # torch calls them even if nothing is accumulated
+            hidden.append(tensor._post_accumulate_grad_hooks)
+            tensor._post_accumulate_grad_hooks = {}
+        return (None,)
+
+    def end(*_: Any) -> None:
+        if hidden:
+            tensor._post_accumulate_grad_hooks = hidden.pop()
+
+    hidden: list[Any] = []
+    accumulator.register_prehook(take)
+    accumulator.register_hook(end)
+
+
 class _LeafHook(dict[str, Callable[[torch.Tensor], None]]):
     """The one post-accumulate hook of a leaf. Users may register none beside it."""
 

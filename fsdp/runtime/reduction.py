@@ -283,11 +283,13 @@ class BucketGradients:
             new = queue.pool.empty if self.handle.groups.sharded else torch.empty
             self.target = SlotBuffer(layout, new(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device))
 
-    def add(self, grads: dict[int, torch.Tensor], weight: float = 1.0) -> None:
+    def add(self, grads: dict[int, torch.Tensor], weight: float = 1.0, *, outside: bool = False) -> None:
         """Put gradients of leaves, by index, into their slots, ``weight`` times; of the whole vector's leaf, into all
-        slots."""
+        slots. ``outside``: of tensors that stand for the leaves outside of forward, whose hooks autograd has called."""
         assert self.target is not None
-        if self.hooked:
+        if outside:
+            grads = {index: self.views.local_gradient(index, grad) for index, grad in grads.items()}
+        elif self.hooked:
             grads = {index: self.views.hooked(index, grad) for index, grad in grads.items()}
         if weight != 1:
             grads = {index: grad * weight for index, grad in grads.items()}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -24,11 +24,12 @@ from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, gradients_arrived
+from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, gradients_arrived, outside_gradient_arrived
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.nested import tensors_in
+from fsdp.runtime.outside import OutsideUses
 from fsdp.runtime.precision import cast_floating
 from fsdp.runtime.ranges import communicates, profiled, ranged
 from fsdp.runtime.reduction import BucketGradients
@@ -69,7 +70,8 @@ class Unit(UnitBuffers):
         self._depth = 0  # forwards of this unit under way
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
         self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
-        self.expected = ExpectedLeaves(self.handles, functools.partial(gradients_arrived, self.ref))
+        outside = OutsideUses(self.views, functools.partial(outside_gradient_arrived, self.ref))
+        self.expected = ExpectedLeaves(self.handles, functools.partial(gradients_arrived, self.ref), outside)
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.units.add(self)
         hooks.watch_optimizers()
@@ -361,7 +363,7 @@ class Unit(UnitBuffers):
         self._open_calls.add(call)
         call.enter()
         self.expected.enter()
-        if self.policy.unshard_in_backward:
+        if self.policy.unshard_in_backward or self.is_gathered:  # what is recomputed inside uses the leaves
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
             if views.marks() != before:
@@ -409,6 +411,16 @@ class Unit(UnitBuffers):
             if self.gradient_weight:  # else their slots count as some that nobody wrote
                 gradients.add(grads, self.gradient_weight)
         expected.arrived.all_taken = not expected
+
+    def take_outside(self, context: RootContext, bucket: int, index: int, grad: torch.Tensor) -> None:
+        """Take the gradient of a parameter that was used outside of forward; see ``outside.py``."""
+        gradients, grads = self.gradients[bucket], {index: grad}
+        gradients.check(grads, reads_parameters=False)
+        context.enter_backward(self)
+        if gradients.target is None:
+            gradients.open(context.reductions, synchronize=self.synchronize)
+        if self.gradient_weight:
+            gradients.add(grads, self.gradient_weight, outside=True)
 
     def backward_left(self, call: ForwardCall) -> None:
         """The backward is at an argument of ``call``, which it is behind of: gather what comes next."""
@@ -555,29 +567,6 @@ class Unit(UnitBuffers):
 def every_unit() -> list[Unit]:
     """Those of this process, in no order."""
     return list(hooks.units)
-
-
-def register_comm_hook(units: Sequence[Unit], state: object, hook: Callable[..., Any]) -> None:
-    """Reduce the gradients of all ``units`` by ``hook``; see ``FullyShardedDataParallel.register_comm_hook``."""
-    for unit in units:
-        if unit.comm_hook is not None:
-            raise AssertionError(f"register_comm_hook(): a communication hook is already registered, at {unit.name}")
-        if unit.policy.gradient_divide_factor is not None:
-            raise RuntimeError(
-                f"register_comm_hook(): {unit.name} divides gradients by {unit.policy.gradient_divide_factor}, and a "
-                "hook divides by itself: call set_gradient_divide_factor(None) before"
-            )
-        if not unit.policy.requires_all_reduce:
-            raise RuntimeError(
-                f"register_comm_hook(): {unit.name} delays its reduction over replicas, and a hook reduces by itself: "
-                "call set_requires_all_reduce(True) before"
-            )
-    shared = CommHook(state, hook)
-    for unit in units:
-        if unit.handles:
-            shared.check_accepts(unit.name, sharded=unit.groups.sharded)
-    for unit in units:
-        unit.use_hook(shared)
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:

@@ -1,0 +1,51 @@
+"""Gradients of parameters that a program uses outside of their unit's forward.
+
+A unit that is not sharded shows all values of its parameters between forwards, and a program may compute with them: a
+head tied to an embedding, an inner module called by itself, a penalty. Such a graph leads to the tensors that users
+hold and not to the leaves, and autograd would add the gradient of this rank to their ``.grad``. Hooks take it before
+that, and the unit reduces it: with its other gradients, or at the end of the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fsdp.flat.views import BucketViews
+from fsdp.runtime import hooks
+
+
+class OutsideUses:
+    """The hooks on the tensors that users hold of one unit, where it is not sharded."""
+
+    def __init__(self, views: Sequence[BucketViews], take: Callable[[int, int, torch.Tensor], None]) -> None:
+        """``take`` takes a gradient, by bucket and index in it, inside of the backward that computes it."""
+        self._views, self._take = views, take
+        # (tensor, accumulator) by bucket and index. An accumulator is held so that it stays, with the hook on it.
+        self._hooked: dict[tuple[int, int], tuple[torch.Tensor, Any]] = {}
+        for bucket, its in enumerate(views):
+            its.notify_of_accumulators(functools.partial(self._hook, bucket))
+
+    def watch(self) -> None:
+        """Hook the tensors that require grad now, as far as they are not hooked."""
+        for bucket, views in enumerate(self._views):
+            for index, tensor in views.used_outside():
+                hooked = self._hooked.get((bucket, index))
+                if hooked is None or hooked[0] is not tensor:
+                    self._hook(bucket, index, tensor)
+
+    def renew(self) -> None:
+        """Hook all of them again: their dtype, device or stream has changed, and the old accumulators match nothing."""
+        self._hooked.clear()
+        self.watch()
+
+    def _hook(self, bucket: int, index: int, tensor: torch.Tensor) -> None:
+        self._hooked.pop((bucket, index), None)
+        if tensor.requires_grad:
+            with torch.inference_mode(False), torch.enable_grad():
+                node = hooks.accumulator_of(tensor)
+            hooks.instead_of_accumulating(tensor, node, functools.partial(self._take, bucket, index))
+            self._hooked[bucket, index] = tensor, node
