@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, RaggedStateDictConfig, ShardingStrategy, StateDictType, checkpoint
 from fsdp.comm.collectives import Communicator
+from fsdp.flat.memory import MemoryPool, SharedPool
 from fsdp.runtime import unit as units
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient, new_group
@@ -659,6 +660,49 @@ def interrupt_collectives(way: str) -> None:
 @pytest.mark.parametrize("way", ["native", "shared"])
 def test_an_interrupt_while_a_collective_is_issued(way: str) -> None:
     run_ranks(2, interrupt_collectives, way)
+
+
+@contextmanager
+def interrupted_giving_back(at: int) -> Iterator[None]:
+    """Inside, what gives a buffer's memory back for the time of that number is interrupted when it has done so."""
+    frees, places = MemoryPool.free, itertools.count()
+
+    def interrupt(self: MemoryPool, *args: Any) -> None:
+        kind(self, *args)
+        if next(places) == at:
+            raise KeyboardInterrupt
+
+    kind = SharedPool.free if os.environ["FSDP_COLLECTIVES"] == "shared" else frees
+    owner = SharedPool if kind is SharedPool.free else MemoryPool
+    with mock.patch.object(owner, "free", interrupt), pytest.raises(KeyboardInterrupt):
+        yield
+
+
+@impatient
+def interrupt_giving_back(way: str) -> None:
+    os.environ["FSDP_COLLECTIVES"] = way
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4)) for _ in range(4)])
+    policy = ModuleWrapPolicy({nn.Sequential})
+    model = wrap(copy.deepcopy(plain), wrap_policy=policy, process_group=new_group())
+    its = [sgd(trained.parameters()) for trained in (plain, model)]
+    for number in range(12):
+        for trained, optimizer in zip((plain, model), its):
+            trained(torch.full((2, 4), 0.1 * number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values()):
+            assert torch.equal(value, expected), (number, name)
+        with interrupted_giving_back(number):
+            for _ in range(2):
+                model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("way", ["native", "shared"])
+def test_an_interrupt_while_memory_is_given_back(way: str) -> None:
+    """Giving a buffer back may wait for slow ranks; where the user interrupts that, the next steps are as before."""
+    run_ranks(2, interrupt_giving_back, way)
 
 
 # -- copies --------------------------------------------------------------------------------------------------------

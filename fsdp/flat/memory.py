@@ -36,6 +36,11 @@ class PooledTensor:
         if STORAGES_SWAP and self.nbytes:
             guard_released(tensor, self.nbytes)
 
+    @property
+    def has_block(self) -> bool:
+        """Whether its memory is a block of a pool that exchanges them."""
+        return self._block is not None
+
     def attach(self, block: torch.UntypedStorage) -> None:
         self._storage._swap_data_ptr_(block)
         self._block = block
@@ -104,12 +109,15 @@ class MemoryPool:
         return lent is None or lent.is_read
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
-        """Take ``buffer``'s memory; other streams have used it until ``last_use``."""
+        """Take ``buffer``'s memory; other streams have used it until ``last_use``. Idempotent: whoever was interrupted
+        here, where a pool may wait for other ranks, calls it again."""
         if buffer.nbytes == 0:
             return
         if not self.exchanges_blocks:
             self._streams.wait(last_use)  # the allocator may hand it out on this stream at once
             buffer.tensor.untyped_storage().resize_(0)
+            return
+        if not buffer.has_block:
             return
         block = buffer.detach()
         nbytes = block.nbytes()
@@ -174,7 +182,8 @@ class SharedPool(MemoryPool):
 
     def free(self, buffer: PooledTensor, last_use: Event) -> None:
         if buffer.nbytes and (segment := self._segment) is not None:
-            segment.free(buffer.detach())
+            if buffer.has_block:
+                segment.free(buffer.detach())
             # for the pool of the tree's reductions as well
             segment.keep(max(2 * self.kept_nbytes, _NO_MATTER), max(self.kept_block_nbytes, _NO_MATTER))
         else:
