@@ -22,6 +22,7 @@ from fsdp.runtime.unit import units_in
 from tests.harness.lockstep import (
     ALL_SMALL,
     CLEAR,
+    STEP,
     Data,
     Reference,
     assert_at_rest,
@@ -440,6 +441,28 @@ def _penalty(model: nn.Module, data: Data) -> Iterator[Any]:
     (grad,) = torch.autograd.grad(loss_of(model, x), x, create_graph=True)
     (grad.square().sum() + loss_of(model, x)).backward()
     yield {"x": x.grad}
+
+
+def _penalty_on_output(model: nn.Module, data: Data) -> Iterator[Any]:
+    """The gradient of what is computed from an output, up to that output."""
+    for step in range(2):
+        x = data.tensor(step, 3, WIDTH)
+        output = model(x)
+        (grad,) = torch.autograd.grad(output.pow(3).sum(), output, create_graph=True)
+        (grad.square().mean() + output.mean()).backward()
+        yield {"x": x.grad}
+        yield STEP
+
+
+def _penalty_behind_units() -> None:
+    reference = Reference(seeded(Mlp), _penalty_on_output)
+    for mode in MODES:
+        reference.check(wrapped(seeded(Mlp), mode, MlpBlock), describe(mode))
+
+
+def test_gradients_of_gradients_that_enter_no_sharded_unit() -> None:
+    """`autograd.grad` with `create_graph=True` up to the output of a wrapped module, which it does not enter."""
+    run_ranks(2, _penalty_behind_units)
 
 
 def _penalty_unsharded() -> None:

@@ -94,6 +94,14 @@ def those_that_run(keys: Sequence[Key], nodes: Sequence[Any]) -> set[Key]:
         return set(itertools.compress(keys, map(_will_run_or_return, nodes)))
 
 
+def goes_on() -> bool:
+    """Whether the running graph task goes on beyond the node that it is at; autograd.grad() may end there. True where
+    nobody knows."""
+    node = current_node()
+    following = [] if node is None else [edge[0] for edge in node.next_functions if edge[0] is not None]
+    return node is None or bool(those_that_run(range(len(following)), following))
+
+
 def _will_run_or_return(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))

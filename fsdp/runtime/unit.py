@@ -353,6 +353,8 @@ class Unit(UnitBuffers):
         """The gradient of an output of ``call`` is there: gather, and note what this backward will bring."""
         context: RootContext = self._tree() or call.context
         if torch.is_grad_enabled() and self.gathers:  # in a hook: whether the backward was started with create_graph
+            if not hooks.goes_on():
+                return  # the gradient of an output, asked for by autograd.grad(), enters nothing of the unit
             raise RuntimeError(
                 f"a backward with create_graph=True reached {self.name}: gradients of gradients of sharded parameters "
                 "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
