@@ -59,6 +59,7 @@ from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_wrapped, has_meta, owned_params
 from fsdp.flat.registration import drop_gradients
 from fsdp.module_groups import has_groups
+from fsdp.runtime.autograd_grad import watch_autograd_grad
 from fsdp.runtime.backward import Running
 from fsdp.runtime.build import (
     Membership,
@@ -343,6 +344,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         self._surround(module, "")
         watch_state_of(self._fsdp_unit)
         watch_torchs_clipping()
+        watch_autograd_grad()
 
     def _surround(self, module: nn.Module, place: str) -> None:
         """Stand for ``module``, whose parameters have names in the unit that begin with ``place``."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import grad as gradients_of  # under a name that was imported before wrapping
 from torch.utils.checkpoint import checkpoint
 
 from fsdp.runtime.unit import units_in
@@ -407,13 +408,25 @@ def _of_parameters() -> None:
     reference = Reference(seeded(Mlp), one_pass)
     for mode in MODES:
         model = wrapped(seeded(Mlp), mode, MlpBlock)
-        with pytest.raises(RuntimeError, match="not have been used in the graph"):
-            torch.autograd.grad(loss_of(model, torch.randn(3, WIDTH)), list(model.parameters()))
+        params, x = list(model.parameters()), torch.randn(3, WIDTH, requires_grad=True)
+        words = (
+            r"^torch.autograd.grad\(\) gives no gradient of .+ of .+ and \d+ others.* Call loss.backward\(\) and read"
+        )
+        for options in ({}, {"allow_unused": True}, {"materialize_grads": True}):
+            with pytest.raises(RuntimeError, match=words):
+                gradients_of(loss_of(model, x), params, **options)
+        with pytest.raises(RuntimeError, match=r"gives no gradient of [^,]* of the root unit, though"):
+            gradients_of(loss_of(model, x), [x, params[0]], allow_unused=True)
+        penalty = params[0].square().sum()  # with what parameters() yields
+        assert torch.equal(gradients_of(penalty, params[0])[0], 2 * params[0])
+        assert gradients_of(x.sum(), [x, *params], allow_unused=True)[1:] == (None,) * len(params)
+        assert gradients_of(loss_of(model, x), x)[0].any()
         reference.check(model, f"the step after, {describe(mode)}")
 
 
-def test_gradients_of_shards_are_no_part_of_the_graph() -> None:
-    """W7: torch says so, and the next step is right."""
+def test_gradients_of_parameters_by_autograd_grad_are_refused_by_name() -> None:
+    """Where torch gives None, or says that the parameters were not used. Of inputs, and of what was computed with the
+    parameters as they are between forwards, there are gradients. The next step is right."""
     run_ranks(2, _of_parameters)
 
 

@@ -593,7 +593,7 @@ def test_without_address_space_nothing_is_guarded(monkeypatch: pytest.MonkeyPatc
         raise OSError
 
     released._address_space.cache_clear()
-    monkeypatch.setattr(released, "_map", refuse)
+    monkeypatch.setattr(released, "map_at", refuse)
     monkeypatch.setattr(released, "_storages_refuse", lambda: False)  # as where torch is not built for CUDA
     storage = torch.ones(10).untyped_storage()
     storage.resize_(0)
