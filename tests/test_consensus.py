@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from fsdp.comm import consensus, ledger
+from fsdp.comm import consensus, ledger, waiting
 from fsdp.comm.consensus import CPU, failures_in, joint_error
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
@@ -57,10 +58,10 @@ def agreements() -> None:
     assert not failures_in([world], None, "compare", CPU, {world: ["a"]})
     different = failures_in(own, None, "compare", CPU, {own[1]: ["a"] if rank == 1 else []})
     assert "differs" in next(iter(different.values())).text  # rank 2 learns of it, too
-    with pytest.raises(RuntimeError, match=r"it is at '.*', its collective .*, and others at"):
+    with pytest.raises(RuntimeError, match=r"in '.*', collective .*, while others are in"):
         unanimous([world], failing_on(set(), ValueError), "save" if rank == 0 else "load")
     ledger._ledger_of(world).count += rank == 1  # it has come farther than the others
-    with pytest.raises(RuntimeError, match=r"rank .: it is at 'load', its collective"):
+    with pytest.raises(RuntimeError, match=r"rank.*: in 'load', collective"):
         unanimous([world], failing_on(set(), ValueError), "load")
     ledger._ledger_of(world).count -= rank == 1
     assert unanimous([world], failing_on(set(), ValueError), "load") == 7
@@ -84,6 +85,10 @@ def test_one_rank_alone() -> None:
 def rounds_over_a_tree() -> None:
     rank, size, heard = dist.get_rank(), dist.get_world_size(), list[int]()
     connect, receive = dist.ProcessGroupGloo, consensus._SideGroup.receive
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
     with pytest.MonkeyPatch.context() as patch:
         connected: list[int] = []
         patch.setattr(dist, "ProcessGroupGloo", lambda *place: (connected.append(place[2]), connect(*place))[1])
@@ -100,15 +105,27 @@ def rounds_over_a_tree() -> None:
                     ranks.together("fail", failing_on(failing, ValueError))
             with pytest.raises(ValueError, match="not on 0"):
                 ranks.first("fail", failing_on({0}, ValueError))
-            with pytest.raises(RuntimeError, match=r"rank 2: it is at 'b' of its call 1, and rank 0 at 'a' of 1"):
+            with pytest.raises(RuntimeError, match=r"rank 2: it is in try \(b\), and rank 0 in try \(a\)"):
                 ranks.together("a" if rank < 2 else "b", lambda: None)
             with pytest.raises(TypeError, match=r"^rank 0: .*join"):  # where ranks 1 to 3 meet rank 0
                 ranks.round("join", lambda: None, lambda all: [all] * size, not_on_0)
-        expected = pytest.raises(KeyboardInterrupt if rank == 3 else RuntimeError, match=r"rank 3 left 'b'|not on 3")
-        while rank == 1 and ranks._side.why() is None:
-            time.sleep(0.01)  # it comes late to the call
+        left = r"rank 3 left leave \(b\)|not on 3"
+        expected = pytest.raises(KeyboardInterrupt if rank == 3 else RuntimeError, match=left)
         with expected, ranks.call("leave"):  # far from rank 0, which is told by those between
             ranks.together("b", failing_on({3}, KeyboardInterrupt))
+        with ranks.call("go on"):
+            assert ranks.first("b", lambda: 5) == 5
+        patch.setattr(waiting, "PATIENCE", timedelta(0))
+        patch.setattr(consensus._SideGroup, "_raise_if_dead", lambda side: interrupt() if rank == 3 else None)
+        if rank == 3:  # it leaves while it waits for the others to come, and they come later
+            with pytest.raises(KeyboardInterrupt), ranks.call("wait"):
+                raise AssertionError("nobody else has come")
+        else:
+            while ranks._side.why() is None:
+                time.sleep(0.01)
+            with pytest.raises(RuntimeError, match="rank 3 left wait: KeyboardInterrupt"), ranks.call("wait"):
+                raise AssertionError("rank 3 has left")
+        patch.undo()
         with ranks.call("go on"):
             assert ranks.first("b", lambda: 5) == 5
 

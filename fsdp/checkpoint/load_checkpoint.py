@@ -114,7 +114,7 @@ def load(
     """
     ranks = Ranks.of(process_group)
     reading = _Reading(strict, trusted, progress and ranks.rank == 0)
-    with ranks.call("load a checkpoint"):
+    with ranks.call("fsdp.checkpoint.load()"):
         return _load(ranks, Path(path), model, optimizer, reading)
 
 

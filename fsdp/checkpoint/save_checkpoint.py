@@ -106,7 +106,7 @@ def save(
     """
     ranks = Ranks.of(process_group)
     saving = Save(ranks, path, keep, trusted=trusted)
-    with ranks.call("save a checkpoint"):
+    with ranks.call("fsdp.checkpoint.save()"):
         saving.take(model, optimizer, extra, stage=False)
         return saving.write(progress=progress)
 
@@ -144,7 +144,7 @@ def async_save(
         if outcome is None:  # a rank has no thread
             return
         try:
-            with streams.on_device(), ranks.call("save a checkpoint in the background", resumed=True):
+            with streams.on_device(), ranks.call("fsdp.checkpoint.async_save()", resumed=True):
                 path = saving.write(progress=False)
         except BaseException as error:
             outcome.set_exception(_without_variables(error))
@@ -152,7 +152,7 @@ def async_save(
             outcome.set_result(path)
 
     outcome: Outcome | None = None
-    with ranks.call("save a checkpoint in the background"):
+    with ranks.call("fsdp.checkpoint.async_save()"):
         saving.take(model, optimizer, extra, stage=True)
         try:
             thread = threading.Thread(target=rest, name=f"saving to {path}", daemon=False)

@@ -12,7 +12,6 @@ Who waits here for a rank that is still in another tree is seen by that one; see
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 
 from fsdp.comm import ledger, shared_memory
 from fsdp.comm.board import Board
+from fsdp.comm.calls import TREES, Calls, Waited, ranks_in_words
 from fsdp.comm.groups import group_timeout, rank_names
 from fsdp.comm.waiting import OutOfStep, watch
 
@@ -35,6 +35,7 @@ class _Beginnings:
         self.count = 0  # how many are over, on all ranks
         self.settled: list[int] = []  # what this rank had issued when all were last known to have issued the same
         self._names = rank_names(group)
+        self.calls = Calls(group, TREES)
         self.board.live()
 
     def slow(self) -> None:
@@ -44,24 +45,33 @@ class _Beginnings:
                 f"the process of {ended} has ended, and all ranks have to be there where a model begins: {_REMEDY}; or "
                 "start again, and resume from the last checkpoint"
             )
+        self.calls.raise_if_diverged()
 
     def explain(self) -> str:
         return f"If a rank has failed, {_REMEDY}"
 
+    def tell(self, seconds: float, label: str) -> None:
+        self.calls.tell(seconds, label)
+
+    def late(self, seconds: float, label: str) -> str:
+        return f"{self.calls.in_words(f'waited {seconds:.0f} s', label)}. {self.explain()}"
+
     def looking(self, group: Any, doing: str, issued: Sequence[int]) -> Callable[[], None]:
         """What a rank does now and then that waits for the others to come."""
-        started = time.monotonic()
+        waited = Waited()
 
         def look() -> None:
             self.board.post("here", [self.count, doing, issued])
             self.slow()
-            if time.monotonic() - started > group_timeout(group).total_seconds():
+            waited.tell_if_long(self.calls)
+            timeout = group_timeout(group).total_seconds()
+            if waited.seconds > timeout:
                 here = {rank for rank, said in self.board.posted("here").items() if said[0] == self.count}
-                missing = ", ".join(f"rank {name}" for rank, name in enumerate(self._names) if rank not in here)
+                missing = [name for rank, name in enumerate(self._names) if rank not in here]
                 raise RuntimeError(
-                    f"rank {self._names[group.rank()]} is about to begin {doing}, and waited in vain for the other "
-                    f"ranks to do the same: {missing or 'one'} did not come. All ranks of a process group have to wrap "
-                    "models on it, and begin with them, together"
+                    f"rank {self._names[group.rank()]} is about to begin {doing}, and timed out: within {timeout:.0f} "
+                    f"s {ranks_in_words(missing) if missing else 'another rank'} did not come. All ranks of a process "
+                    "group have to wrap models on it, and use each for the first time, together"
                 )
 
         return look
@@ -90,13 +100,23 @@ def begin(group: Any, device: torch.device, doing: str) -> None:
     if its is None:
         its = _known[group] = _Beginnings(group)
     watch(group, its)
+    its.calls.began([its.count + 1], f"is about to begin {doing}")
+    try:
+        _begin(its, group, device, doing)
+    except BaseException:
+        its.calls.failed()
+        its.board.post("here", [-1, doing, []])  # this rank waits no more
+        raise
+    its.settled = _issued(group)
+
+
+def _begin(its: _Beginnings, group: Any, device: torch.device, doing: str) -> None:
     issued, number = _issued(group), its.count
     look, broken = its.looking(group, doing, issued), shared_memory.is_broken(group)
     if not its.board.meet_alike(str(number), [doing, broken, *issued], look) or broken:
         said = its.board.exchange(f"{number}/issued", [doing, ledger.latest_issued(group)], look)
         _catch_up(its, group, device, doing, said)
     its.count += 1
-    its.settled = _issued(group)
 
 
 def prepare(groups: Sequence[Any], device: torch.device, doing: str) -> None:

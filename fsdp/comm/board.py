@@ -70,7 +70,7 @@ class Board:
 
     def posted(self, key: str) -> dict[int, Any]:
         """The messages of the ranks under ``key``, by rank, of those that have written one."""
-        return self._posted(key, range(self._size))
+        return self.posted_by(key, range(self._size))
 
     def posted_next(self, key: str) -> dict[int, Any]:
         """As ``posted``, of the next few ranks after this one; at the next call of those after them: so a look costs
@@ -79,9 +79,10 @@ class Board:
         others = self._size - 1
         turns = range(self._turn, self._turn + min(_NEXT, others))
         self._turn = turns.stop % max(1, others)
-        return self._posted(key, sorted((self._rank + 1 + turn % others) % self._size for turn in turns))
+        return self.posted_by(key, sorted((self._rank + 1 + turn % others) % self._size for turn in turns))
 
-    def _posted(self, key: str, ranks: Iterable[int]) -> dict[int, Any]:
+    def posted_by(self, key: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """The messages under ``key`` of those of ``ranks`` that have written one."""
         messages = {rank: self.read(f"{key}/{rank}") for rank in ranks}
         return {rank: value for rank, value in messages.items() if value is not None}
 
@@ -140,6 +141,19 @@ class Board:
     def has_met(self, key: str) -> bool:
         """Whether all ranks have come to ``key``."""
         return self.read(f"{key}/met") is not None
+
+    def release(self, key: str) -> None:
+        """Let the ranks that wait at ``key`` go on, although not all have come."""
+        self.write(f"{key}/met", True)
+
+    def is_first(self, key: str) -> bool:
+        """Whether this rank is the first to ask that of ``key``."""
+        store = self._store
+        if store is None:
+            return True
+        with contextlib.suppress(RuntimeError):
+            return bool(store.add(self._path(key), 1) == 1)
+        return True
 
     # -- signs of life -------------------------------------------------------------------------------------------------
 

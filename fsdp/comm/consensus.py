@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -44,10 +43,11 @@ import torch.distributed as dist
 
 from fsdp.comm import waiting
 from fsdp.comm.board import Board, processes
+from fsdp.comm.calls import BESIDE, REMEDY, Calls, Waited, ranks_in_words
 from fsdp.comm.collectives import Vote, agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
 from fsdp.comm.ledger import issued_in
-from fsdp.comm.waiting import in_thread
+from fsdp.comm.waiting import in_thread, told_if_long
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; one that is dead is noticed at once
@@ -86,10 +86,20 @@ def hash_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
-def joint_error(failures: Mapping[int, Failure]) -> Exception:
-    """Of the kind that the first rank met, with all their words."""
-    text = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in failures.items())
-    return next(iter(failures.values())).as_error(text)
+def joint_error(failures: Mapping[int, Failure], size: int = 0) -> Exception:
+    """An error of the kind that the first rank met, with the words of all ranks; equal words stand there once.
+
+    Args:
+        failures: by rank.
+        size: how many ranks there are, if the message is to say where all have failed alike.
+    """
+    by_text: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        by_text.setdefault(failure.text, []).append(rank)
+    each = [
+        f"{'on all ranks' if len(ranks) == size else ranks_in_words(ranks)}: {text}" for text, ranks in by_text.items()
+    ]
+    return next(iter(failures.values())).as_error("; ".join(each))
 
 
 # -- in the groups of the training -------------------------------------------------------------------------------------
@@ -137,7 +147,7 @@ def _failures_of(
     if not found:
         for rank, (at, count, _, theirs) in said.items():
             if (at, count) != (label, number):
-                text = f"it is at {at!r}, its collective {count}, and others at {label!r}, collective {number}"
+                text = f"in {at!r}, collective {count}, while others are in {label!r}, collective {number}"
                 found[rank] = Failure("RuntimeError", None, text)
             elif theirs != names:
                 found[rank] = Failure("RuntimeError", None, _differences(names, theirs))
@@ -189,11 +199,15 @@ def _padded(data: bytes, group: Any, label: str, device: torch.device) -> torch.
 
 
 class _Place(NamedTuple):
-    """Where a rank is: the number of its call, and of the round in it."""
+    """Where a rank is: the number of its call, of the round in it, and both in words."""
 
     call: int
     round: int
+    doing: str
     label: str
+
+    def __str__(self) -> str:
+        return f"{self.doing} ({self.label})" if self.label else self.doing
 
 
 class _Gone(Exception):
@@ -244,7 +258,8 @@ class Ranks:
         self.size: int = 1 if group is None else group.size()
         self.underway: futures.Future[Any] | None = None
         self._side = None if group is None else _SideGroup(group)
-        self._place = _Place(0, 0, "begin")
+        self._place = _Place(0, 0, "", "")
+        self._in_foreground = True  # whether the caller waits, and not a thread of a save in the background
         self._agreed: list[Exception] = []  # errors of this call that all ranks have raised
 
     @staticmethod
@@ -259,23 +274,32 @@ class Ranks:
         return _known[process_group]
 
     @contextlib.contextmanager
-    def call(self, label: str, *, resumed: bool = False) -> Iterator[None]:
-        """Around all rounds of one call, which all ranks make. Begins when what is under way has ended. ``resumed``: in
-        another thread the rest of a call is made.
+    def call(self, doing: str, *, resumed: bool = False) -> Iterator[None]:
+        """Around all rounds of one call, which all ranks make. Begins when what is under way has ended.
 
         A rank that leaves it by an error that others do not know of tells them; see [Note: Spoiled groups].
+
+        Args:
+            doing: the call in words, such as "fsdp.checkpoint.save()".
+            resumed: in another thread the rest of a call is made.
+
+        Raises:
+            OutOfStep: other ranks make other calls.
         """
         if not resumed and self.underway is not None:
-            futures.wait([self.underway])
+            with told_if_long(self.rank, f"in {doing} for the save in the background to end"):
+                futures.wait([self.underway])
+        self._in_foreground = not resumed
         try:
             if not resumed:
-                self._place = _Place(self._place.call + 1, 0, label)
+                missed = self._side is not None and self._side.missed_a_call()
+                self._place = _Place(self._place.call + 1 + missed, 0, doing, "")
                 if self._side is not None:
-                    self._side.join(self._place.call)
+                    self._side.join(self._place.call, doing)
             yield
         except BaseException as error:
             if self._side is not None and not any(error is agreed for agreed in self._agreed):
-                words = f"rank {self.rank} left {self._place.label!r}: {Failure.of(error).text}"
+                words = f"rank {self.rank} left {self._place}: {Failure.of(error).text}"
                 self._side.spoil(self._place.call, words)
             raise
         finally:
@@ -304,7 +328,7 @@ class Ranks:
                 them met, with all their words.
             RuntimeError: a rank is gone, or has left the call, or is in another one.
         """
-        self._place = _Place(self._place.call, self._place.round + 1, label)
+        self._place = self._place._replace(round=self._place.round + 1, label=label)
         joined: Callable[[list[Any]], Any] = join or (lambda several: [value for values in several for value in values])
         value, failures, error = self._try(lambda: mine() if join else [mine()])
         if self._side is None:
@@ -312,18 +336,16 @@ class Ranks:
                 raise error
             return then(value)[0]
         share = _Share(value, failures, {self._place: self.rank})
-        while True:
-            try:
+        waits = f"in {self._place} for other ranks, which are in it as well"
+        try:
+            with told_if_long(self.rank, waits) if self._in_foreground else contextlib.nullcontext():
                 answer, failed = self._exchange(self._side, share, joined, then)
-                break
-            except _Gone as gone:
-                said = self._side.why()
-                self._side.spoil(self._place.call, f"rank {self.rank} left {label!r}: {gone}")
-                if self._place.round > 1 or said is None or said[0] >= self._place.call:
-                    raise RuntimeError(f"{label}: {gone if said is None else said[1]}") from gone
-                self._side.join(self._place.call)  # somebody left the call before, when this rank was through with it
+        except _Gone as gone:
+            said = self._side.why()
+            self._side.spoil(self._place.call, f"rank {self.rank} left {self._place}: {gone}")
+            raise RuntimeError(f"{self._place}: {gone if said is None else said[1]}") from gone
         if answer.failures:
-            self._agreed.append(joint_error(answer.failures))
+            self._agreed.append(joint_error(answer.failures, self.size))
             raise self._agreed[-1] from (error or failed)
         result: _U = answer.values[0]
         return result
@@ -352,8 +374,8 @@ class Ranks:
         else:
             for place, rank in places.items():
                 if place != self._place and not failures:
-                    text = f"it is at {place.label!r} of its call {place.call}, and rank 0 at {self._place.label!r} of"
-                    failures[rank] = Failure("RuntimeError", None, f"{text} {self._place.call}")
+                    text = f"it is in {place}, and rank 0 in {self._place}: the ranks do not make the same calls"
+                    failures[rank] = Failure("RuntimeError", None, f"{text}. {REMEDY}")
             values: Sequence[Any] | None = None
             if not failures:
                 values, failures, error = self._try(lambda: then(value))
@@ -394,22 +416,32 @@ class _SideGroup:
         self._global_ranks, self._processes = group_ranks(group), processes()
         self._groups: dict[int, tuple[Any, int]] = {}  # by rank that is connected: a group, its place there
         self._number = 0  # of the group: the first that is not spoiled
+        self._count = 0  # of the calls that this rank has come to with this group
+        self._calls, self._doing = Calls(group, BESIDE), ""
         self._tags: dict[int, int] = {}  # of the last message to or from each rank: a late one is not taken for another
 
-    def join(self, call: int) -> None:
-        """Be connected for the call of that number. All ranks have to come if none is.
+    def missed_a_call(self) -> bool:
+        """Whether the other ranks have made, and left, a call that this rank was told of in another one."""
+        return self._calls.forgive()
+
+    def join(self, call: int, doing: str) -> None:
+        """Wait until all ranks have come to this call, and connect if need be.
+
+        Args:
+            call: its number.
+            doing: the call in words.
 
         Raises:
+            OutOfStep: other ranks make other calls.
             RuntimeError: not all ranks came, or the process of one has ended, or one has left this call already.
         """
-        if self._groups and self.why() is None:
-            return
-        self._groups = {}
-        until = time.monotonic() + self._timeout.total_seconds()
-        while not self._meet(until):
+        waited = Waited()
+        while not self._meet(doing, waited):
             if (said := self.why()) is not None and said[0] == call:
                 raise RuntimeError(said[1])
-            self._number += 1
+            self._number, self._count, self._groups = self._number + 1, 0, {}
+        if self._groups:
+            return
         parent, children = tree(self._rank, self._size)
         for head in (parent, self._rank if children else None):  # the parent's first: so none waits for one that waits
             if head is not None:
@@ -429,28 +461,34 @@ class _SideGroup:
         try:
             return connected.result()
         except RuntimeError as error:
-            raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: {error}") from error
+            raise RuntimeError(f"the ranks cannot connect for {self._doing}: {error}") from error
 
-    def _meet(self, until: float) -> bool:
-        """Wait for all ranks to come for the group of this number; False if it is spoiled."""
-        here = f"{self._number}/here"
+    def _meet(self, doing: str, waited: Waited) -> bool:
+        """Wait for all ranks to come to the next call of the group of this number; False if it is spoiled."""
+        self._doing = doing
 
         def look() -> None:
+            self._calls.raise_if_diverged()
             self._raise_if_dead()  # before all have come
-            if time.monotonic() > until:
-                missing = ", ".join(str(rank) for rank in sorted({*range(self._size)} - {*self._board.posted(here)}))
-                raise RuntimeError(f"waiting for all {self._size} ranks to meet, and some do not come: rank {missing}")
+            waited.tell_if_long(self._calls)
+            if waited.seconds > self._timeout.total_seconds():
+                raise RuntimeError(f"{self._calls.in_words(f'waited {waited.seconds:.0f} s')}. {REMEDY}")
 
-        if self.why() is None:
-            self._board.post(here, True)
-            self._board.meet(str(self._number), look)
+        if self.why() is not None:
+            return False
+        self._count += 1
+        self._calls.began([self._number, self._count], f"has called {doing}")
+        self._calls.post()
+        self._board.meet(f"{self._number}/{self._count}", look)
         return self.why() is None
 
     def _raise_if_dead(self) -> None:
         dead = self._processes.dead() if self._processes is not None else []
-        if ended := [rank for rank, of_all in enumerate(self._global_ranks) if of_all in dead]:
-            names = ", ".join(f"rank {rank}" for rank in ended)
-            raise RuntimeError(f"waiting for all {self._size} ranks to meet, and the process of {names} has ended")
+        if ended := [rank for rank in self._global_ranks if rank in dead]:
+            raise RuntimeError(
+                f"{self._doing}: the process of {ranks_in_words(ended)} has ended: it failed, or left out this call, "
+                "which takes all ranks"
+            )
 
     def why(self) -> tuple[int, str] | None:
         """Why the group is spoiled, after the number of the call in which it was; None if it is not."""
@@ -461,8 +499,10 @@ class _SideGroup:
         """Close the connections, and let whoever notices know why, unless somebody else has."""
         if self.why() is None:
             self._board.write(f"{self._number}/spoiled", [call, words])
-            self._board.write(f"{self._number}/met", True)  # who waits for all to come need not
+            for count in (self._count, self._count + 1):  # another rank may be one call ahead
+                self._board.release(f"{self._number}/{count}")
         self._groups = {}
+        self._calls.failed()
 
     def send(self, rank: int, value: Any) -> None:
         """

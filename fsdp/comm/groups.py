@@ -167,6 +167,11 @@ def is_registered(group: Any) -> bool:
         return False
 
 
+def is_member_of(name: str) -> bool:
+    """Whether this rank is in the process group of that ``group_name``."""
+    return name in dist.distributed_c10d._world.pg_names.values()
+
+
 def backend_of(group: Any, device: torch.device) -> str:
     """What serves ``group`` on ``device``: "gloo", "nccl", ...; "unknown" for what torch.distributed does not know."""
     try:

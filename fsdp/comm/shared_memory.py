@@ -39,7 +39,7 @@ from fsdp.comm.board import Board, machine
 from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.ledger import Gather
 from fsdp.comm.segment import HEADER, SUPPORTED, Block, Mapping, Peer, Segment
-from fsdp.comm.waiting import HostWork, OutOfStep, in_thread, watch_of
+from fsdp.comm.waiting import HostWork, OutOfStep, TimedOut, in_thread, watch_of
 
 _T = TypeVar("_T")
 
@@ -73,7 +73,7 @@ class Condition(HostWork):
     def wait(self, patience: timedelta | None = None) -> None:
         channel = self._channel
         if not channel.until(self._holds, channel.timeout if patience is None else patience.total_seconds()):
-            raise RuntimeError("the other ranks do not come" if patience is None else "the wait is not over")
+            raise TimedOut(channel.timeout) if patience is None else RuntimeError("the collective is still under way")
 
     def is_completed(self) -> bool:
         return self._channel.broken is not None or self._holds()

@@ -12,6 +12,7 @@ go on, and has the next collective of the group raise.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -19,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -34,13 +35,21 @@ logger = logging.getLogger("fsdp")
 _T = TypeVar("_T")
 
 PATIENCE = timedelta(seconds=1)  # how long to wait for a collective before looking what the other ranks do
-LONG = timedelta(seconds=5)  # how long one waits before the log says so
+NOTICE = timedelta(seconds=10)  # how long a rank waits before it says so on stderr
 IDLE = 1.0  # seconds without a request for memory, after which what is spare is given back
 _PAUSE = 0.1  # seconds between two looks at an event
 
 
 class OutOfStep(RuntimeError):
     """The ranks are doing different things."""
+
+
+class TimedOut(RuntimeError):
+    """Other ranks did not come within so many seconds, the timeout of the process group."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the other ranks did not come within {seconds:.0f} s, the timeout of the process group")
+        self.seconds = seconds
 
 
 class Watch(Protocol):
@@ -51,6 +60,12 @@ class Watch(Protocol):
 
     def explain(self) -> str:
         """What the ranks did last."""
+
+    def tell(self, seconds: float, label: str) -> None:
+        """Say on stderr that this rank has waited so long for what the ``label`` says."""
+
+    def late(self, seconds: float, label: str) -> str:
+        """The error's message where that took longer than the timeout of the process group."""
 
 
 _watches: dict[int, weakref.ref[Watch]] = {}  # by the id of the group
@@ -103,6 +118,23 @@ def in_thread(action: Callable[[], _T]) -> futures.Future[_T]:
     result: futures.Future[_T] = futures.Future()
     thread.actions.put((action, result))
     return result
+
+
+@contextlib.contextmanager
+def told_if_long(rank: int, where: str) -> Iterator[None]:
+    """Inside, ``rank`` waits for something that has no look function. If that takes longer than :data:`NOTICE`, it is
+    told on stderr; ``where`` is what comes after "has waited 10 s"."""
+    over = threading.Event()
+
+    def tell() -> None:
+        if not over.wait(NOTICE.total_seconds()):
+            logger.warning("rank %d has waited %.0f s %s", rank, NOTICE.total_seconds(), where)
+
+    in_thread(tell)
+    try:
+        yield
+    finally:
+        over.set()
 
 
 class WhenIdle:
@@ -178,7 +210,7 @@ class BlockingWork(HostWork):
         if self._over is None:
             self._over = in_thread(self._finish)
         if not futures.wait([self._over], None if patience is None else patience.total_seconds()).done:
-            raise RuntimeError("the wait is not over")
+            raise RuntimeError("the collective is still under way")
         self._over.result()
 
     def is_completed(self) -> bool:
@@ -271,6 +303,8 @@ class Work:
                 self._works = ()  # it has failed
                 if not isinstance(error, RuntimeError):
                     raise
+                if isinstance(error, TimedOut) and self.watch is not None:
+                    raise RuntimeError(self.watch.late(error.seconds, self.label)) from error
                 words = "" if self.watch is None or not self._on_host else f" {self.watch.explain()}"
                 raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}.{words}") from error
             self._works, given_up = self._works[1:], False
@@ -284,22 +318,24 @@ class Work:
                 try:
                     work.wait(PATIENCE)
                     return
-                except RuntimeError:
-                    if was_over or time.monotonic() - started > group_timeout(self.group).total_seconds():
+                except RuntimeError as error:
+                    if was_over:
                         raise  # failed, not just slow
+                    timeout = group_timeout(self.group).total_seconds()
+                    if time.monotonic() - started > timeout:
+                        raise TimedOut(timeout) from error
             given_up, was_over = False, work.is_completed()  # or has failed; it may also have ended since: wait again
             if not was_over:
                 watch.slow()
                 told = told or self.tells_of(time.monotonic() - started, watch)
 
     def tells_of(self, seconds: float, watch: Watch) -> bool:
-        """Whether the wait is long enough to be told of: then what it is for, and what the ranks did last, is in the
-        log."""
-        long = seconds >= LONG.total_seconds() and logger.isEnabledFor(logging.INFO)
-        if long:
-            words = dist.get_rank(), seconds, self.label, watch.explain()
-            logger.info("rank %d has been waiting for %.0f s: %s. %s", *words)
-        return long
+        """Have ``watch`` tell of a wait that has taken ``seconds``, if that is longer than :data:`NOTICE`; returns
+        whether it is."""
+        if seconds < NOTICE.total_seconds():
+            return False
+        watch.tell(seconds, self.label)
+        return True
 
 
 class _UnderWay(NamedTuple):

@@ -29,7 +29,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -41,6 +40,7 @@ import torch
 
 from fsdp.comm import beginning, ledger, shared_memory, waiting
 from fsdp.comm.board import Board
+from fsdp.comm.calls import Calls, Waited, hint
 from fsdp.comm.collectives import OutOfStep, Vote, debug_detail, gather_values
 from fsdp.comm.consensus import all_gather_object, hash_of
 from fsdp.comm.groups import group_timeout, rank_names
@@ -129,6 +129,11 @@ class Pass(NamedTuple):
     def is_backward(self) -> bool:
         return self.caller is None and not self.call
 
+    @property
+    def doing(self) -> str:
+        """Words for it, after "rank 0"."""
+        return f"has called {self.words}" if self.call else f"runs the {self.words}"
+
 
 class Habit:
     """Which pass or call came after which, so that what comes as it did before needs no words.
@@ -190,6 +195,7 @@ class Agreement:
         self.others: list[weakref.ref[Agreement]] = []  # of the same tree
         self._board = Board(group, None)  # of this tree once the layout is agreed on; nobody is heard before
         self._layout_agreed = False
+        self._calls: Calls | None = None  # from then on
         # what came before -> what followed, and the hash with it; the oldest first
         self._record: dict[int, tuple[int, int]] = {}
         self._longest_record = 64 * (len(members) + 1)
@@ -236,6 +242,7 @@ class Agreement:
         self._layout_agreed = True
         self._board = Board(self._group, f"{name:x}")
         self._board.live()
+        self._calls = Calls(self._group, f"{name:x}")
 
     def _compare_initial_values(self) -> None:
         """In the first pass, have rank 0 warn where the ranks gave parameters different values when they wrapped."""
@@ -291,6 +298,9 @@ class Agreement:
         self._passes += 1
         self._rounds += not what.is_backward
         self.under_way = what
+        if self._calls is not None:
+            progress = [self._recoveries, self._passes]
+            self._calls.began(progress, what.doing, on_this_thread=not what.is_backward)
         self._detailed = what.trains and not self._trained and debug_detail()
         self._trained = self._trained or what.trains
         together, self._together = self._together, bool(what.call)
@@ -352,8 +362,9 @@ class Agreement:
         before anything else; see ``meet``."""
         self._questions.clear()
         ledger.hold(self._group)
-        if not self._layout_agreed:
+        if self._calls is None:
             return
+        self._calls.failed()
         if self.gave_up is None:
             if self.under_way is not None:
                 self.gave_up = (self._passes, self._position, what.words)
@@ -363,6 +374,16 @@ class Agreement:
         self.under_way = None
         if not self._accused:  # else the others are told why
             self._board.post("report", self._report())
+
+    @property
+    def diverged(self) -> bool:
+        """Whether other ranks were in a pass or call of this tree when this rank was told of it in another call."""
+        return self._calls is not None and self._calls.accused
+
+    def give_up_unbegun(self) -> None:
+        """Other ranks have failed in a pass or call that this one was told of, and has not begun."""
+        self._accused = True
+        self.give_up(Pass("call before"))
 
     def come(self) -> None:
         """The first half of ``meet``: in all groups before the second in any."""
@@ -382,8 +403,14 @@ class Agreement:
         """
         if self.gave_up is None:
             return
-        key = f"come/{self._recoveries}"
-        self._meet(key, "after a pass that failed", patience=_TRIES * waiting.PATIENCE.total_seconds())
+        key, calls = f"come/{self._recoveries}", self._calls
+        assert calls is not None
+        calls.began([self._recoveries + 1, 0], f"waits for all ranks, after it failed in the {self.gave_up[2]}")
+        try:
+            self._meet(key, "after a pass that failed", patience=_TRIES * waiting.PATIENCE.total_seconds())
+        except BaseException:
+            calls.failed()
+            raise
         reports = {self._group.rank(): self._issued()} | self._board.posted(f"issued/{self._recoveries}")
         further = [rank for rank, (_, _, rounds) in reports.items() if rounds > self._rounds]
         if further and not self._accused:
@@ -398,6 +425,7 @@ class Agreement:
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
         self.gave_up, self._accused, self._compared = None, False, True
+        calls.forgive()
         self._recoveries += 1
 
     def _meet(self, key: str, why: str, sign: str = "count", patience: float = math.inf) -> None:
@@ -407,20 +435,18 @@ class Agreement:
 
     def _looking(self, key: str, why: str, patience: float = math.inf) -> Callable[[], None]:
         """What a rank does now and then that waits there."""
-        started = time.monotonic()
+        waited = Waited()
 
         def look() -> None:
             self.slow()
+            waited.tell_if_long(self._calls)
             met = functools.partial(self._board.has_met, key)
             self._raise_if_left(met=met)
-            tired = time.monotonic() - started > patience and not self._accused
+            tired = waited.seconds > patience and not self._accused
             if tired and (broken := self._broken()) is not None and not met():
                 raise self._told(f"rank {self._rank} is at {self._report().where}. {broken}", broken)
-            if time.monotonic() - started > group_timeout(self._group).total_seconds():
-                raise RuntimeError(
-                    f"rank {self._rank} is at {self._report().where}, {why}, and waited in vain for the other ranks to "
-                    f"do the same. {self.explain()}"
-                )
+            if waited.seconds > group_timeout(self._group).total_seconds():
+                raise RuntimeError(self.late(waited.seconds, why))
 
         return look
 
@@ -494,6 +520,8 @@ class Agreement:
         if found is not None:
             raise self._out_of_step(found)
         self._raise_if_left()
+        if self._calls is not None and (found := self._calls.difference()) is not None:
+            raise self._out_of_step(found)
         if dead := self._board.dead():
             ended = f"the process of {', '.join(f'rank {self._names[rank]}' for rank in dead)} has ended"
             raise self._told(
@@ -584,12 +612,23 @@ class Agreement:
     def _told(self, message: str, why: str = "") -> OutOfStep:
         """For this rank to raise; those of the other groups of the tree, which it leaves alone, are told ``why``."""
         self._accused = True
+        if self._calls is not None:
+            self._calls.learn()
         for reference in self.others:
             other = reference()
             if other is not None and other._layout_agreed and not other._accused:
                 other._accused = True
                 other._board.write(f"broken/{other._recoveries}", why or message)
         return OutOfStep(message)
+
+    def tell(self, seconds: float, label: str) -> None:
+        if self._calls is not None:
+            self._calls.tell(seconds, label)
+
+    def late(self, seconds: float, label: str) -> str:
+        waited = f"waited {seconds:.0f} s"
+        words = f"rank {self._rank} {waited}: {label}" if self._calls is None else self._calls.in_words(waited, label)
+        return f"{words}. {hint(self._pass.doing)}. {self.explain()}"
 
     def explain(self) -> str:
         """What the ranks did last, as far as they have told."""

@@ -134,7 +134,7 @@ class RootContext:
             )
 
     def _begin_forward(self, unit: UnitBuffers) -> None:
-        if self.passes.failed or self.passes.in_backward:  # the last pass ended in an error
+        if self.passes.failed or self.passes.in_backward or self.passes.diverged:  # the last pass ended in an error
             self._clear()
         self._adopt_stream()
         self.residency.forget_kept()

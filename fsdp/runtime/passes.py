@@ -103,6 +103,8 @@ class Passes:
         if self._stack:
             yield
             return
+        if self.diverged:
+            self.give_up()
         self.meet()
         self._now_under_way(Pass(words, call=call, often=often))
         try:
@@ -147,9 +149,17 @@ class Passes:
         others are, also in groups to which it had not come."""
         failed = self._stack
         self._now_under_way()
-        if any(agreement.under_way is what for agreement in self._by_group.values() for what in failed):
+        if self.diverged:
+            for agreement in self._by_group.values():
+                agreement.give_up_unbegun()
+        elif any(agreement.under_way is what for agreement in self._by_group.values() for what in failed):
             for agreement in self._by_group.values():
                 agreement.give_up(failed[-1])
+
+    @property
+    def diverged(self) -> bool:
+        """Whether this rank was told, in a call beside the training, of a pass or call that it has not begun."""
+        return any(agreement.diverged for agreement in self._by_group.values())
 
     @property
     def given_up(self) -> bool:

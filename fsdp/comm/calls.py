@@ -1,0 +1,316 @@
+"""What each rank has begun: ranks that wait for each other in different calls are told, instead of waiting for ever.
+
+The ranks of a group begin things in one order: the passes and calls of one tree (``runtime/agreement.py``), the calls
+beside the training, such as ``fsdp.checkpoint.save()`` (``comm/consensus.py``), and the first uses of trees
+(``comm/beginning.py``). :class:`Calls` counts one such sequence on one rank. Of two ranks that run the same program one
+is ahead, in every sequence. If a rank is ahead in one sequence and behind in another, the two have diverged: each is in
+a call that the other has not made.
+
+A rank that waits longer than :data:`fsdp.comm.waiting.PATIENCE` posts its counts on a board of the default group, and
+compares them with the counts of a few other ranks. Counts that are out of date do no harm: they are the counts of an
+earlier moment, and are compared as such. After a failure the counts of a sequence are void until the ranks have met.
+
+Divergences between passes of trees alone are not reported here: the agreement compares them in more detail.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from fsdp.comm import waiting
+from fsdp.comm.board import Board
+from fsdp.comm.groups import default_group, is_member_of, rank_names
+
+logger = logging.getLogger("fsdp")
+
+BESIDE, TREES = OF_A_GROUP = "beside", "trees"  # sequences that every rank of a group has, if with nothing begun
+NEXT = 8  # ranks that are compared in one look
+REMEDY = (
+    "Call it on every rank, in the same order: is it inside `if rank == 0`? If a rank ran out of batches before the "
+    "others, loop with `for batch in fsdp.join(model, loader)`"
+)
+
+_Said = Mapping[str, Sequence[Any]]  # a rank's post: by sequence, what it has begun, or None, and the words for it
+
+
+class Calls:
+    """The passes or calls that the ranks of one group begin in one order, as this rank counts them.
+
+    Attributes:
+        key: the name of the sequence, equal on all ranks.
+        begun: what this rank has begun last, as numbers that are compared in lexicographic order; None after a failure.
+        doing: words for that, after "rank 0": "runs the backward", "has called fsdp.checkpoint.save()".
+        accused: another rank was ahead here, and this rank has raised that; until ``forgive``.
+    """
+
+    def __init__(self, group: Any, name: str) -> None:
+        """``name`` is equal on all ranks, and differs from those of the group's other sequences."""
+        self.name, self.key, self.ranks = name, f"{getattr(group, 'group_name', '')}/{name}", rank_names(group)
+        self.begun: list[int] | None = []
+        self.doing = ""
+        self.accused = False
+        self.thread: int | None = None  # that began the last one
+        self._before: tuple[list[int], str] = [], ""  # what it had begun before that, and words for the last of all
+        self._turn = 0
+        self._process = _process()
+        if self._process is not None:
+            self._process.add(self)
+
+    def began(self, number: list[int], doing: str, *, on_this_thread: bool = True) -> None:
+        """This rank begins the next one. ``on_this_thread``: False for a backward, which has threads of its own."""
+        if self._process is not None:
+            self._before = self.begun or [], self._process.latest
+        self.begun, self.doing = number, doing
+        if self._process is not None:
+            self._process.is_at(self)
+        if on_this_thread:
+            self.thread = threading.get_ident()
+
+    def failed(self) -> None:
+        """The latest one has failed on this rank: its counts are void until it begins the next."""
+        self.begun = None
+        if self._process is not None:
+            self._process.correct()
+
+    def forgive(self) -> bool:
+        """Whether this rank was ``accused``; from here on it is not."""
+        accused, self.accused = self.accused, False
+        return accused
+
+    def post(self) -> None:
+        """Post this rank's counts for the others."""
+        if self._process is not None:
+            self._process.post()
+
+    def raise_if_diverged(self) -> None:
+        """Post this rank's counts, and compare them with those of the next few ranks of the group, others at each call.
+
+        Raises:
+            OutOfStep: another rank makes other calls.
+        """
+        found = self.difference()
+        if found is not None:
+            raise waiting.OutOfStep(found)
+
+    def difference(self) -> str | None:
+        """As ``raise_if_diverged``; returns the message, or None."""
+        others = len(self.ranks) - 1
+        if self._process is None or others < 1:
+            return None
+        self._process.post()
+        own = self.ranks.index(self._process.rank) if self._process.rank in self.ranks else 0
+        turns = range(self._turn, self._turn + min(NEXT, others))
+        self._turn = turns.stop % others
+        return self._process.difference([self.ranks[(own + 1 + turn % others) % len(self.ranks)] for turn in turns])
+
+    def learn(self) -> None:
+        """This rank was told by others that the ranks have diverged: see in which sequences it is behind them."""
+        if self._process is not None:
+            self._process.difference(self.ranks)
+
+    def last_of_others(self) -> dict[int, str]:
+        """Of the ranks that have not begun what this one has, words for what each did last."""
+        if self._process is None:
+            return {}
+        return self._process.missing(self, *self._before)
+
+    def tell(self, seconds: float, where: str = "") -> None:
+        """Say on stderr, once for all ranks that wait here, that this rank has waited for so long. ``where`` is the
+        place inside of the call."""
+        words = self.in_words(f"has waited {seconds:.0f} s", where)
+        first = self._process is None or self._process.board.is_first(f"told/{self.key}/{self.begun}")
+        logger.log(logging.WARNING if first else logging.INFO, "%s. %s", words, hint(self.doing))
+
+    def in_words(self, waited: str, where: str = "") -> str:
+        """How long this rank has ``waited``, for which ranks, and what these did last."""
+        rank = self._process.rank if self._process is not None else 0
+        at = f" ({where})" if where else ""
+        return f"rank {rank} {waited} in {_noun(self.doing)}{at} for {missing_in_words(self.last_of_others())}"
+
+
+def missing_in_words(last: Mapping[int, str]) -> str:
+    """``last`` has what the ranks that did not come did last, by rank."""
+    if not last:
+        return "the other ranks"
+    by_words: dict[str, list[int]] = {}
+    for rank, words in last.items():
+        by_words.setdefault(words, []).append(rank)
+    return "; and for ".join(
+        f"{ranks_in_words(ranks)}, which {words}" if words else f"{ranks_in_words(ranks)}, of which nothing was heard"
+        for words, ranks in by_words.items()
+    )
+
+
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0-3 and 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    *words, last = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    noun = "ranks" if words or "-" in last else "rank"
+    return f"{noun} {', '.join(words)} and {last}" if words else f"{noun} {last}"
+
+
+def hint(doing: str) -> str:
+    """The likely mistake, where a rank waits long."""
+    if doing.startswith("has called"):
+        saves = "; for one rank to save, use FullStateDictConfig(rank0_only=True)" if " state_dict(" in doing else ""
+        return (
+            "Is the call inside `if rank == 0`? Then take it out: every rank has to make it" + saves + ". Did a rank "
+            "run out of batches? Then loop with `for batch in fsdp.join(model, loader)`"
+        )
+    return (
+        "Did a rank run out of batches? Then loop with `for batch in fsdp.join(model, loader)`. Is another rank in a "
+        "call inside `if rank == 0`? Then take it out: every rank has to make it"
+    )
+
+
+def _noun(doing: str) -> str:
+    """ "the backward" for "runs the backward"."""
+    for verb in ("has called ", "runs ", "is about to begin "):
+        doing = doing.removeprefix(verb)
+    return doing or "a call"
+
+
+class _Process:
+    """All sequences of this rank, and the board on which ranks post them.
+
+    Attributes:
+        latest: words for what this rank has begun last, in whichever sequence.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.rank: int = group.rank()
+        self.board = Board(group, "calls")
+        self.latest, self._at = "", ""  # the second is the key of the sequence
+        self._calls: weakref.WeakValueDictionary[str, Calls] = weakref.WeakValueDictionary()
+        self._told: set[str] = set()  # sequences that this rank has not begun, and was accused in
+        self._counts_posted = False  # and they have to be corrected if the latest fails
+
+    def add(self, calls: Calls) -> None:
+        calls.accused = calls.key in self._told
+        self._told.discard(calls.key)
+        self._calls[calls.key] = calls
+
+    def _alive(self) -> dict[str, Calls]:
+        return {calls.key: calls for reference in self._calls.valuerefs() if (calls := reference()) is not None}
+
+    def is_at(self, calls: Calls) -> None:
+        """This rank has begun something in ``calls``."""
+        self.latest, self._at = calls.doing, calls.key
+
+    def post(self) -> None:
+        """Post the counts of this rank, and in which sequence it was last."""
+        self._counts_posted = True
+        counts = {key: [calls.begun, calls.doing] for key, calls in self._alive().items()}
+        self.board.post("calls", [self._at, counts])
+
+    def correct(self) -> None:
+        """The latest thing that was begun has failed. Where that is because the ranks have diverged, what was posted
+        stays until the next post: others have to see it, too."""
+        if self._counts_posted:
+            self.post()
+
+    def difference(self, ranks: Iterable[int]) -> str | None:
+        """The message for the first of ``ranks`` that makes other calls than this rank; None if none does."""
+        message = None
+        for rank, (_, said) in self.board.posted_by("calls", [rank for rank in ranks if rank != self.rank]).items():
+            found = self._compare(rank, said)
+            message = message or found
+        return message
+
+    def _compare(self, rank: int, said: _Said) -> str | None:
+        own = self._alive()
+        ahead: list[Calls] = []
+        behind: list[tuple[str, Calls | None]] = []
+        for key, calls in own.items():
+            nothing: Sequence[Any] = ([] if calls.name in OF_A_GROUP else None, "")
+            begun, _ = said.get(key, nothing)
+            if rank in calls.ranks and begun is not None and calls.begun is not None:
+                if calls.begun > begun:
+                    ahead.append(calls)
+                elif calls.begun < begun:
+                    behind.append((key, calls))
+        for key, (begun, _) in said.items():
+            group, _, name = key.rpartition("/")
+            if key not in own and begun and name in OF_A_GROUP and is_member_of(group) and key not in self._told:
+                behind.append((key, None))
+        for here in ahead:
+            for key, there in behind:
+                of_one_tree = here.name not in OF_A_GROUP and there is not None and there.name not in OF_A_GROUP
+                one_thread = there is None or there.thread is None or there.thread == here.thread
+                if one_thread and not of_one_tree:
+                    self._accuse(behind)
+                    self._counts_posted = False
+                    doing = {self.rank: here.doing, rank: str(said[key][1])}
+                    each = "; ".join(f"rank {number} {words}" for number, words in sorted(doing.items()))
+                    return f"The ranks do not make the same calls: {each}. {REMEDY}"
+        return None
+
+    def _accuse(self, behind: Iterable[tuple[str, Calls | None]]) -> None:
+        for key, calls in behind:
+            if calls is None:
+                self._told.add(key)
+            elif calls.name != TREES:  # a first use that failed is tried again, by all ranks
+                calls.accused, calls.begun = True, None
+
+    def missing(self, calls: Calls, preceding: list[int], before: str) -> dict[int, str]:
+        """Of the ranks that have not begun what this one has in ``calls``, words for what each did last. They took part
+        in all that this rank did ``before``, the ``preceding`` one in ``calls`` included; a post may tell of more."""
+        self.post()
+        own, found = self._alive(), dict[int, str]()
+        others = [rank for rank in calls.ranks if rank != self.rank]
+        posts = self.board.posted_by("calls", others)
+        for rank in others:
+            at, said = posts.get(rank, ("", {}))
+            begun = said.get(calls.key, ([], ""))[0]
+            if begun and calls.begun and begun >= calls.begun:
+                continue
+            known = {key: other.begun for key, other in own.items() if rank in other.ranks and other.begun}
+            known[calls.key] = preceding
+            if at in said and all((said.get(key, ([], ""))[0] or []) >= count for key, count in known.items()):
+                found[rank] = f"was last in {_noun(said[at][1])}"
+            else:  # since that post it took part in more
+                found[rank] = f"last took part in {_noun(before)}" if before else ""
+        return found
+
+
+# By default group: ranks may be threads of one process.
+_processes: weakref.WeakKeyDictionary[Any, _Process] = weakref.WeakKeyDictionary()
+
+
+def _process() -> _Process | None:
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = default_group()
+    found = _processes.get(group)
+    if found is None:
+        found = _processes[group] = _Process(group)
+    return found
+
+
+class Waited:
+    """How long a wait takes; told once it takes longer than :data:`fsdp.comm.waiting.NOTICE`."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._told = False
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def tell_if_long(self, calls: Calls | None, where: str = "") -> None:
+        if not self._told and calls is not None and self.seconds >= waiting.NOTICE.total_seconds():
+            self._told = True
+            calls.tell(self.seconds, where)
