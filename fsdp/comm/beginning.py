@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fsdp import environment
 from fsdp.comm import ledger, shared_memory
 from fsdp.comm.board import Board
 from fsdp.comm.calls import TREES, Calls, Waited, ranks_in_words
@@ -113,8 +114,9 @@ def begin(group: Any, device: torch.device, doing: str) -> None:
 def _begin(its: _Beginnings, group: Any, device: torch.device, doing: str) -> None:
     issued, number = _issued(group), its.count
     look, broken = its.looking(group, doing, issued), shared_memory.is_broken(group)
-    if not its.board.meet_alike(str(number), [doing, broken, *issued], look) or broken:
-        said = its.board.exchange(f"{number}/issued", [doing, ledger.latest_issued(group)], look)
+    variables = environment.alike()
+    if not its.board.meet_alike(str(number), [doing, broken, *issued, variables], look) or broken:
+        said = its.board.exchange(f"{number}/issued", [doing, ledger.latest_issued(group), variables], look)
         _catch_up(its, group, device, doing, said)
     its.count += 1
 
@@ -136,13 +138,21 @@ def settled(groups: Sequence[Any]) -> None:
 
 def _catch_up(its: _Beginnings, group: Any, device: torch.device, doing: str, said: dict[int, Any]) -> None:
     problem, names = "", rank_names(group)
-    if len({what for what, _ in said.values()}) > 1:
-        each = "; ".join(f"rank {names[rank]} is about to begin {what}" for rank, (what, _) in said.items())
+    if len({what for what, *_ in said.values()}) > 1:
+        each = "; ".join(f"rank {names[rank]} is about to begin {what}" for rank, (what, *_) in said.items())
         its.count += 1
         raise OutOfStep(f"The ranks do not make the same calls: {each}. All of them have to do the same")
+    for name, value in environment.alike().items():
+        by_value: dict[Any, list[int]] = {}
+        for rank, (_, _, theirs) in said.items():
+            by_value.setdefault(theirs.get(name), []).append(names[rank])
+        if set(by_value) - {value}:
+            each = " and ".join(f"{theirs!r} on {ranks_in_words(ranks)}" for theirs, ranks in by_value.items())
+            its.count += 1
+            raise RuntimeError(f"the environment variable {name} is {each}: set it alike on all ranks")
     try:
         shared_memory.renew(group)
-        ledger.catch_up(group, device, {rank: issued for rank, (_, issued) in said.items()})
+        ledger.catch_up(group, device, {rank: issued for rank, (_, issued, _) in said.items()})
     except RuntimeError as error:
         problem = str(error)
     look = its.looking(group, doing, _issued(group))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +38,7 @@ from fsdp.comm.streams import Event, Streams, streams_for
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.comm.waiting import OutOfStep as OutOfStep
 from fsdp.comm.waiting import Work, watcher
+from fsdp.environment import COLLECTIVES
 
 DIRECT_MIN_NBYTES = 1 << 20  # messages below this go native even on gloo
 _NEVER = math.inf
@@ -504,16 +504,9 @@ def debug_detail() -> bool:
     return bool(level == dist.DebugLevel.DETAIL)
 
 
-def _choice() -> str:
-    choice = os.environ.get("FSDP_COLLECTIVES", "auto")
-    if choice not in ("auto", "native", "direct", "shared"):
-        raise ValueError(f"FSDP_COLLECTIVES is {choice!r}; it may be auto, native, direct or shared")
-    return choice
-
-
 def may_share(group: Any, device: torch.device) -> bool:
     """Whether ranks of ``group`` that share memory are to communicate through it."""
-    return _choice() in ("auto", "shared") and backend_of(group, device) == "gloo"
+    return COLLECTIVES.value in ("auto", "shared") and backend_of(group, device) == "gloo"
 
 
 def shared_channel(group: Any, device: torch.device) -> Channel | None:
@@ -526,7 +519,7 @@ def shared_channel(group: Any, device: torch.device) -> Channel | None:
     if not may_share(group, device):
         return None
     channel = None if debug_detail() else connect(group)
-    if channel is None and _choice() == "shared":
+    if channel is None and COLLECTIVES.value == "shared":
         why = "torch's debug level DETAIL checks its own calls alone" if debug_detail() else why_not(group)
         raise RuntimeError(
             f"FSDP_COLLECTIVES=shared asks for memory that the ranks of a group share, and these share none: {why}. "
@@ -537,7 +530,7 @@ def shared_channel(group: Any, device: torch.device) -> Channel | None:
 
 def direct_threshold(group: Any, device: torch.device) -> float:
     """From how many bytes on the direct exchange is used in ``group``."""
-    choice = _choice()
+    choice = COLLECTIVES.value
     if choice == "native" or backend_of(group, device) != "gloo" or debug_detail():
         return _NEVER
     return 0 if choice == "direct" else DIRECT_MIN_NBYTES

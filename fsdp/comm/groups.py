@@ -5,7 +5,6 @@ Groups and backends that ``torch.distributed`` does not know are asked for their
 
 from __future__ import annotations
 
-import os
 import weakref
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp import environment
 from fsdp.api import ShardingStrategy
 from fsdp.comm.user_warnings import warn_user
 
@@ -78,7 +78,7 @@ class Groups:
 
 
 def _forced() -> bool:
-    return os.environ.get("FSDP_FORCE_SHARDED", "0") == "1"
+    return environment.FORCE_SHARDED.value
 
 
 def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:

@@ -521,7 +521,7 @@ def _ask(group: Any, how: Callable[[Board, Callable[[], None]], _T]) -> _T:
         if watch is not None:
             watch.slow()
         if time.monotonic() - started > group_timeout(group).total_seconds():
-            raise RuntimeError("agree on shared memory: other ranks do not come")
+            raise TimedOut(group_timeout(group).total_seconds())
 
     return how(board, look)
 

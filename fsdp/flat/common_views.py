@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp import environment
 from fsdp.flat.flat_param import LOST_WRITE, RENORMALIZES, FlatParamHandle, assign_grad
 from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
 from fsdp.flat.registration import Layer, Registration
@@ -40,7 +40,7 @@ class CommonViews:
         self._values: list[torch.Tensor] | None = None
         self._pointers: list[int] = []
         self._on_new_accumulator: Callable[[int, torch.Tensor], None] = lambda index, tensor: None
-        self.check_writeback = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "0") != "1"
+        self.check_writeback = not environment.SKIP_WRITEBACK_CHECK.value
 
     # -- versions ------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ See [Note: Permanent tensors, pooled memory] in ``flat_param.py``. This file alo
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 
+from fsdp import environment
 from fsdp.comm import host_memory, shared_memory
 from fsdp.comm.collectives import may_share
 from fsdp.comm.segment import Segment
@@ -217,7 +217,7 @@ class PoisoningPool(MemoryPool):
 def pool_for(device: torch.device, streams: Streams, group: Any) -> MemoryPool:
     """A pool for ``device``, of memory that the ranks of ``group`` (None: of no group) may share; a poisoning one under
     ``FSDP_DEBUG=1``."""
-    if os.environ.get("FSDP_DEBUG", "0") == "1":
+    if environment.DEBUG.value:
         return PoisoningPool(device, streams)
     if group is not None and STORAGES_SWAP and streams.asynchronous_work and may_share(group, device):
         return SharedPool(device, streams, group)

@@ -6,7 +6,6 @@ All of it unit by unit, innermost first, so that the peak is the sharded model p
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp import environment
 from fsdp.api import FlatParamKey, MixedPrecision
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import Groups
@@ -219,7 +219,7 @@ def bucket_layouts(
     for item in owned:
         label = None if key is None else _label_of(item, key)
         buckets.setdefault((item.param.dtype, item.param.requires_grad, label), []).append(item)
-    shard_alignment = int(os.environ.get("FSDP_SHARD_ALIGNMENT", 1 if on_cpu else ALIGNMENT))
+    shard_alignment = environment.SHARD_ALIGNMENT.value or (1 if on_cpu else ALIGNMENT)
     layouts = []
     for (dtype, _, _), members in sorted(buckets.items(), key=lambda entry: not entry[0][1]):
         specs = [

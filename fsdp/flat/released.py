@@ -25,6 +25,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
+from fsdp import environment
 from fsdp.comm.host_memory import MAP_FIXED, map_at
 
 _MESSAGE = (
@@ -129,7 +130,7 @@ _described: list[_DLTensor] = []  # every tensor made of one looks at it when it
 
 def new_leaves(dtype: torch.dtype, device: torch.device, flags: list[bool]) -> list[Any]:
     """Empty parameters, which require grad or not; under ``FSDP_DEBUG=1`` :class:`CheckedLeaf` s."""
-    kind: Any = CheckedLeaf if os.environ.get("FSDP_DEBUG", "0") == "1" else torch.nn.Parameter
+    kind: Any = CheckedLeaf if environment.DEBUG.value else torch.nn.Parameter
     return [kind(torch.empty(0, dtype=dtype, device=device), flag) for flag in flags]
 
 

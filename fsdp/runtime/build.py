@@ -43,7 +43,7 @@ from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.explain import explain_uncaught_errors
 from fsdp.runtime.hooks import forward_refused, own_operations
-from fsdp.runtime.mistakes import warn_of_hooks
+from fsdp.runtime.mistakes import check_variables, warn_of_hooks
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import Unit, units_below, units_in, units_of
 from fsdp.runtime.unit_buffers import UnitPolicy
@@ -89,6 +89,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
 
     Raises: as the constructor of ``FullyShardedDataParallel``.
     """
+    check_variables()
     explain_uncaught_errors()
     use_orig_params = options.policy.use_orig_params
     inner = units_of(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import Optimizer
 
+from fsdp import environment
 from fsdp.comm.user_warnings import warn_user
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -120,3 +122,15 @@ def warn_of_initial_values(names: Sequence[str], by_rank: Mapping[int, Sequence[
             "sync_module_states=True, or seed all ranks alike before the model is built, or load a checkpoint after "
             "wrapping"
         )
+
+
+@functools.cache
+def check_variables() -> None:
+    """Look at the environment, once in a process: warn of variables that nobody reads.
+
+    Raises:
+        ValueError: a variable has a value that it may not have.
+    """
+    environment.check()
+    for message in environment.unknown():
+        warn_user(message)

@@ -8,13 +8,13 @@ that made its graph; one backward cannot need both.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp import environment
 from fsdp.api import MixedPrecision
 from fsdp.flat.full_copy import point_at
 from fsdp.flat.names import own_modules
@@ -33,7 +33,7 @@ class UnitPrecision:
         """``ignored`` modules keep their buffers as they are."""
         self.asked = dataclasses.replace(asked)
         self.casts = asked.param_dtype is not None  # parameters, unless in full precision
-        self.full_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "0") == "1"
+        self.full_in_eval = environment.USE_FULL_PREC_IN_EVAL.value
         self._module = module
         self._ignored = ignored
         self._original_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}  # of the buffers that were cast

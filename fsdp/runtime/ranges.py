@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp import environment
 from fsdp.comm.recording import NOTHING, Told
 from fsdp.comm.versions import set_frame_callback
 from fsdp.runtime.hooks import breaks_graph
@@ -42,7 +42,7 @@ def profiled(what: str, unit_name: str) -> AbstractContextManager[Any]:
 
 def logs() -> bool:
     """Whether what communicates is to be told of in the log."""
-    return logger.isEnabledFor(logging.INFO) and os.environ.get("FSDP_DEBUG", "0") == "1"
+    return logger.isEnabledFor(logging.INFO) and environment.DEBUG.value
 
 
 def communicates(what: str, unit_name: str, forward: int, *, logged: bool) -> AbstractContextManager[Any]:

@@ -1,0 +1,124 @@
+"""The environment variables of the package: the one place that reads them, and says what values they may have."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+_T = TypeVar("_T")
+
+PREFIX = "FSDP_"
+# Variables of other programs: accelerate's launcher sets the first ones, and torch's FSDP1 reads the last.
+FOREIGN = {
+    "FSDP_ACTIVATION_CHECKPOINTING",
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_BACKWARD_PREFETCH",
+    "FSDP_BACKWARD_PREFETCH_POLICY",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING",
+    "FSDP_FORWARD_PREFETCH",
+    "FSDP_MIN_NUM_PARAMS",
+    "FSDP_OFFLOAD_PARAMS",
+    "FSDP_RESHARD_AFTER_FORWARD",
+    "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE",
+    "FSDP_SYNC_MODULE_STATES",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "FSDP_USE_ORIG_PARAMS",
+    "FSDP_VERSION",
+    "FSDP_USE_FAKE_ALL_GATHER",
+    "FSDP_USE_FAKE_REDUCE",
+    "FSDP_USE_UNSAFE_SETATTR",
+}
+
+
+class Variable(Generic[_T]):
+    """One environment variable, which is read whenever it is asked for. One that is empty counts as not set.
+
+    Attributes:
+        name: of the variable.
+        alike: whether all ranks have to have the same value.
+    """
+
+    def __init__(self, name: str, default: _T, parse: Callable[[str], _T], values: str, *, alike: bool = True) -> None:
+        """``parse`` raises ValueError or KeyError for what is none of the ``values``, which these words describe."""
+        self.name, self.alike = name, alike
+        self._default, self._parse, self._values = default, parse, values
+
+    @property
+    def value(self) -> _T:
+        """
+        Raises:
+            ValueError: the variable has a value that it may not have.
+        """
+        text = os.environ.get(self.name, "")
+        if not text:
+            return self._default
+        try:
+            return self._parse(text)
+        except (KeyError, ValueError):
+            raise ValueError(f"{self.name} is {text!r}; it may be {self._values}") from None
+
+
+def _flag(name: str, *, alike: bool = True) -> Variable[bool]:
+    return Variable(name, False, {"0": False, "1": True}.__getitem__, "0 or 1", alike=alike)
+
+
+def _choice(name: str, *values: str) -> Variable[str]:
+    words = f"{', '.join(values[:-1])} or {values[-1]}"
+    return Variable(name, values[0], {value: value for value in values}.__getitem__, words)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+COLLECTIVES = _choice("FSDP_COLLECTIVES", "auto", "native", "direct", "shared")
+FORCE_SHARDED = _flag("FSDP_FORCE_SHARDED")
+USE_FULL_PREC_IN_EVAL = _flag("FSDP_USE_FULL_PREC_IN_EVAL")
+SKIP_WRITEBACK_CHECK = _flag("FSDP_SKIP_WRITEBACK_CHECK", alike=False)
+SHARD_ALIGNMENT: Variable[int | None] = Variable(
+    "FSDP_SHARD_ALIGNMENT", None, _positive, "a positive number of bytes, such as 16"
+)
+DEBUG = _flag("FSDP_DEBUG", alike=False)
+
+VARIABLES: list[Variable[bool] | Variable[str] | Variable[int | None]] = [
+    COLLECTIVES,
+    FORCE_SHARDED,
+    USE_FULL_PREC_IN_EVAL,
+    SKIP_WRITEBACK_CHECK,
+    SHARD_ALIGNMENT,
+    DEBUG,
+]
+
+
+def check() -> None:
+    """
+    Raises:
+        ValueError: a variable has a value that it may not have.
+    """
+    for variable in VARIABLES:
+        variable.value  # noqa: B018  # it raises
+
+
+def unknown() -> list[str]:
+    """A message for each variable whose name begins like those of this package, and is none that is known."""
+    names = [variable.name for variable in VARIABLES]
+    found = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in FOREIGN.union(names))
+    messages = []
+    for name in found:
+        like = difflib.get_close_matches(name.removeprefix(PREFIX), [known.removeprefix(PREFIX) for known in names], 1)
+        meant = f"did you mean {PREFIX}{like[0]}?" if like else f"there are {', '.join(names)}"
+        messages.append(f"the environment variable {name} is none of fsdp's, and is ignored: {meant}")
+    return messages
+
+
+def alike() -> dict[str, str]:
+    """The values that have to be the same on all ranks, by name, as they would be set; "" for what has none."""
+    words: dict[object, str] = {None: "", False: "0", True: "1"}
+    values = {variable.name: variable.value for variable in VARIABLES if variable.alike}
+    return {name: value if isinstance(value, str) else words.get(value, str(value)) for name, value in values.items()}
