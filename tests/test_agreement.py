@@ -73,8 +73,8 @@ def frozen(chain: Chain) -> Chain:
 LAYOUTS: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "size": (lambda group: build(Chain((5, 7, 12)), group), "unit 'blocks.2'", "162 elements (54 per rank)"),
     "dtype": (lambda group: build(Chain(UNEQUAL).double(), group), "of torch.float32", "of torch.float64"),
-    "kept": (lambda group: build(Chain(UNEQUAL), group, SHARD_GRAD_OP), "resharded after", "kept after"),
-    "not sharded": (lambda group: build(Chain(UNEQUAL), group, NO_SHARD), "resharded after", "not sharded"),
+    "kept": (lambda group: build(Chain(UNEQUAL), group, SHARD_GRAD_OP), "FULL_SHARD", "SHARD_GRAD_OP"),
+    "not sharded": (lambda group: build(Chain(UNEQUAL), group, NO_SHARD), "FULL_SHARD", "NO_SHARD"),
     "fewer units": (lambda group: build(Chain((5, 7)), group), "unit 'blocks.2'", "no such unit"),
     "more units": (lambda group: build(Chain((*UNEQUAL, 5)), group), "no such unit", "unit 'blocks.3'"),
     "order of units": (lambda group: build(Chain((7, 5, 11)), group), "71 elements", "97 elements"),

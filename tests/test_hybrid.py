@@ -453,8 +453,8 @@ DEVIATIONS = {
     "swap": ("unit 'blocks.0'", "unit 'blocks.1'"),
     "skip a unit": ("unit 'blocks.1'",),
     "cut the graph": ("in the backward", "unit 'blocks.0'"),
-    "raise early": ("gave up the forward of the root unit",),
-    "raise in backward": ("gave up the backward",),
+    "raise early": ("failed in the forward of the root unit",),
+    "raise in backward": ("failed in the backward",),
 }
 
 

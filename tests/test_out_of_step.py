@@ -105,9 +105,9 @@ DEVIATIONS = {
     "cut the graph": ("in the backward", "unit 'blocks.0'", "end the pass"),
     "one eval more": ("rank 1 runs the forward of the root unit", "runs the backward"),
     "one forward more": ("rank 1 runs the forward of the root unit", "runs the backward"),
-    "raise early": ("rank 1 gave up the forward of the root unit",),
-    "raise late": (),  # in the first step "gave up", later one pass further: all gathers were under way
-    "raise in backward": ("rank 1 gave up the backward",),
+    "raise early": ("rank 1 failed in the forward of the root unit",),
+    "raise late": (),  # in the first step "failed in", later one pass further: all gathers were under way
+    "raise in backward": ("rank 1 failed in the backward",),
 }
 
 
@@ -204,7 +204,7 @@ def test_fd25_call_on_one_rank(reduce_unused: bool) -> None:
     for rank, found in enumerate(run_ranks(2, call_alone, reduce_unused)):
         for name, when, seconds, error in found:
             where = f"rank {rank}, {name}, {when}: {error}"
-            assert seconds < PATIENT / 2 and f"rank 0 runs the {CALLS[name][1]}" in error, where
+            assert seconds < PATIENT / 2 and f"rank 0 has called {CALLS[name][1]}" in error, where
             assert " runs the forward of the root unit" in error, where
 
 
@@ -345,7 +345,9 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
 def test_rank_that_is_interrupted_in_a_call(call: str) -> None:
     """The other one is told while it waits, with the name of the call; then the call works."""
     (error, seconds), _ = run_ranks(2, interrupt_a_call, call)
-    assert f"rank 1 gave up the {call.removeprefix('full ')} of the root unit" in error and seconds < PATIENT / 2, error
+    assert f"rank 1 failed in the {call.removeprefix('full ')} of the root unit" in error and seconds < PATIENT / 2, (
+        error
+    )
 
 
 class Late(nn.Module):
@@ -418,7 +420,7 @@ def test_another_model() -> None:
 AWAY = {
     "nothing": ((0, 1), ("gather the root unit", "Last collectives of rank 0: ")),
     "no backward": ((1, 2), ("in the backward", "Last collectives of rank 1: ")),
-    "raise and stop": ((2, 0), ("unit 'blocks.", "rank 0 gave up the forward of the root unit")),
+    "raise and stop": ((2, 0), ("unit 'blocks.", "rank 0 failed in the forward of the root unit")),
 }
 
 
@@ -547,7 +549,9 @@ def test_another_model_on_some_ranks() -> None:
         assert "timed out: within 1 s rank 1 did not come" in error, error
     first, died, last = run_fresh(RANKS, begin_alone, "ends")
     assert died == Died(3)
-    assert all("the process of rank 1 has ended" in error and "Make a new one" in error for error in (first, last))
+    assert all(
+        "the process of rank 1 has ended" in error and "make a new process group" in error for error in (first, last)
+    )
 
 
 @impatient

@@ -291,7 +291,7 @@ REFUSED = [
     ("frozen", "in forward", "", "was frozen inside of a forward"),
     ("deepcopy", "in forward|summoned.*", "", "can be copied only while it does not run"),
     ("deepcopy", "in a state dict hook", "", "cannot be copied in its hooks"),
-    ("deepcopy of a module", ".*", "", "copy.deepcopy of a Linear alone would be without its parameters"),
+    ("deepcopy of a module", ".*", "", "copy.deepcopy of the Linear alone would be without its parameters"),
     ("load_state_dict", "in forward", "", "in the middle of the forward of the root unit"),
     ("apply", "in forward", "", "expected to be in states"),
     ("to", "summoned.*", "", "can be moved or cast only while it does not run"),

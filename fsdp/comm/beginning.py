@@ -25,7 +25,7 @@ from fsdp.comm.calls import TREES, Calls, Waited, ranks_in_words
 from fsdp.comm.groups import group_timeout, rank_names
 from fsdp.comm.waiting import OutOfStep, watch
 
-_REMEDY = "this process group is of no use any more. Make a new one (torch.distributed.new_group()), and wrap on it"
+_REMEDY = "make a new process group (torch.distributed.new_group()), and wrap the model on that"
 
 
 class _Beginnings:
@@ -43,8 +43,8 @@ class _Beginnings:
         if dead := self.board.dead():
             ended = ", ".join(f"rank {self._names[rank]}" for rank in dead)
             raise RuntimeError(
-                f"the process of {ended} has ended, and all ranks have to be there where a model begins: {_REMEDY}; or "
-                "start again, and resume from the last checkpoint"
+                f"the process of {ended} has ended, and all ranks have to come to the first use of a model: {_REMEDY}; "
+                "or start again, and resume from the last checkpoint"
             )
         self.calls.raise_if_diverged()
 
@@ -160,8 +160,8 @@ def _catch_up(its: _Beginnings, group: Any, device: torch.device, doing: str, sa
     for rank, problem in problems.items():
         if problem:
             raise RuntimeError(
-                f"the ranks were out of step with another model, and cannot come together again: rank {names[rank]}: "
-                f"{problem}. So {_REMEDY}"
+                f"the ranks were out of step with another model, and cannot go on together: rank {names[rank]}: "
+                f"{problem}. Therefore {_REMEDY}"
             )
 
 

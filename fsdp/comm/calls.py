@@ -32,10 +32,8 @@ logger = logging.getLogger("fsdp")
 
 BESIDE, TREES = OF_A_GROUP = "beside", "trees"  # sequences that every rank of a group has, if with nothing begun
 NEXT = 8  # ranks that are compared in one look
-REMEDY = (
-    "Call it on every rank, in the same order: is it inside `if rank == 0`? If a rank ran out of batches before the "
-    "others, loop with `for batch in fsdp.join(model, loader)`"
-)
+UNEVEN = "If a rank ran out of batches before the others, loop with `for batch in fsdp.join(model, loader)`"
+REMEDY = f"Call it on every rank, in the same order: is it inside `if rank == 0`? {UNEVEN}"
 
 _Said = Mapping[str, Sequence[Any]]  # a rank's post: by sequence, what it has begun, or None, and the words for it
 

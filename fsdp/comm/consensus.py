@@ -43,7 +43,7 @@ import torch.distributed as dist
 
 from fsdp.comm import waiting
 from fsdp.comm.board import Board, processes
-from fsdp.comm.calls import BESIDE, REMEDY, Calls, Waited, ranks_in_words
+from fsdp.comm.calls import BESIDE, REMEDY, UNEVEN, Calls, Waited, ranks_in_words
 from fsdp.comm.collectives import Vote, agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
 from fsdp.comm.ledger import issued_in
@@ -487,7 +487,7 @@ class _SideGroup:
         if ended := [rank for rank in self._global_ranks if rank in dead]:
             raise RuntimeError(
                 f"{self._doing}: the process of {ranks_in_words(ended)} has ended: it failed, or left out this call, "
-                "which takes all ranks"
+                f"which takes all ranks. {UNEVEN}"
             )
 
     def why(self) -> tuple[int, str] | None:

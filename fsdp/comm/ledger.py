@@ -350,8 +350,8 @@ def catch_up(group: Any, device: torch.device, by_rank: Mapping[int, list[Any]])
             here, there = own[number], issued[number]
             if (here.name, here.numels) != (there.name, there.numels) or (here.dtype != there.dtype and here.numels):
                 raise RuntimeError(
-                    f"rank {other} has issued {there.name} where rank {rank} has issued {here.name}: this process "
-                    "group is of no use any more. Make a new one, and wrap the model on it"
+                    f"rank {other} has issued {there.name} where rank {rank} has issued {here.name}: the ranks of this "
+                    "process group cannot go on together. Make a new one, and wrap the model on that"
                 )
     for number in range(count, max(said[0] for said in by_rank.values())):
         ahead = {other: issued.get(number) for other, issued in theirs.items() if by_rank[other][0] > number}

@@ -36,6 +36,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from fsdp.comm.board import Board, machine
+from fsdp.comm.calls import UNEVEN
 from fsdp.comm.groups import group_ranks, group_timeout
 from fsdp.comm.ledger import Gather
 from fsdp.comm.segment import HEADER, SUPPORTED, Block, Mapping, Peer, Segment
@@ -389,7 +390,7 @@ class Channel:
                     self.collectives.miss(rank)
                     self.questions.miss(rank)
                 names = ", ".join(f"rank {self.names[rank]}" for rank in ended)
-                why = "it failed, or left out this call, which takes all ranks"
+                why = f"it failed, or left out this call, which takes all ranks. {UNEVEN}"
                 self.broken = RuntimeError(f"the process of {names} has ended: {why}")
                 raise self.broken
             if now - started > seconds:

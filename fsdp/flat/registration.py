@@ -70,7 +70,7 @@ class _InUnit:
         if registration is not None and registration.summoned is None:
             handle = registration.handle
             raise RuntimeError(
-                f"copy.deepcopy of a {self._kind} alone would be without its parameters: parameter "
+                f"copy.deepcopy of the {self._kind} alone would be without its parameters: parameter "
                 f"{handle.name_of(self._index)!r} of {handle.unit_name} belongs to the unit. Copy the wrapped model, "
                 "copy.deepcopy(model), which copies shards; or copy inside summon_full_params(model), which gives a "
                 "plain module"

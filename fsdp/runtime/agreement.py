@@ -38,7 +38,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from fsdp.comm import beginning, ledger, shared_memory, waiting
+from fsdp.comm import beginning, calls, ledger, shared_memory, waiting
 from fsdp.comm.board import Board
 from fsdp.comm.calls import Calls, Waited, hint
 from fsdp.comm.collectives import OutOfStep, Vote, debug_detail, gather_values
@@ -48,6 +48,7 @@ from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.initial_values import InitialValues
 from fsdp.runtime.diagnosis import (
+    END_WORDS,
     Entry,
     Report,
     different_order,
@@ -59,12 +60,10 @@ from fsdp.runtime.diagnosis import (
 from fsdp.runtime.mistakes import warn_of_initial_values
 
 GATHER, REDUCE, GATHER_NEARBY = "gather", "reduce", "gather from nearby"
-END_WORDS = "end the pass"
 MAX_BUCKETS = 64  # of a unit
 KINDS = (GATHER, REDUCE, GATHER_NEARBY)
 PER_MEMBER = 2 * len(KINDS)  # times the number of members: the event that a pass ends
 _MASK = (1 << 62) - 1
-CALLS_REMEDY = "What communicates has to be called on all ranks, in the same place of the program"
 _TRIES = 10  # times as long as a rank waits before it looks around, it waits for others to go on after a failure
 HEARING = timedelta(seconds=1)  # how long to wait for what the other ranks have to say
 # Numbers of a backward, of the forward of a unit that another group serves, and of calls, from here down.
@@ -255,9 +254,11 @@ class Agreement:
         def look() -> None:
             look_around()
             reports = self._exchange_reports()
-            alone = [f"rank {rank} gave up the {words.gave_up[2]}" for rank, words in reports.items() if words.gave_up]
+            alone = [
+                f"rank {rank} failed in the {words.gave_up[2]}" for rank, words in reports.items() if words.gave_up
+            ]
             if alone and not self._board.has_met(key):  # wherever it was: it has not come here
-                here = f"{alone[0]}, and rank {self._rank} is at {reports[self._rank].where}"
+                here = f"{alone[0]}, and rank {self._rank} {reports[self._rank].where}"
                 raise self._out_of_step(self._in_words(here, {}))
 
         if self._board.meet_alike(key, list(digests.values()), look):
@@ -354,7 +355,7 @@ class Agreement:
         """Raises what the ranks do differently, or else what each does, where they have not voted alike."""
         if vote.result() is None:
             reports = self._exchange_reports(HEARING)
-            each = "; ".join(f"rank {rank} is at {words.where}" for rank, words in sorted(reports.items()))
+            each = "; ".join(f"rank {rank} {words.where}" for rank, words in sorted(reports.items()))
             raise self._out_of_step(self._first_mismatch(reports) or self._in_words(each, reports))
 
     def give_up(self, what: Pass) -> None:
@@ -403,19 +404,19 @@ class Agreement:
         """
         if self.gave_up is None:
             return
-        key, calls = f"come/{self._recoveries}", self._calls
-        assert calls is not None
-        calls.began([self._recoveries + 1, 0], f"waits for all ranks, after it failed in the {self.gave_up[2]}")
+        key = f"come/{self._recoveries}"
+        assert self._calls is not None
+        self._calls.began([self._recoveries + 1, 0], f"waits for all ranks, after it failed in the {self.gave_up[2]}")
         try:
             self._meet(key, "after a pass that failed", patience=_TRIES * waiting.PATIENCE.total_seconds())
         except BaseException:
-            calls.failed()
+            self._calls.failed()
             raise
         reports = {self._group.rank(): self._issued()} | self._board.posted(f"issued/{self._recoveries}")
         further = [rank for rank, (_, _, rounds) in reports.items() if rounds > self._rounds]
         if further and not self._accused:
             why = self._broken() or f"rank {self._names[further[0]]} failed after that"
-            raise self._told(f"rank {self._rank} is at {self._report().where}. {why}", why)
+            raise self._told(f"rank {self._rank} {self._report().where}. {why}", why)
         waiting.watch(self._group, self)
         shared_memory.renew(self._group)
         ledger.catch_up(self._group, self._device, {rank: issued for rank, (_, issued, _) in reports.items()})
@@ -425,7 +426,7 @@ class Agreement:
         self._recent.clear()
         self._habit, self._together, self._before = Habit(), True, 0
         self.gave_up, self._accused, self._compared = None, False, True
-        calls.forgive()
+        self._calls.forgive()
         self._recoveries += 1
 
     def _meet(self, key: str, why: str, sign: str = "count", patience: float = math.inf) -> None:
@@ -444,7 +445,7 @@ class Agreement:
             self._raise_if_left(met=met)
             tired = waited.seconds > patience and not self._accused
             if tired and (broken := self._broken()) is not None and not met():
-                raise self._told(f"rank {self._rank} is at {self._report().where}. {broken}", broken)
+                raise self._told(f"rank {self._rank} {self._report().where}. {broken}", broken)
             if waited.seconds > group_timeout(self._group).total_seconds():
                 raise RuntimeError(self.late(waited.seconds, why))
 
@@ -507,7 +508,7 @@ class Agreement:
         self._announces = position
         self._raise_if_broken()
         self._board.post("report", self._report())
-        why = f"waiting to {words}, which is not what came before"
+        why = "" if position < 0 else f"to {words}, which did not come here before"
         self._meet(f"{self._passes}/{position}", why, sign=str(event))
         self._announces = None
         self._announced.append((self._passes, position))
@@ -525,8 +526,8 @@ class Agreement:
         if dead := self._board.dead():
             ended = f"the process of {', '.join(f'rank {self._names[rank]}' for rank in dead)} has ended"
             raise self._told(
-                f"{ended}, and rank {self._rank} waits for it at {self._report().where}. {self.explain()}. Where it "
-                f"has not failed: {CALLS_REMEDY}",
+                f"{ended}, and rank {self._rank}, which {self._report().where}, waits for it. {self.explain()}. If it "
+                f"has not failed, it has left out a call. {calls.REMEDY}",
                 ended,
             )
 
@@ -534,8 +535,8 @@ class Agreement:
         """Raises where other ranks have gone on to another tree, while this one waits; see ``beginning.gone_on``."""
         found = beginning.gone_on(self._group, met=met)
         if found is not None:
-            here = f"{found}, and rank {self._rank} is at {self._report().where}"
-            raise self._out_of_step(f"The ranks do not make the same calls: {here}. {CALLS_REMEDY}")
+            here = f"{found}, and rank {self._rank} {self._report().where}"
+            raise self._out_of_step(f"The ranks do not make the same calls: {here}. {calls.REMEDY}")
 
     def _broken(self) -> str | None:
         """What some rank has found out since the ranks met."""
@@ -545,7 +546,7 @@ class Agreement:
         """Raises what another rank has found out, unless this one has given up."""
         broken = self._broken()
         if broken is not None and self.gave_up is None:
-            raise self._told(f"rank {self._rank} is at {self._report().where}. {broken}", broken)
+            raise self._told(f"rank {self._rank} {self._report().where}. {broken}", broken)
 
     # -- words ---------------------------------------------------------------------------------------------------------
 
@@ -601,8 +602,10 @@ class Agreement:
 
     def _in_words(self, found: str, reports: dict[int, Report]) -> str:
         if any(words.is_call and words.number >= self._passes for words in reports.values()):
-            return f"The ranks do not make the same calls: {found}. {CALLS_REMEDY}"
-        return f"Forward order differs across ranks, or what follows from it in backward: {found}. {self.REMEDY}"
+            return f"The ranks do not make the same calls: {found}. {calls.REMEDY}"
+        alike = len({(words.kind, words.number) for words in reports.values()}) < 2
+        more = "" if alike else ". If one rank evaluates alone, evaluate on all ranks. " + calls.UNEVEN
+        return f"Forward order differs across ranks, or what follows from it in backward: {found}. {self.REMEDY}{more}"
 
     def _out_of_step(self, message: str) -> OutOfStep:
         """For this rank to raise; the others are told."""
@@ -627,7 +630,7 @@ class Agreement:
 
     def late(self, seconds: float, label: str) -> str:
         waited = f"waited {seconds:.0f} s"
-        words = f"rank {self._rank} {waited}: {label}" if self._calls is None else self._calls.in_words(waited, label)
+        words = f"rank {self._rank} {waited} ({label})" if self._calls is None else self._calls.in_words(waited, label)
         return f"{words}. {hint(self._pass.doing)}. {self.explain()}"
 
     def explain(self) -> str:

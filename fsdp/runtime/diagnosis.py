@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+END_WORDS = "end the pass"
+
 
 class Entry(NamedTuple):
     """One collective of a pass: in which pass and where in it, and what it was, as a number and in words."""
@@ -42,12 +44,17 @@ class Report(NamedTuple):
         return [entry for entry in self.recent if entry.number == self.number]
 
     @property
-    def latest(self) -> str:
-        return self.of_pass[-1].words if self.of_pass else "the begin"
+    def runs(self) -> str:
+        """Words for the pass or call, after "rank 0"."""
+        return f"has called {self.words}" if self.is_call else f"runs {self.doing}"
 
     @property
     def where(self) -> str:
-        return f"{self.latest} in {self.doing}"
+        """Words for how far the rank has come, after "rank 0"."""
+        if not self.of_pass:
+            return f"has called {self.words}" if self.is_call else f"begins {self.doing}"
+        latest = self.of_pass[-1].words
+        return f"is at the end of {self.doing}" if latest == END_WORDS else f"is about to {latest}, in {self.doing}"
 
     @property
     def place(self) -> tuple[int, int]:
@@ -80,7 +87,7 @@ def different_passes(here: Mapping[int, Report]) -> str | None:
     """Ranks in passes of the same number that are not the same, or that do not follow on the same."""
     for what, before in (("kind", ""), ("begun", " after something else")):
         if len({getattr(words, what) for words in here.values()}) > 1:
-            return "; ".join(f"rank {rank} runs {words.doing}{before}" for rank, words in sorted(here.items()))
+            return "; ".join(f"rank {rank} {words.runs}{before}" for rank, words in sorted(here.items()))
     return None
 
 
@@ -102,8 +109,8 @@ def passed_by(waiting: int, other: int, reports: Mapping[int, Report]) -> str | 
         return None
     place = reports[waiting].number, position
     return (
-        f"rank {waiting} is at {reports[waiting].where}, its collective {position}, and waits for all ranks to do the "
-        f"same; rank {other} did {reports[other].did_around(place)}, and is at {reports[other].where}"
+        f"rank {waiting} {reports[waiting].where} (collective {position}), and waits for all ranks to do the same; "
+        f"rank {other} did {reports[other].did_around(place)}, and {reports[other].where}"
     )
 
 
@@ -115,4 +122,4 @@ def left_alone(other: int, own: Report, rank: int, reports: Mapping[int, Report]
     number, count, words = gave_up
     if own.number < number or (own.number == number and own.place[1] < count and not own.is_call):
         return None
-    return f"rank {other} gave up the {words} at its collective {count}, and rank {rank} is at {own.where}"
+    return f"rank {other} failed in the {words} (collective {count}), and rank {rank} {own.where}"

@@ -12,7 +12,6 @@ from fsdp.comm.consensus import hash_of
 from fsdp.comm.streams import Streams
 from fsdp.runtime.agreement import (
     BACKWARD,
-    END_WORDS,
     GATHER,
     KINDS,
     PER_MEMBER,
@@ -20,6 +19,7 @@ from fsdp.runtime.agreement import (
     Member,
     Pass,
 )
+from fsdp.runtime.diagnosis import END_WORDS
 
 
 class Negotiation(Agreement):

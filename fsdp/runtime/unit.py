@@ -88,11 +88,10 @@ class Unit(UnitBuffers):
 
     def signature(self, group: Any) -> str:
         if not self.groups.sharded:
-            kind = "not sharded"
+            kind = "NO_SHARD"
         else:
-            ranks = f" over {self.policy.reshard_ranks} ranks" if self.policy.reshard_ranks else ""
-            kept = self.policy.reshard_after_forward is False
-            kind = "kept after forward" if kept else f"resharded{ranks} after forward"
+            ranks = f", resharded over {self.policy.reshard_ranks} ranks" if self.policy.reshard_ranks else ""
+            kind = "SHARD_GRAD_OP" if self.policy.reshard_after_forward is False else f"FULL_SHARD{ranks}"
         layouts = [handle.layout for handle in self.handles]
         buckets = [
             f"{layout.numel} elements ({layout.shard_numel} per rank) of {layout.dtype}, computed in "

@@ -81,11 +81,14 @@ class UnitPolicy:
 
     def order_in_words(self) -> str:
         """What the order of collectives depends on."""
-        when = "after" if self.prefetch_after_gradients else "before"
+        when = "BACKWARD_POST" if self.prefetch_after_gradients else "BACKWARD_PRE"
+        prefetch = "no backward_prefetch"
+        if self.backward_prefetch:
+            prefetch = f"{when}, {self.backward_prefetch} ahead" if self.backward_prefetch > 1 else when
         limited = "" if self.limit_gathers else ", not limited"
         kept = f", {self.keep_gathered_nbytes} bytes kept" if self.keep_gathered_nbytes else ""
         sent = ", buffers broadcast" if self.broadcast_buffers else ""
-        return f"{self.backward_prefetch} ahead {when} gradients{limited}{kept}{sent}"
+        return f"{prefetch}{limited}{kept}{sent}"
 
 
 class Summoned(Enum):
