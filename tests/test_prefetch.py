@@ -387,4 +387,4 @@ def different_ranks() -> str:
 def test_ranks_that_gather_ahead_differently_are_told() -> None:
     """Their gathers and reductions would come in different orders."""
     for words in run_ranks(2, different_ranks):
-        assert "FULL_SHARD, BACKWARD_PRE, 32" in words and "FULL_SHARD, BACKWARD_PRE, 2 ahead" in words, words
+        assert "FULL_SHARD, BACKWARD_PRE, 48" in words and "FULL_SHARD, BACKWARD_PRE, 2 ahead" in words, words

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint import async_save, load, save
 from fsdp.comm import waiting
-from tests.harness.agreeing import PATIENT, UNEQUAL, Chain, build, impatient, new_group, summon, train
+from tests.harness.agreeing import PATIENT, SHORT, UNEQUAL, Chain, build, impatient, new_group, summon, train
 from tests.harness.pool import run_ranks
 
 
@@ -69,11 +70,11 @@ class Run:
 
 BESIDE: dict[str, Callable[[Run], Any]] = {"save": Run.save, "async_save": Run.async_save, "load": Run.load}
 OTHERS: dict[str, tuple[Callable[[Run], Any], str]] = {
-    "step": (Run.step, "runs the forward of the root unit"),
-    "state_dict": (Run.state_dict, "has called state_dict() (FULL_STATE_DICT) of the root unit"),
-    "clip": (Run.clip, "has called clip_grad_norm_(norm_type=2.0) of the root unit"),
-    "summon": (Run.summon, "has called summon_full_params() of the root unit"),
-    "new model": (Run.new_model, "is about to begin the first pass or call of a model"),
+    "step": (Run.step, "the forward of the root unit"),
+    "state_dict": (Run.state_dict, "state_dict() (FULL_STATE_DICT) of the root unit"),
+    "clip": (Run.clip, "clip_grad_norm_(norm_type=2.0) of the root unit"),
+    "summon": (Run.summon, "summon_full_params() of the root unit"),
+    "new model": (Run.new_model, "the first pass or call of a model"),
 }
 
 
@@ -120,6 +121,44 @@ def test_ranks_in_different_calls(tmp_path: Any, ranks: int, beside: str, other:
         assert seconds < PATIENT / 2, f"rank {rank}: {error}"
         assert f"rank {alone} has called fsdp.checkpoint.{beside}()" in error, f"rank {rank}: {error}"
         assert OTHERS[other][1] in error and "if rank == 0" in error and "fsdp.join" in error, f"rank {rank}: {error}"
+
+
+@impatient
+def come_late(way: str) -> tuple[list[str], list[float]]:
+    """The last rank comes later than the group's timeout; then all try again. Their errors, and the seconds of each."""
+    os.environ["FSDP_COLLECTIVES"] = way
+    group = new_group(SHORT)
+    torch.manual_seed(0)
+    model = build(Chain(UNEQUAL), group)
+    for _ in range(2):
+        train(model)
+    dist.barrier()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        time.sleep(SHORT + 1.5)
+    errors, seconds = list[str](), list[float]()
+    for _ in range(3):
+        started = time.monotonic()
+        try:
+            train(model)
+        except RuntimeError as error:
+            errors.append(str(error))
+        seconds.append(time.monotonic() - started)
+    train(build(Chain(UNEQUAL), new_group()))
+    return errors, seconds
+
+
+@pytest.mark.parametrize("way", ["auto", "native", "direct"])
+def test_a_rank_that_comes_later_than_the_timeout(way: str) -> None:
+    """Every rank gets an error. Then the ranks go on, in shared memory; gloo has closed the connections, and every
+    further use of the group says so at once."""
+    for rank, (errors, seconds) in enumerate(run_ranks(2, come_late, way)):
+        first, *later = errors
+        if rank == 0:
+            assert "rank 0 waited 4 s in the forward of the root unit" in first and "for rank 1" in first, first
+        assert len(later) == (0 if way == "auto" else 2), errors
+        for error, took in zip(later, seconds[1:]):
+            assert error.startswith("the connections of this process group are closed") and took < PATIENT / 2, error
+            assert "came later than the group's timeout (4 s)" in error and "make a new process group" in error, error
 
 
 # -- ranks that are elsewhere ------------------------------------------------------------------------------------------

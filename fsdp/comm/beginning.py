@@ -23,7 +23,7 @@ from fsdp.comm import ledger, shared_memory
 from fsdp.comm.board import Board
 from fsdp.comm.calls import TREES, Calls, Waited, ranks_in_words
 from fsdp.comm.groups import group_timeout, rank_names
-from fsdp.comm.waiting import OutOfStep, watch
+from fsdp.comm.waiting import OutOfStep, watch, watcher
 
 _REMEDY = "make a new process group (torch.distributed.new_group()), and wrap the model on that"
 
@@ -101,6 +101,7 @@ def begin(group: Any, device: torch.device, doing: str) -> None:
     if its is None:
         its = _known[group] = _Beginnings(group)
     watch(group, its)
+    watcher.check(group)
     its.calls.began([its.count + 1], f"is about to begin {doing}")
     try:
         _begin(its, group, device, doing)

@@ -175,7 +175,7 @@ def hint(doing: str) -> str:
 
 def _noun(doing: str) -> str:
     """ "the backward" for "runs the backward"."""
-    for verb in ("has called ", "runs ", "is about to begin "):
+    for verb in ("has called ", "runs ", "is about to begin ", "comes to "):
         doing = doing.removeprefix(verb)
     return doing or "a call"
 

@@ -193,6 +193,9 @@ class Issuer:
                 work = self._direct(first, second, self._further)
             else:
                 work = self._direct([first], self._further)
+        except RuntimeError as error:
+            _raise_if_closed(error, self._group, self._label)
+            raise
         finally:
             _label.text = None
         if settles:
@@ -202,6 +205,15 @@ class Issuer:
             work.wait()  # unless the backend has
             work = None
         return Work(() if work is None else (work,), self._group, self._label, self._on_host, self._ends_alone is True)
+
+
+def _raise_if_closed(error: RuntimeError, group: Any, label: str) -> None:
+    """
+    Raises:
+        RuntimeError: a collective could not be issued since the connections of ``group`` are closed.
+    """
+    if closed := watcher.closed(group, error):
+        raise RuntimeError(f"{label}: {error}{closed}") from error
 
 
 def issue_vote(
@@ -303,9 +315,14 @@ def issue_transfers(transfers: Sequence[Transfer], group: Any, label: str, devic
         for transfer in transfers
     ]
     detail = [(sent, rank, tensor.numel(), str(tensor.dtype), number) for sent, rank, tensor, number in transfers]
+    watcher.check(group)
     ledger = _note(group, "messages", device.type, detail)
     with labelled(label):
-        works = dist.batch_isend_irecv(operations) if operations else []
+        try:
+            works = dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            _raise_if_closed(error, group, label)
+            raise
     work = Work(works, group, label, device.type == "cpu")
     ledger.messages.extend(weakref.ref(each) for each in work.on_host)
     return work

@@ -25,9 +25,10 @@ from concurrent import futures
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from fsdp.comm.groups import group_timeout
+from fsdp.comm.groups import backend_of, group_timeout
 from fsdp.comm.recording import Told
 
 logger = logging.getLogger("fsdp")
@@ -50,6 +51,9 @@ class TimedOut(RuntimeError):
     def __init__(self, seconds: float) -> None:
         super().__init__(f"the other ranks did not come within {seconds:.0f} s, the timeout of the process group")
         self.seconds = seconds
+
+
+_CLOSED = "connection closed", "connection reset", "timed out", "pair closure"  # as gloo says that
 
 
 class Watch(Protocol):
@@ -303,10 +307,13 @@ class Work:
                 self._works = ()  # it has failed
                 if not isinstance(error, RuntimeError):
                     raise
+                in_memory = isinstance(first, HostWork) and not isinstance(first, BlockingWork)
+                closed = "" if in_memory else watcher.closed(self.group, error)
                 if isinstance(error, TimedOut) and self.watch is not None:
-                    raise RuntimeError(self.watch.late(error.seconds, self.label)) from error
+                    raise RuntimeError(f"{self.watch.late(error.seconds, self.label)}{closed}") from error
                 words = "" if self.watch is None or not self._on_host else f" {self.watch.explain()}"
-                raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}.{words}") from error
+                what = f"{self.label}: the collective failed or timed out: {error}"
+                raise RuntimeError(f"{what}.{words}{closed}") from error
             self._works, given_up = self._works[1:], False
 
     def _wait_for(self, work: Any, watch: Watch, given_up: bool) -> None:
@@ -359,6 +366,21 @@ class Watcher:
         """Raises OutOfStep if ``group`` was ended."""
         if group in self._broken:
             raise OutOfStep(str(self._broken[group]))
+
+    def closed(self, group: Any, error: Exception) -> str:
+        """Where ``error`` means that gloo has closed the connections of ``group``, as it does for good when one of its
+        collectives has timed out: words for that, which whoever uses the group next gets at once; else nothing."""
+        says_so = isinstance(error, TimedOut) or any(words in str(error).lower() for words in _CLOSED)
+        if not says_so or backend_of(group, torch.device("cpu")) != "gloo":
+            return ""
+        what = (
+            "the connections of this process group are closed, for a rank has failed, or came later than the group's "
+            f"timeout ({group_timeout(group).total_seconds():.0f} s): make a new process group "
+            "(torch.distributed.new_group()), and wrap the model on that; or start again, and resume from the last "
+            "checkpoint"
+        )
+        self._broken[group], self.any_broken = OutOfStep(what), True
+        return f". From now on {what}"
 
     def follow(self, event: Any, work: Work) -> None:
         """``event`` comes after ``work``."""

@@ -34,7 +34,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -57,6 +57,7 @@ from fsdp.runtime.diagnosis import (
     left_alone,
     passed_by,
 )
+from fsdp.runtime.habit import Habit, Pass
 from fsdp.runtime.mistakes import warn_of_initial_values
 
 GATHER, REDUCE, GATHER_NEARBY = "gather", "reduce", "gather from nearby"
@@ -113,59 +114,6 @@ class Member(ABC):
     def take_part(self, kind: str, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit, and this one need not: let the values go; add to the sum what there
         is, so that a gradient which is not complete goes in two parts."""
-
-
-class Pass(NamedTuple):
-    """A forward or backward of a tree, or another call in which its ranks communicate."""
-
-    words: str
-    caller: Member | None = None  # the unit whose forward it is; None: a backward, or a call
-    trains: bool = False  # whether it is a forward in training mode
-    call: str = ""  # what all ranks have to call: "state_dict()"; empty for a forward or backward
-    often: bool = False  # a call that steps are made of: it need not be announced where it comes as before
-
-    @property
-    def is_backward(self) -> bool:
-        return self.caller is None and not self.call
-
-    @property
-    def doing(self) -> str:
-        """Words for it, after "rank 0"."""
-        return f"has called {self.words}" if self.call else f"runs the {self.words}"
-
-
-class Habit:
-    """Which pass or call came after which, so that what comes as it did before needs no words.
-
-    All ranks of a group have the same one, as they do the same. It holds a bounded number of things.
-    """
-
-    LONGEST = 64  # passes since the last call, as far as they are told apart
-
-    def __init__(self) -> None:
-        self._followed: dict[tuple[int, ...], int] = {}  # by the last one and how many there were since the last call
-        self._last, self._count = (0, 0), 0
-        self._forward: int | None = None  # the latest, which comes if nothing else is known
-
-    def _contexts(self) -> list[tuple[int, ...]]:
-        """From the best to the one that is known earliest."""
-        counted = [(self._last[-1], self._count, 0)] if self._count < self.LONGEST else []
-        return [*counted, self._last]
-
-    @property
-    def expected(self) -> int | None:
-        """The number of what comes next, if it comes as before."""
-        known = (self._followed[context] for context in self._contexts() if context in self._followed)
-        return next(known, self._forward)
-
-    def note(self, number: int, what: Pass) -> None:
-        """``what`` comes next."""
-        for context in self._contexts():
-            self._followed[context] = number
-        self._last = (self._last[-1], number)
-        self._count = 0 if what.call else min(self._count + 1, self.LONGEST)
-        if what.caller is not None:
-            self._forward = number
 
 
 class Agreement:
@@ -404,11 +352,13 @@ class Agreement:
         """
         if self.gave_up is None:
             return
+        waiting.watcher.check(self._group)
         key = f"come/{self._recoveries}"
         assert self._calls is not None
-        self._calls.began([self._recoveries + 1, 0], f"waits for all ranks, after it failed in the {self.gave_up[2]}")
+        meeting = f"comes to the meeting of all ranks after a failed {self.gave_up[2]}"
+        self._calls.began([self._recoveries + 1, 0], meeting)
         try:
-            self._meet(key, "after a pass that failed", patience=_TRIES * waiting.PATIENCE.total_seconds())
+            self._meet(key, "", patience=_TRIES * waiting.PATIENCE.total_seconds())
         except BaseException:
             self._calls.failed()
             raise
@@ -509,8 +459,10 @@ class Agreement:
         self._raise_if_broken()
         self._board.post("report", self._report())
         why = "" if position < 0 else f"to {words}, which did not come here before"
-        self._meet(f"{self._passes}/{position}", why, sign=str(event))
-        self._announces = None
+        try:
+            self._meet(f"{self._passes}/{position}", why, sign=str(event))
+        finally:
+            self._announces = None
         self._announced.append((self._passes, position))
 
     def slow(self) -> None:

@@ -18,7 +18,7 @@ from fsdp.comm.versions import set_versions
 from fsdp.flat.memory import pool_for
 from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import Pass
+from fsdp.runtime.habit import Pass
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.ranges import logs, profiled
 from fsdp.runtime.reduction import ReductionQueue

@@ -17,9 +17,9 @@ from fsdp.runtime.agreement import (
     PER_MEMBER,
     Agreement,
     Member,
-    Pass,
 )
 from fsdp.runtime.diagnosis import END_WORDS
+from fsdp.runtime.habit import Pass
 
 
 class Negotiation(Agreement):

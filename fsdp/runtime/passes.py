@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from fsdp.comm.streams import Streams
-from fsdp.runtime.agreement import GATHER_NEARBY, KINDS, REDUCE, Agreement, Member, Pass
+from fsdp.runtime.agreement import GATHER_NEARBY, KINDS, REDUCE, Agreement, Member
+from fsdp.runtime.habit import Pass
 from fsdp.runtime.negotiation import Negotiation
 
 
