@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,6 +103,14 @@ def test_freed_memory_serves_the_stream_that_owned_it(frees: str, waits: bool) -
         if frees != "exit":
             torch.zeros(100)
     assert [race.partition(":")[0] for race in tracer.races] == ([] if waits else ["use after free"])
+
+
+def test_simulated_streams_compare_as_those_of_torch_do() -> None:
+    """A `torch.Stream` is neither equal nor unequal to None: code that asks `stream != None` never learns a stream."""
+    one, other = SimulatedStream("one"), SimulatedStream("other")
+    assert operator.eq(one, one) and not operator.ne(one, one)
+    assert operator.ne(one, other) and not operator.eq(one, other)
+    assert not operator.ne(one, None) and not operator.eq(one, None)
 
 
 def test_what_makes_a_host_wait_is_noted() -> None:

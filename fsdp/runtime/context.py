@@ -170,9 +170,11 @@ class RootContext:
             set_versions(buffers, versions)  # backwards that have saved them may be to come
 
     def _adopt_stream(self) -> None:
-        """What the backward does to gradients, and allocates for them, will be on the stream that is current now."""
+        """Allocate and handle the gradients of the backward on the stream that is current now."""
         stream = self.streams.current()
-        if stream != self.compute:
+        if stream is None:
+            return
+        if self.compute is None or stream != self.compute:  # a torch.Stream is neither equal nor unequal to None
             self.compute = stream
             for unit in self.units:  # autograd would run the leaves' hooks on another stream, with a warning
                 unit.expected.renew()

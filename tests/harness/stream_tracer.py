@@ -118,11 +118,22 @@ class Sync(NamedTuple):
 
 
 class SimulatedStream:
-    """A queue of work. `clock` says, per stream, up to which of its operations this one has waited."""
+    """A queue of work. `clock` says, per stream, up to which of its operations this one has waited.
+
+    Compares as `torch.Stream` does, which is neither equal nor unequal to None and to other kinds of objects.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: dict[SimulatedStream, int] = {self: 0}
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return isinstance(other, SimulatedStream) and self is not other
+
+    __hash__ = object.__hash__
 
     @property
     def time(self) -> int:
