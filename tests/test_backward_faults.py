@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel
 from fsdp.runtime import hooks
+from fsdp.runtime.context import RootContext
 from tests.harness.lockstep import (
     CLEAR,
     STEP,
@@ -208,6 +210,42 @@ def _late_ends() -> None:
 def test_a_failed_backward_may_go_away_late() -> None:
     """R48: a device's thread can hold it while the next pass is under way, which is not disturbed."""
     run_ranks(2, _late_ends)
+
+
+def _ends_on_another_thread() -> list[bool]:
+    """Of each reset of the tree, whether it ran on the thread of the forwards."""
+    model = wrapped(seeded(TrappedModel, "none"), MODES[0], Trapped)
+    x = Data(0, 2).tensor(0, 3, WIDTH)
+    sizes = [param.numel() for param in model.parameters()]
+    main, own = threading.get_ident(), []
+    reset = RootContext.reset
+
+    def note(context: RootContext) -> None:
+        own.append(threading.get_ident() == main)
+        reset(context)
+
+    def fail(loss: Tensor) -> None:
+        with pytest.raises(Fault):
+            loss.backward()
+
+    with mock.patch.object(RootContext, "reset", note):
+        for then in (lambda: None, lambda: list(model.parameters()), lambda: model(x)):
+            loss = loss_of(model, x)
+            Trap.set("backward 1")
+            thread = threading.Thread(target=fail, args=(loss,))
+            del loss
+            thread.start()
+            thread.join()
+            then()
+            assert [param.numel() for param in model.parameters()] == sizes
+    return own
+
+
+def test_a_failed_backward_is_cleaned_up_on_the_thread_of_the_forwards() -> None:
+    """Autograd's thread for an accelerator may be the last to hold a backward that raised. The program goes on beside
+    it, so that thread must not change the units; the next call on the wrapped model resets them."""
+    for own in run_ranks(2, _ends_on_another_thread):
+        assert len(own) >= 3 and all(own)
 
 
 class Catches(nn.Module):

@@ -39,9 +39,11 @@ class _EndOfBackward:
         self._context.finish_backward()
 
     def __del__(self) -> None:
+        # The backward raised. Where autograd's device thread is the last to drop the graph task, the program goes on
+        # beside it, and resets the tree at its next call.
         context = self._context
-        if not self._called and context.passes.in_backward and context._end_of_backward() is self:
-            context.reset()  # the backward raised, and no later pass has found out
+        if not self._called and context._end_of_backward() is self and context.is_on_thread:
+            context.reset_failed_backward()
 
 
 class RootContext:
@@ -97,8 +99,8 @@ class RootContext:
         Whoever communicates inside, other than by a unit's gathers, calls :meth:`Passes.announce` before. With
         ``often`` the ranks are not asked where the call comes in the same place of a step as before.
         """
-        if self.passes.in_backward and hooks.current_backward() == hooks.NO_BACKWARD:
-            self.reset()  # the backward raised, and nothing else has noticed
+        if hooks.current_backward() == hooks.NO_BACKWARD:
+            self.reset_failed_backward()
         try:
             with self.passes.calling(call, f"{call} of {self.root.name}", often=often):
                 yield
@@ -204,9 +206,10 @@ class RootContext:
     def enter_backward(self, unit: UnitBuffers) -> None:
         """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
         nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
-        if self.passes.in_backward and not self.passes.failed:
+        abandoned = self.passes.in_backward and self._end_of_backward() is None  # by a backward that raised
+        if self.passes.in_backward and not (self.passes.failed or abandoned):
             return
-        if self.passes.failed:
+        if self.passes.failed or abandoned:
             self._clear()
         self._unfrozen = [other for other in self.units if other.follow_flags()]  # before ranks agree on what it brings
         self.residency.start_order(unit, backward=True)
@@ -235,6 +238,16 @@ class RootContext:
         self.residency.forget_kept()
         self.residency.settle_offloaded()
         self.residency.rest()
+
+    @property
+    def is_on_thread(self) -> bool:
+        """Whether this is the thread of the latest outermost forward."""
+        return self._thread == threading.get_ident()
+
+    def reset_failed_backward(self) -> None:
+        """Reset if a backward has begun and not ended. Called where none is running, so that one has raised."""
+        if self.passes.in_backward:
+            self.reset()
 
     def reset(self) -> None:
         """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet

@@ -141,6 +141,10 @@ class Unit(UnitBuffers):
 
     @property
     def phase(self) -> Phase:
+        """The phase of the unit; a backward that raised is cleaned up first."""
+        context = self.context
+        if context is not None and context.is_on_thread and hooks.current_backward() == hooks.NO_BACKWARD:
+            context.reset_failed_backward()
         if self._depth > 0:
             return Phase.FORWARD
         if self._open_calls or (self.expected.of_task and self.expected):
