@@ -75,7 +75,7 @@ class Pending:
             if streams.is_capturing():
                 watcher.pause()
             else:
-                watcher.follow(self._event, work)
+                watcher.follow(self._event, work, streams.look_beside_captures)
 
     def extend(self) -> None:
         """What the current stream has been given since belongs to it as well."""

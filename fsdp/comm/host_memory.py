@@ -16,7 +16,9 @@ import ctypes
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -25,23 +27,87 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from fsdp.comm.waiting import WhenIdle
 
 
+class Use(Protocol):
+    """An event of the device, or anything else that tells whether copies of host memory are over."""
+
+    def query(self) -> bool: ...
+
+
 class _Pages(mmap.mmap):
-    """Pages that are unlocked before they are given back."""
+    """Locked pages. Where the device still uses them when nothing holds them any more, they stay until it has done."""
 
     unlock: Callable[[], object] | None = None
+    uses: Callable[[], Sequence[Use]]
 
     def __del__(self) -> None:
-        if self.unlock is not None:
+        if self.unlock is None:
+            return
+        uses = self.uses()
+        if all(use.query() for use in uses):
             self.unlock()
+        else:
+            _dropped.add(self, uses)  # which keeps the pages alive
 
 
-def locked_pages(nbytes: int, lock: Callable[[int, int], None], unlock: Callable[[int], object]) -> torch.Tensor:
-    """``nbytes`` bytes (uint8), locked by ``lock(address, nbytes)``, until nothing holds them any more."""
-    pages = _Pages(-1, max(nbytes, 1))
+class _Dropped:
+    """Locked pages that nothing holds any more, and that the device still reads or writes. A thread looks every
+    second for those that can be unlocked."""
+
+    def __init__(self) -> None:
+        self._pages: deque[tuple[_Pages, Sequence[Use]]] = deque()
+        self._when_idle: WhenIdle | None = None
+        os.register_at_fork(after_in_child=self._in_fork)
+
+    def prepare(self) -> None:
+        """Start the thread, which ``add`` must not do: the collector may call it."""
+        if self._when_idle is None:
+            self._when_idle = WhenIdle(self._unlock_unused)
+
+    def add(self, pages: _Pages, uses: Sequence[Use]) -> None:
+        self._pages.append((pages, uses))
+        if self._when_idle is not None:
+            self._when_idle.came_back()
+
+    def _unlock_unused(self) -> bool:
+        """Unlock the pages that the device has done with; returns whether some are left."""
+        for _ in range(len(self._pages)):
+            pages, uses = self._pages.popleft()
+            if not all(use.query() for use in uses):
+                self._pages.append((pages, uses))
+            elif pages.unlock is not None:
+                pages.unlock()
+        return bool(self._pages)
+
+    def _in_fork(self) -> None:
+        """Forget the thread, which a fork does not have. The pages stay: their unlocking is the parent's."""
+        self._when_idle = None
+
+
+_dropped = _Dropped()
+
+
+def locked_pages(
+    nbytes: int,
+    lock: Callable[[int, int], None],
+    unlock: Callable[[int], object],
+    uses: Callable[[], Sequence[Use]] = list,
+) -> torch.Tensor:
+    """Page-lock ``nbytes`` bytes (uint8) by ``lock(address, nbytes)`` until nothing holds them any more.
+
+    ``uses()``, called then, returns what tells that the device has copied them: ``unlock(address)`` comes after it. A
+    forked process has none of the pages: its copy would have the parent's next write go to other pages than the device
+    knows.
+    """
+    _dropped.prepare()
+    pages = _Pages(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     address = memory.data_ptr()
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a system that was built without huge pages
+                pages.madvise(getattr(mmap, advice))
     lock(address, memory.numel())
-    pages.unlock = lambda: unlock(address)
+    pages.unlock, pages.uses = lambda: unlock(address), uses
     return memory[:nbytes]
 
 

@@ -17,8 +17,10 @@ engine does what it does to gradients on the stream of the forward, ``joined`` w
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,6 +28,8 @@ import torch
 
 from fsdp.comm.host_memory import locked_pages, place
 from fsdp.comm.recording import NOTHING
+
+logger = logging.getLogger("fsdp")
 
 Event = Any  # torch.Event, or None on devices without streams
 Stream = Any  # torch.Stream, or None on devices without streams
@@ -56,6 +60,9 @@ class HostStreams:
 
     def is_capturing(self) -> bool:
         return False
+
+    def look_beside_captures(self) -> None:
+        return None
 
     def record(self) -> Event:
         return None
@@ -128,6 +135,11 @@ class AcceleratorStreams:
         """Whether what is given to the current stream goes into a graph, and nothing happens before that is run."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
+    def look_beside_captures(self) -> None:
+        """Let this thread ask for events while another one captures a graph, which that would spoil otherwise."""
+        if self._device.type == "cuda":
+            _ignore_captures_of_other_threads()
+
     def record(self) -> Event:
         """An event on the stream that is current *now*; hooks may run on another stream than the forward did."""
         return self.current().record_event()
@@ -151,7 +163,19 @@ class AcceleratorStreams:
         if not pinned or self._device.type != "cuda":
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         with self.on_device():
-            return locked_pages(nbytes, _lock_pages, torch.cuda.cudart().cudaHostUnregister)
+            return self.lock_pages(nbytes, _lock_pages, _unlock_pages)
+
+    def lock_pages(
+        self, nbytes: int, lock: Callable[[int, int], None], unlock: Callable[[int], object]
+    ) -> torch.Tensor:
+        """Page-lock host memory by ``lock`` and ``unlock``. Torch's allocator does not know it, so nothing but this
+        keeps it until copies of it that are queued are over."""
+        return locked_pages(nbytes, lock, unlock, self._copies_under_way)
+
+    def _copies_under_way(self) -> Sequence[Event]:
+        """Events after the copies between host and device that are queued now, on whatever stream."""
+        streams = (self._gather, self._reduce, self.current())
+        return [stream.record_event() for stream in streams if not stream.query()]
 
     def fetch(self, tensor: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, Event]:
         """A copy in the host memory ``into`` (bytes), and the event after which it holds the values; the host does not
@@ -190,6 +214,28 @@ def _lock_pages(address: int, nbytes: int) -> None:
             f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {error}): free some, raise the limit "
             "(ulimit -l), or pass CPUOffload(pin_memory=False)"
         )
+
+
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: captures of other threads forbid this one nothing
+
+
+def _ignore_captures_of_other_threads() -> None:
+    """Set the capture mode of this thread, as the watchdog of torch's NCCL backend does. Where the CUDA runtime is not
+    found by its name (of another platform, or linked statically), a look at an event may spoil a capture."""
+    version = torch.version.cuda
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}") if version is not None else None
+    except OSError:
+        return
+    if runtime is not None:
+        runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+def _unlock_pages(address: int) -> None:
+    runtime: Any = torch.cuda.cudart()
+    error = int(runtime.cudaHostUnregister(address))
+    if error != 0:
+        logger.warning("host memory at %#x cannot be unlocked (CUDA error %d): it stays page-locked", address, error)
 
 
 Streams = HostStreams | AcceleratorStreams

@@ -13,6 +13,7 @@ go on, and has the next collective of the group raise.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -382,13 +383,14 @@ class Watcher:
         self._broken[group], self.any_broken = OutOfStep(what), True
         return f". From now on {what}"
 
-    def follow(self, event: Any, work: Work) -> None:
-        """``event`` comes after ``work``."""
+    def follow(self, event: Any, work: Work, prepare: Callable[[], object] = lambda: None) -> None:
+        """Look after ``work``, which ``event`` comes after. The thread calls ``prepare`` before its first look."""
         with self._changed:
             self._under_way.append(_UnderWay(event, work))
             self._changed.notify()
             if self._thread is None:
-                self._thread = threading.Thread(target=self._look_after, name="fsdp collectives", daemon=True)
+                run, name = functools.partial(self._look_after, prepare), "fsdp collectives"
+                self._thread = threading.Thread(target=run, name=name, daemon=True)
                 self._thread.start()
 
     def pause(self) -> None:
@@ -396,14 +398,18 @@ class Watcher:
         with self._changed:
             self._under_way.clear()
 
-    def _look_after(self) -> None:
+    def _look_after(self, prepare: Callable[[], object]) -> None:
+        prepare()
         while True:
             with self._changed:
+                waited = not self._under_way
                 self._changed.wait_for(lambda: self._under_way)
                 oldest = self._under_way[0]
+            if waited:
+                time.sleep(_PAUSE)  # and see to several at once: to wake up for each costs the program time
             self._see_to_the_end(oldest)
             with self._changed:
-                if self._under_way and self._under_way[0] is oldest:
+                while self._under_way and (self._under_way[0] is oldest or self._under_way[0].event.query()):
                     self._under_way.popleft()
 
     def _see_to_the_end(self, collective: _UnderWay) -> None:
