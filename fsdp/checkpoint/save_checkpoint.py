@@ -47,8 +47,9 @@ from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.torch_storage import SavePlanner, Writer, compact
 from fsdp.comm.consensus import Ranks
-from fsdp.comm.streams import Event, default_device, streams_for
+from fsdp.comm.streams import Event, streams_for
 from fsdp.flat.tensor_parallel import local_of
+from fsdp.runtime.unit import units_of
 
 _SHARDED = (RaggedTensor, DTensor)  # every rank writes what it has
 
@@ -137,7 +138,7 @@ def async_save(
     ranks = Ranks.of(process_group)
     saving = Save(ranks, path, keep, trusted=trusted)
     begun: Future[Outcome | None] = Future()
-    streams = streams_for(default_device())  # those of the caller: a thread begins with the first device
+    streams = streams_for(_device_of(model))  # a thread begins with the first device as the current one
 
     def rest() -> None:
         outcome = begun.result()
@@ -161,6 +162,14 @@ def async_save(
         finally:
             begun.set_result(outcome)
     return outcome
+
+
+def _device_of(model: Any) -> torch.device:
+    """The accelerator device that ``model`` computes on, or the CPU where it uses none."""
+    if not isinstance(model, nn.Module):
+        return torch.device("cpu")  # the save refuses it
+    devices = [unit.device for unit in units_of(model)] or [param.device for param in model.parameters()]
+    return next((device for device in devices if device.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def _without_variables(error: BaseException) -> BaseException:

@@ -34,7 +34,7 @@ def one_chunk_each(
     metadata = []
     for rank, (start, end) in enumerate(ranges):
         if start < end:
-            placement = _placement(dist.get_global_rank(group, rank), local.device.type)
+            placement = _placement(dist.get_global_rank(group, rank), local.device, own=rank == group.rank())
             offsets, sizes = [start, *(0 for _ in shape[1:])], [end - start, *shape[1:]]
             metadata.append((rank, ShardMetadata(offsets, sizes, placement)))
     own = [Shard(local, shard) for rank, shard in metadata if rank == group.rank()]
@@ -48,17 +48,19 @@ def one_chunk_each(
                 layout=torch.strided,
                 requires_grad=False,
                 memory_format=torch.contiguous_format,
-                pin_memory=False,
+                pin_memory=local.is_pinned(),  # of an offloaded model
             ),
         ),
         process_group=group,
     )
 
 
-def _placement(rank: int, device_type: str) -> str:
-    if device_type == "cpu":
-        return f"rank:{rank}/cpu"
-    return f"rank:{rank}/{device_type}:{rank % _get_device_module(device_type).device_count()}"
+def _placement(rank: int, device: torch.device, *, own: bool) -> str:
+    """The placement of a shard on ``rank``, whose ``device`` is known of this rank's ``own`` shard alone: for the
+    others it is the usual one."""
+    if device.type == "cpu" or own:
+        return f"rank:{rank}/{device}"
+    return f"rank:{rank}/{device.type}:{rank % _get_device_module(device.type).device_count()}"
 
 
 def is_sharded(value: Any) -> bool:
