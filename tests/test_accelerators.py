@@ -7,8 +7,10 @@ import mmap
 import os
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -196,6 +198,19 @@ def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
     assert not watcher._under_way
 
 
+def test_a_graph_may_be_captured_while_earlier_collectives_are_looked_after() -> None:
+    """CUDA forbids other threads to ask for events meanwhile, unless they have said that captures do not concern them.
+    The thread says so before its first look; and it wakes up once for many collectives."""
+    watcher, over = Watcher(mock.Mock()), threading.Event()
+    calls: list[str] = []
+    events = [mock.Mock(query=lambda number=number: calls.append(f"look {number}") or True) for number in range(3)]
+    events[-1].query = lambda: calls.append("look 2") or over.set() or True
+    for event in events:
+        watcher.follow(event, mock.Mock(), lambda: calls.append("prepare"))
+    assert over.wait(30)
+    assert calls[0] == "prepare" and calls.count("prepare") == 1 and calls[-1] == "look 2"
+
+
 def test_gathers_and_reductions_have_one_priority() -> None:
     """FD69: a communicator keeps the order of its collectives: a gather waits behind a reduction that is starved."""
     with mock.patch("torch.Stream") as stream:
@@ -275,6 +290,25 @@ def test_a_module_on_cpu_goes_to_the_accelerator() -> None:
         assert move_to(nn.Linear(3, 3), owned_params(nn.Linear(3, 3), Ignored(), "it"), Ignored(), None) == CPU
 
 
+@pytest.mark.parametrize("served", ["cpu", "meta", "cpu meta"])
+def test_a_module_on_cpu_stays_there_where_its_group_serves_the_cpu_alone(served: str) -> None:
+    """Its first forward would raise, as no backend of the group takes tensors of the accelerator."""
+
+    def backend(device: torch.device) -> Any:
+        if device.type not in served.split():
+            raise RuntimeError(f"No backend type associated with device type {device.type}")
+        backend = mock.Mock()
+        backend.name = lambda: "gloo"
+        return backend
+
+    module, group = nn.Linear(3, 3), mock.Mock(_get_backend=backend)
+    owned = owned_params(module, Ignored(), "it")
+    with accelerator(AWAY), Copies(stays=True), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert move_to(module, owned, Ignored(), None, (), group) == (CPU if served == "cpu" else AWAY)
+    assert bool(warned) is (served != "cpu")
+
+
 def test_a_unit_without_parameters_computes_where_those_in_it_do() -> None:
     """FD65: its streams and the device of its inputs are those of the whole tree if it is the root."""
     for inner in ([AWAY], [CPU, AWAY]):
@@ -300,6 +334,64 @@ def test_pages_are_locked_while_something_holds_them() -> None:
     assert not locked
     with pytest.raises(MemoryError, match="on purpose"):
         locked_pages(10, mock.Mock(side_effect=MemoryError("on purpose")), locked.__delitem__)
+
+
+def test_pages_stay_locked_while_the_device_copies_them() -> None:
+    """Torch's allocator does not know them, so nothing else keeps them until a copy that is queued is over."""
+    locked: dict[int, int] = {}
+    over, asked = threading.Event(), threading.Event()
+
+    def query() -> bool:
+        asked.set()
+        return over.is_set()
+
+    uses = [mock.Mock(query=lambda: True), mock.Mock(query=query)]
+    with mock.patch.object(host_memory, "_dropped", host_memory._Dropped()), mock.patch.object(waiting, "IDLE", 0.05):
+        memory = locked_pages(1 << 20, locked.__setitem__, locked.__delitem__, lambda: uses)
+        address = memory.data_ptr()
+        del memory
+        assert locked and mapping_of(address), "given back while the device copies"
+        for _ in range(2):  # a thread looks again and again
+            asked.clear()
+            assert asked.wait(30)
+        assert locked
+        over.set()
+        deadline = time.monotonic() + 60
+        while (locked or mapping_of(address)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not locked and not mapping_of(address), "they stay for ever"
+
+
+def test_the_side_group_of_gloo_names_what_it_needs() -> None:
+    """Beside a group of NCCL alone the ranks exchange control messages over gloo, which takes another interface."""
+    group = mock.Mock(rank=lambda: 0, size=lambda: 1)
+    fails = mock.Mock(side_effect=RuntimeError("Unable to find address for: eth9"))
+    with (
+        mock.patch.object(groups_module, "group_store", return_value=dist.HashStore()),
+        mock.patch.object(groups_module, "backend_of", return_value="unknown"),
+        mock.patch.object(groups_module, "group_timeout", return_value=timedelta(seconds=5)),
+        mock.patch.object(dist, "ProcessGroupGloo", fails),
+        pytest.raises(RuntimeError, match=r"eth9.*GLOO_SOCKET_IFNAME.*cpu:gloo,cuda:nccl"),
+    ):
+        groups_module.serving_group(group, CPU)
+
+
+def test_a_save_uses_the_streams_of_the_models_device() -> None:
+    """Streams of the accelerator open a context there, which a training on CPU has no use for."""
+    assert save_module._device_of(nn.Linear(2, 2)) == CPU == save_module._device_of(nn.ReLU())
+    assert save_module._device_of(nn.Linear(2, 2, device="meta")) == CPU
+    away = torch.device("cuda", 1)
+    with mock.patch.object(save_module, "units_of", return_value=[mock.Mock(device=CPU), mock.Mock(device=away)]):
+        assert save_module._device_of(nn.Linear(2, 2)) == away  # though offloaded parameters are on CPU
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages")
+def test_locked_pages_are_not_in_forks_and_may_be_huge() -> None:
+    """With a copy in a child, the next write would go to other pages than the device reads. Huge pages take a tenth of
+    the time to lock."""
+    memory = locked_pages(5 << 20, lambda address, nbytes: None, lambda address: None)
+    flags = mapping_of(memory.data_ptr())["VmFlags"].split()
+    assert "dc" in flags and "hg" in flags
 
 
 def test_host_memory_is_used_again_when_nobody_holds_it() -> None:
@@ -474,7 +566,6 @@ def save_beside_an_accelerator(path: str) -> list[str]:
     with (
         mock.patch.object(streams, "on_device", on_device),
         mock.patch.object(save_module, "streams_for", return_value=streams),
-        mock.patch.object(save_module, "default_device", return_value=torch.device("cpu")),
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.distributed.checkpoint.filesystem._OverlappingCpuLoader", fails),
     ):

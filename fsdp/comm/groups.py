@@ -205,8 +205,12 @@ def control_device(group: Any, device: torch.device) -> torch.device:
 
 
 def serving_group(group: Any, device: torch.device) -> Any:
-    """``group``, or where only accelerators are its own a side group of gloo, which is made when it is first asked for:
-    all ranks have to come."""
+    """``group``, or where it serves accelerators only a side group of gloo, which is made at the first call: all ranks
+    have to make it.
+
+    Raises:
+        RuntimeError: gloo finds no network interface.
+    """
     store = group_store(group) if device.type == "cpu" and backend_of(group, device) == "unknown" else None
     if store is None:
         return group
@@ -215,7 +219,16 @@ def serving_group(group: Any, device: torch.device) -> Any:
         place = dist.PrefixStore("fsdp control/", store), group.rank(), group.size()
         side, gloo = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.GLOO
         side._set_default_backend(gloo)
-        side._register_backend(device, gloo, dist.ProcessGroupGloo(*place, group_timeout(group)))
+        try:
+            backend = dist.ProcessGroupGloo(*place, group_timeout(group))
+        except RuntimeError as error:
+            raise RuntimeError(
+                "the ranks exchange control messages over gloo beside a process group that serves accelerators only, "
+                f"and gloo cannot connect them: {error}. Set GLOO_SOCKET_IFNAME to a network interface that all ranks "
+                "can reach (as NCCL_SOCKET_IFNAME does for NCCL), or make the process group with gloo for CPU tensors "
+                "(init_process_group('cpu:gloo,cuda:nccl'))"
+            ) from error
+        side._register_backend(device, gloo, backend)
         _side_groups[group] = side
     return _side_groups[group]
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp import environment
 from fsdp.api import FlatParamKey, MixedPrecision
 from fsdp.comm.collectives import broadcast
-from fsdp.comm.groups import Groups
+from fsdp.comm.groups import Groups, backend_of
 from fsdp.comm.streams import default_device, resolve_device
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParameter
@@ -405,12 +405,14 @@ def move_to(
     ignored: Ignored,
     device_id: int | str | torch.device | None,
     inner: Iterable[torch.device] = (),
+    group: Any = None,
 ) -> torch.device:
     """Move the unit's parameters and its modules' buffers to where the unit computes, which is returned.
 
     That is ``device_id`` if given, or where parameters are if not on CPU. Else a unit without parameters computes where
     the units in it do (``inner``), and any other on the current accelerator, which is said in a warning if it has
-    parameters, or on CPU where there is none. Parameters stay the same objects.
+    parameters, or on CPU where there is none, or where ``group`` serves the CPU and not the accelerator. Parameters
+    stay the same objects.
 
     Raises:
         RuntimeError: parameters lie on several accelerator devices, or partly on one without ``device_id``.
@@ -428,6 +430,8 @@ def move_to(
         if away:
             return away[0]
         target = default_device()
+        if group is not None and backend_of(group, target) == "unknown" != backend_of(group, torch.device("cpu")):
+            target = torch.device("cpu")
         inner = [] if owned else sorted(set(inner), key=lambda device: device.type == "cpu")
         if inner or target.type == "cpu":
             return inner[0] if inner else target

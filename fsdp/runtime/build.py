@@ -104,7 +104,8 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     for unit in inner:
         unit.has_parent = True
     count_writes(owned)
-    device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner])
+    group = options.groups.shard or options.groups.replica
+    device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner], group)
     if options.synchronized:
         several = [group for group in (options.groups.replica, options.groups.shard) if group is not None]
         beginning.prepare(several, device, "a model with the values of rank 0")
