@@ -18,10 +18,13 @@ sharding strategy, both values of ``use_orig_params``, with and without accumula
   before it.
 
 Then the situations of ``gpu_situations.py``: low-precision means at 3 and 6 ranks, parameters kept from a forward,
-profilers, training on another stream than the wrap's, host memory that is overwritten at once, what a save in the
-background leaves behind, overlap and priorities in a trace, the allocator's figures with and without expandable
-segments, another device being current; and each in processes of its own: a rank that leaves a unit out, capturing, and
-torch's sanitizer.
+profilers, training on another stream than the wrap's, a backward that is called on another stream than the forward,
+backwards that fail, host memory that is overwritten at once, offloaded models that fail and are deleted, forks beside
+offloaded shards, every kind of state dict, what a save in the background leaves behind and for how long it blocks,
+overlap and priorities in a trace, the allocator's figures with and without expandable segments, another device being
+current; and each in processes of its own: a rank that leaves a unit out, capturing, and torch's sanitizer.
+
+``scripts/test_device.sh`` runs those of these checks that need no CUDA on a device in host memory.
 
 Prints one line per check. Exits with 1 if one failed, with 0 if none did or if there is no accelerator, which it says.
 ``--device cpu`` runs the parity checks, without delays, where there is none, and the situations that need none.

@@ -1,0 +1,118 @@
+"""A sharded tower on the late device beside the plain one on CPU, and helpers for the cases about it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp import CPUOffload
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp.wrap import ModuleWrapPolicy
+from tests.device import lag
+
+WIDTH = 32
+
+
+class Block(nn.Module):
+    """A residual block that raises in forward or in backward where ``fail`` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.fail: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail == "forward":
+            raise ValueError("in forward")
+        y = torch.relu(self.inner(x))
+        if self.fail == "backward" and torch.is_grad_enabled():
+            y.register_hook(_raise)
+        return x + self.outer(y)
+
+
+def _raise(grad: Tensor) -> Tensor:
+    raise ValueError("in backward")
+
+
+class Pair:
+    """A sharded tower on the device beside the plain one on CPU; all ranks have the same batch."""
+
+    def __init__(self, device: torch.device, depth: int = 4, seed: int = 1, **options: Any) -> None:
+        torch.manual_seed(seed)
+        blocks = (Block() for _ in range(depth))
+        self.plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), *blocks, nn.Linear(WIDTH, 2)).double()
+        self.device = device
+        policy = ModuleWrapPolicy({Block})
+        self.model: Any = FSDP(copy.deepcopy(self.plain), auto_wrap_policy=policy, device_id=device, **options)
+        self.mine = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.theirs = torch.optim.AdamW(self.plain.parameters(), lr=1e-3)
+        self.steps = 0
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [module for module in self.model.modules() if type(module) is Block]
+
+    def batch(self) -> Tensor:
+        generator = torch.Generator().manual_seed(self.steps)
+        self.steps += 1
+        return torch.randn(8, WIDTH, generator=generator, dtype=torch.float64)
+
+    def zero_grad(self) -> None:
+        self.mine.zero_grad()
+        self.theirs.zero_grad()
+
+    def backward(self, synchronise: bool = True) -> None:
+        x = self.batch()
+        with contextlib.nullcontext() if synchronise else self.model.no_sync():
+            self.model(x.to(self.device)).square().mean().backward()
+        self.plain(x).square().mean().backward()
+
+    def update(self) -> None:
+        self.mine.step()
+        self.theirs.step()
+
+    def step(self) -> None:
+        self.zero_grad()
+        self.backward()
+        self.update()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+
+    def values(self) -> dict[str, Tensor]:
+        with FSDP.summon_full_params(self.model, writeback=False):
+            named = self.model.named_parameters()
+            return {name.replace("_fsdp_wrapped_module.", ""): value.detach().cpu() for name, value in named}
+
+    def check(self, bound: float = 1e-9) -> str:
+        """Compare the parameters of both; the largest difference in words."""
+        values = self.values()
+        worst = max(
+            (values[name].double() - value.detach()).abs().max().nan_to_num(nan=9e9).item()
+            for name, value in self.plain.named_parameters()
+        )
+        assert worst <= bound, f"parameters differ by {worst:.1e}"
+        return f"differ by {worst:.0e}"
+
+
+def offload(**more: Any) -> dict[str, Any]:
+    return {"cpu_offload": CPUOffload(offload_params=True, **more)}
+
+
+def fill(model: nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.data.fill_(value)
+
+
+@contextlib.contextmanager
+def on(stream: torch.Stream) -> Iterator[None]:
+    """Make ``stream`` the current one inside."""
+    with lag.module.stream(stream):
+        yield

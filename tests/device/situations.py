@@ -1,0 +1,1072 @@
+"""Situations of a training beside plain steps, on the late device; each case returns a remark, or raises.
+
+python -m tests.device.situations [PART_OF_A_NAME ...]
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import fsdp
+from fsdp import FullStateDictConfig, LocalStateDictConfig, MixedPrecision, ShardedStateDictConfig, StateDictType
+from fsdp import FullyShardedDataParallel as FSDP
+from fsdp import ShardingStrategy as S
+from fsdp.checkpoint import async_save, load, save
+from fsdp.wrap import ModuleWrapPolicy
+from tests.device import lag, pool
+from tests.device.pairs import WIDTH, Block, Pair, fill, offload, on
+
+CASES: dict[str, pool.Case] = {}
+
+
+def case(function: pool.Case) -> pool.Case:
+    CASES[function.__name__] = function
+    return function
+
+
+# -- host memory that is written at once -------------------------------------------------------------------------------
+
+
+def _spoil_after(
+    device: torch.device, read: Callable[[Pair, torch.Tensor], torch.Tensor | None], **options: Any
+) -> str:
+    """Overwrite offloaded shards right after ``read``: the device has copied what was there before."""
+    pair = Pair(device, **offload(), **options)
+    pair.train(1)
+    x = pair.batch()
+    expected = pair.plain(x).detach()
+    lag.C.synchronize(-1)
+    lag.C.set_lateness(0, {1: 60.0})
+    result = read(pair, x.to(device))
+    before = [p.detach().clone() for p in pair.model.parameters()]
+    for p in pair.model.parameters():
+        p.data.fill_(torch.nan)
+    lag.C.set_lateness(0, {})
+    if result is not None:
+        got = result.detach().cpu()
+        assert torch.isfinite(got).all(), "the device read what was written to the host afterwards"
+        if got.shape == expected.shape:
+            assert (got - expected).abs().max() < 1e-9, "wrong result"
+    for p, v in zip(pair.model.parameters(), before):
+        p.data.copy_(v)
+    pair.train(1)
+    return pair.check()
+
+
+@case
+def spoil_forward_grad(device: torch.device) -> str | None:
+    """Overwrite offloaded shards after a forward."""
+    return _spoil_after(device, lambda pair, x: pair.model(x))
+
+
+@case
+def spoil_forward_nograd(device: torch.device) -> str | None:
+    """Overwrite offloaded shards after a forward without gradients."""
+
+    def read(pair, x):
+        with torch.no_grad():
+            return pair.model(x)
+
+    return _spoil_after(device, read)
+
+
+@case
+def spoil_summon(device: torch.device) -> str | None:
+    """Overwrite offloaded shards after ``summon_full_params``."""
+
+    def read(pair, x):
+        with FSDP.summon_full_params(pair.model, writeback=False):
+            return next(pair.model.parameters()).sum()
+
+    return _spoil_after(device, read)
+
+
+@case
+def spoil_full_params(device: torch.device) -> str | None:
+    """Overwrite offloaded shards after ``full_params``."""
+
+    def read(pair, x):
+        return sum(p.sum() for _, p in fsdp.full_params(pair.model)) if hasattr(fsdp, "full_params") else None
+
+    return _spoil_after(device, read)
+
+
+@case
+def spoil_unshard(device: torch.device) -> str | None:
+    """Overwrite offloaded shards after an unshard by hand."""
+
+    def read(pair, x):
+        pair.model._unshard(async_op=True).wait()
+
+    return _spoil_after(device, read)
+
+
+@case
+def spoil_state_dict(device: torch.device) -> str | None:
+    """Overwrite offloaded shards after ``state_dict``."""
+
+    def read(pair, x):
+        state = pair.model.state_dict()
+        return sum(v.sum() for v in state.values())
+
+    return _spoil_after(device, read)
+
+
+@case
+def spoil_backward(device: torch.device) -> str | None:
+    """Overwrite offloaded shards after a backward."""
+
+    def read(pair, x):
+        pair.model(x).sum().backward()
+        return sum(p.grad.sum() for p in pair.model.parameters() if p.grad is not None)
+
+    return _spoil_after(device, read)
+
+
+@case
+def spoil_input(device: torch.device) -> str | None:
+    """Refill inputs in page-locked memory right after the forward that moves them."""
+    pair = Pair(device)
+    pair.train(1)
+    x = pair.batch().pin_memory()
+    expected = pair.plain(x.clone()).detach()
+    lag.C.synchronize(-1)
+    lag.C.set_lateness(0, {0: 60.0})
+    result = pair.model(x)
+    x.fill_(torch.nan)
+    lag.C.set_lateness(0, {})
+    assert (result.detach().cpu() - expected).abs().max() < 1e-9, "an input was overwritten before it was read"
+
+
+@case
+def ema_of_offloaded(device: torch.device) -> str | None:
+    """Update an average of offloaded parameters on the host right after a forward of it."""
+    pair = Pair(device, **offload())
+    ema = Pair(device, **offload())
+    lag.C.set_lateness(40, {})
+    plain_ema = ema.plain
+    for _ in range(4):
+        pair.step()
+        x = pair.batch()
+        with torch.no_grad():
+            got, expected = ema.model(x.to(device)), plain_ema(x)
+            for a, b in zip(ema.model.parameters(), pair.model.parameters()):
+                a.lerp_(b, 0.5)
+            for a, b in zip(plain_ema.parameters(), pair.plain.parameters()):
+                a.lerp_(b, 0.5)
+        assert (got.cpu() - expected).abs().max() < 1e-9, "the average's output is wrong"
+    return ema.check()
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def _fails(device: torch.device, where: str, what: str, **options: Any) -> str:
+    """Train on after a forward or backward that raised, or overwrite the shards at once."""
+    pair = Pair(device, **options)
+    lag.C.set_lateness(40, {})
+    pair.train(2)
+    bad = pair.blocks[2]
+    for _ in range(2):
+        bad.fail = where
+        x = pair.batch()
+        try:
+            pair.model(x.to(device)).square().mean().backward()
+        except (ValueError, RuntimeError):
+            pass
+        else:
+            raise AssertionError("nothing was raised")
+        bad.fail = None
+        if what == "spoil":
+            before = [p.detach().clone() for p in pair.model.parameters()]
+            fill(pair.model, float("nan"))
+            for p, v in zip(pair.model.parameters(), before):
+                p.data.copy_(v)
+        pair.train(2)
+    return pair.check()
+
+
+for _where, _what in itertools.product(("forward", "backward"), ("go_on", "spoil")):
+    for _name, _options in {"": {}, "_offload": offload(), "_sgop": {"sharding_strategy": S.SHARD_GRAD_OP}}.items():
+        CASES[f"fail_{_where}{_name}_{_what}"] = functools.partial(_fails, where=_where, what=_what, **_options)
+
+
+@case
+def fail_and_delete(device: torch.device) -> str | None:
+    """Delete an offloaded model right after a failed step: the device has still to read its shards."""
+    for where in ("forward", "backward"):
+        pair = Pair(device, **offload())
+        pair.train(1)
+        lag.C.synchronize(-1)
+        lag.C.set_lateness(0, {1: 80.0, 2: 80.0})
+        bad = pair.blocks[3]
+        bad.fail = where
+        try:
+            pair.model(pair.batch().to(device)).square().mean().backward()
+        except (ValueError, RuntimeError):
+            pass
+        del pair, bad
+        gc.collect()
+        lag.C.set_lateness(0, {})
+        lag.C.synchronize(-1)
+        errors = lag.C.take_errors()
+        assert not errors, f"after a failed {where}: {errors[0]} (x{len(errors)})"
+
+
+@case
+def fail_backward_many(device: torch.device) -> str:
+    """Fail in backward 30 times while threads are switched often: each time the next call finds the units at rest."""
+    pair = Pair(device, use_orig_params=True)
+    pair.train(2)
+    sizes = [param.numel() for param in pair.model.parameters()]
+    bad = pair.blocks[2]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for failure in range(30):
+            lag.C.set_lateness((0, 3, 20)[failure % 3], {})
+            bad.fail = "backward"
+            try:
+                pair.model(pair.batch().to(device)).square().mean().backward()
+            except ValueError:
+                pass
+            else:
+                raise AssertionError("nothing was raised")
+            bad.fail = None
+            for _ in range(2):
+                assert [param.numel() for param in pair.model.parameters()] == sizes, "parameters are whole"
+            if failure % 2:
+                with torch.no_grad():
+                    pair.model(pair.batch().to(device))
+    finally:
+        sys.setswitchinterval(interval)
+    pair.train(3)
+    return pair.check()
+
+
+@case
+def fail_and_delete_locked(device: torch.device) -> None:
+    """Do the same with host memory that the engine page-locks itself, as on CUDA."""
+    before = lag.C.pinned_bytes()
+    with pool.locked_pages_as_on_cuda():
+        fail_and_delete(device)
+        deadline = time.monotonic() + 30
+        while lag.C.pinned_bytes() > before and time.monotonic() < deadline:
+            time.sleep(0.1)
+            gc.collect()  # autograd's thread may drop the graph later than the program drops the model
+    locked = lag.C.pinned_bytes() - before
+    assert locked <= 0, f"{locked} bytes are still page-locked"
+
+
+@case
+def failed_backward_then_another(device: torch.device) -> str:
+    """Fail in one backward, and run that of another forward next, without a forward in between."""
+    pair = Pair(device)
+    pair.train(2)
+    lag.C.set_lateness(20, {})
+    bad = pair.blocks[2]
+    for _ in range(10):
+        pair.zero_grad()
+        x = pair.batch()
+        good = pair.model(x.to(device)).square().mean()
+        bad.fail = "backward"
+        failing = pair.model(pair.batch().to(device)).square().mean()
+        bad.fail = None
+        try:
+            failing.backward()
+        except ValueError:
+            pass
+        del failing
+        good.backward()
+        pair.plain(x).square().mean().backward()
+        pair.update()
+    return pair.check()
+
+
+@case
+def delete_after_backward(device: torch.device) -> str | None:
+    """Delete a model right after a backward: nothing that is queued touches memory of others."""
+    keep = Pair(device, seed=5)
+    keep.train(1)
+    for options in ({}, offload()):
+        for _ in range(3):
+            pair = Pair(device, **options)
+            lag.C.set_lateness(0, {1: 40.0, 2: 60.0})
+            pair.backward()
+            del pair
+            gc.collect()
+            keep.train(1)
+        lag.C.set_lateness(0, {})
+        lag.C.synchronize(-1)
+        errors = lag.C.take_errors()
+        assert not errors, f"{errors[0]} (x{len(errors)})"
+    return keep.check()
+
+
+@case
+def delete_after_forward(device: torch.device) -> str | None:
+    """Delete a model right after a forward, whose output stays right."""
+    keep = Pair(device, seed=5)
+    keep.train(1)
+    for options in ({}, offload()):
+        for grad in (True, False):
+            pair = Pair(device, **options)
+            lag.C.set_lateness(0, {1: 60.0, 0: 30.0})
+            with torch.set_grad_enabled(grad):
+                x = pair.batch()
+                expected = pair.plain(x).detach()
+                y = pair.model(x.to(device)).detach()
+            del pair
+            gc.collect()
+            keep.train(1)
+            lag.C.set_lateness(0, {})
+            assert (y.cpu() - expected).abs().max() < 1e-9, (
+                f"the output of a deleted model is wrong ({options}, {grad})"
+            )
+    errors = lag.C.take_errors()
+    assert not errors, f"{errors[0]} (x{len(errors)})"
+    return keep.check()
+
+
+@case
+def output_kept_from_deleted(device: torch.device) -> str | None:
+    """Run the backward of a loss whose wrapper is gone."""
+    pair = Pair(device)
+    pair.train(1)
+    lag.C.set_lateness(30, {})
+    x = pair.batch()
+    loss = pair.model(x.to(device)).square().mean()
+    params = list(pair.model.parameters())
+    model = pair.model
+    pair.model = None
+    del model
+    loss.backward()
+    assert all(torch.isfinite(p.grad.cpu()).all() for p in params if p.grad is not None)
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+def _streams(device: torch.device, switch: str, **options: Any) -> str:
+    """Train while the program switches streams, and waits for them as it should."""
+    lag.C.set_lateness(30, {})
+    one, two, three = (torch.Stream(device) for _ in range(3))
+    with on(one):
+        pair = Pair(device, **options)
+    if switch == "wrap":
+        two.wait_stream(one)
+        with on(two):
+            pair.train(6)
+        torch.accelerator.current_stream(device).wait_stream(two)
+    elif switch == "each":
+        last = one
+        for i in range(6):
+            stream = (two, three, one)[i % 3]
+            stream.wait_stream(last)
+            with on(stream):
+                pair.step()
+            last = stream
+        torch.accelerator.current_stream(device).wait_stream(last)
+    elif switch == "backward":  # forward on one stream, backward called on another
+        last = one
+        for _ in range(6):
+            x = pair.batch()
+            two.wait_stream(last)
+            with on(two):
+                pair.zero_grad()  # behind the step that has read them
+                loss = pair.model(x.to(device)).square().mean()
+            three.wait_stream(two)
+            with on(three):
+                loss.backward()
+                pair.mine.step()
+            pair.plain(x).square().mean().backward()
+            pair.theirs.step()
+            last = three
+        torch.accelerator.current_stream(device).wait_stream(last)
+    elif switch == "step":  # the optimizer on another stream than the backward
+        last = one
+        for _ in range(6):
+            two.wait_stream(last)
+            with on(two):
+                pair.zero_grad()
+                pair.backward()
+            three.wait_stream(two)
+            with on(three):
+                pair.update()
+            last = three
+        torch.accelerator.current_stream(device).wait_stream(last)
+    elif switch == "eval":  # evaluations on another stream in between
+        torch.accelerator.current_stream(device).wait_stream(one)
+        for _ in range(4):
+            pair.step()
+            two.wait_stream(torch.accelerator.current_stream(device))
+            with on(two), torch.no_grad():
+                x = pair.batch()
+                y = pair.model(x.to(device))
+                expected = pair.plain(x)
+            torch.accelerator.current_stream(device).wait_stream(two)
+            assert (y.cpu() - expected).abs().max() < 1e-9, "the evaluation is wrong"
+    elif switch == "nosync":
+        last = one
+        for _ in range(5):
+            pair.zero_grad()
+            for j, stream in enumerate((two, three, two)):
+                stream.wait_stream(last)
+                with on(stream):
+                    pair.backward(synchronise=j == 2)
+                last = stream
+            with on(last):
+                pair.update()
+        torch.accelerator.current_stream(device).wait_stream(last)
+    return pair.check()
+
+
+for _switch, _uop in itertools.product(("wrap", "each", "backward", "step", "eval", "nosync"), (False, True)):
+    for _name, _options in {"": {}, "_offload": offload()}.items():
+        _run = functools.partial(_streams, switch=_switch, use_orig_params=_uop, **_options)
+        CASES[f"streams_{_switch}_uop{int(_uop)}{_name}"] = _run
+
+
+@case
+def streams_unfreeze(device: torch.device) -> str | None:
+    """Wrap on one stream and train on another, unfreezing parameters on the way."""
+    lag.C.set_lateness(0, {})
+    one, two = torch.Stream(device), torch.Stream(device)
+    with on(one):
+        pair = Pair(device, use_orig_params=True)
+    lag.C.set_lateness(30, {one.stream_id: 60.0})
+    two.wait_stream(one)
+    with on(two):
+        for frozen in (True, False, True, False):
+            for a, b in zip(list(pair.model.parameters())[2:5], list(pair.plain.parameters())[2:5]):
+                a.requires_grad_(not frozen), b.requires_grad_(not frozen)
+            pair.train(3)
+        lag.C.set_lateness(0, {})
+        return pair.check()
+
+
+@case
+def unshard_on_side_stream(device: torch.device) -> str | None:
+    """Wait for an unshard on another stream than the forward runs on."""
+    pair = Pair(device)
+    pair.train(2)
+    lag.C.synchronize(-1)
+    lag.C.set_lateness(0, {1: 60.0})
+    handle = pair.model._unshard(async_op=True)
+    side = torch.Stream(device)
+    with on(side):
+        handle.wait()
+    x = pair.batch()
+    y = pair.model(x.to(device))
+    lag.C.set_lateness(0, {})
+    assert (y.detach().cpu() - pair.plain(x).detach()).abs().max() < 1e-9
+    pair.train(2)
+    return pair.check()
+
+
+@case
+def thread_trains(device: torch.device) -> str | None:
+    """Train in another host thread, which has current streams of its own."""
+    pair = Pair(device)
+    pair.train(1)
+    lag.C.set_lateness(30, {})
+    problem = []
+
+    def run():
+        try:
+            lag.C.set_device(device.index)
+            pair.train(4)
+        except BaseException as error:
+            problem.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if problem:
+        raise problem[0]
+    pair.train(2)
+    return pair.check()
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@case
+def summon_writes(device: torch.device) -> str | None:
+    """Write to summoned parameters."""
+    for options in ({}, offload(), {"use_orig_params": True}, {"use_orig_params": True, **offload()}):
+        pair = Pair(device, **options)
+        lag.C.set_lateness(40, {})
+        for _ in range(3):
+            pair.step()
+            with FSDP.summon_full_params(pair.model, writeback=True), torch.no_grad():
+                for p in pair.model.parameters():
+                    p.mul_(0.5).add_(0.01)
+            with torch.no_grad():
+                for p in pair.plain.parameters():
+                    p.mul_(0.5).add_(0.01)
+        pair.check()
+
+
+@case
+def summon_forward(device: torch.device) -> str | None:
+    """Run a forward inside ``summon_full_params``, and show gradients."""
+    pair = Pair(device, use_orig_params=True)
+    lag.C.set_lateness(40, {})
+    for _ in range(3):
+        pair.step()
+        x = pair.batch()
+        with FSDP.summon_full_params(pair.model, writeback=False):
+            y = pair.model(x.to(device))
+        assert (y.detach().cpu() - pair.plain(x).detach()).abs().max() < 1e-9
+    with FSDP.summon_full_params(pair.model, with_grads=True):
+        grads = {k.replace("_fsdp_wrapped_module.", ""): p.grad.cpu() for k, p in pair.model.named_parameters()}
+    for k, p in pair.plain.named_parameters():
+        assert (grads[k] - p.grad).abs().max() < 1e-9, k
+    with FSDP.summon_full_params(pair.model, writeback=False, offload_to_cpu=True, rank0_only=True):
+        pass
+    return pair.check()
+
+
+@case
+def state_dicts(device: torch.device) -> str | None:
+    """Save and load every kind of state dict while kernels are late."""
+    kinds = [
+        (StateDictType.FULL_STATE_DICT, FullStateDictConfig()),
+        (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=False)),
+        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()),
+        (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)),
+        (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()),
+        (StateDictType.SHARDED_STATE_DICT, fsdp.RaggedStateDictConfig()),
+    ]
+    for options in ({}, {"use_orig_params": True}, offload()):
+        for kind, config in kinds:
+            pair, other = Pair(device, **options), Pair(device, seed=2, **options)
+            lag.C.set_lateness(40, {})
+            pair.train(2)
+            other.plain = pair.plain
+            with FSDP.state_dict_type(pair.model, kind, config), FSDP.state_dict_type(other.model, kind, config):
+                try:
+                    state = pair.model.state_dict()
+                except NotImplementedError:
+                    continue
+                other.model.load_state_dict(state)
+            other.check()
+    pair = Pair(device, use_orig_params=True)
+    lag.C.set_lateness(40, {})
+    pair.train(2)
+    state = FSDP.optim_state_dict(pair.model, pair.mine)
+    for values in pair.mine.state.values():
+        for v in values.values():
+            if torch.is_tensor(v):
+                v.zero_()
+    pair.mine.load_state_dict(FSDP.optim_state_dict_to_load(pair.model, pair.mine, state))
+    pair.train(2)
+    return pair.check()
+
+
+@case
+def background_save(device: torch.device) -> str | None:
+    """Overwrite parameters and optimizer states right after ``async_save``."""
+    root = [f"{os.environ['LAG_PLACE']}/saves"]
+    os.makedirs(root[0], exist_ok=True)
+    for options in ({}, offload(), {"use_orig_params": True}):
+        pair = Pair(device, **options)
+        lag.C.set_lateness(40, {})
+        pair.train(2)
+        saved = async_save(root[0] + "/a", pair.model, pair.mine)
+        fill(pair.model, float("nan"))
+        for values in pair.mine.state.values():
+            for v in values.values():
+                if torch.is_tensor(v):
+                    v.zero_()
+        saved.result()
+        load(root[0] + "/a", pair.model, pair.mine)
+        pair.train(2)
+        pair.check()
+        save(root[0] + "/b", pair.model, pair.mine)
+        fill(pair.model, 3.0)
+        load(root[0] + "/b", pair.model, pair.mine)
+        pair.train(1)
+        pair.check()
+
+
+@case
+def moves(device: torch.device) -> str | None:
+    """Move a model to CPU and back, and copy it."""
+    pair = Pair(device)
+    lag.C.set_lateness(40, {})
+    pair.train(2)
+    pair.model.to("cpu")
+    pair.model.to(device)
+    for state in pair.mine.state.values():
+        for k, v in state.items():
+            if torch.is_tensor(v) and v.dim():
+                state[k] = v.to(device)
+    pair.train(2)
+    copied = copy.deepcopy(pair.model)
+    fill(pair.model, float("nan"))
+    pair.model = copied
+    pair.check()
+
+
+# -- what users hang on it ---------------------------------------------------------------------------------------------
+
+
+@case
+def comm_hooks(device: torch.device) -> str | None:
+    """Reduce gradients by communication hooks."""
+
+    def mine(state, grad, shard):
+        grad.div_(dist.get_world_size())
+        dist.reduce_scatter_tensor(shard, grad)
+
+    pair = Pair(device)
+    pair.model.register_comm_hook(None, mine)
+    lag.C.set_lateness(40, {})
+    pair.train(5)
+    pair.check()
+    pair = Pair(device)
+    pair.model.register_comm_hook(default_hooks.DefaultState(dist.group.WORLD), default_hooks.reduce_scatter_hook)
+    lag.C.set_lateness(40, {})
+    pair.train(5)
+    pair.check()
+    pair = Pair(device)
+    pair.model.register_comm_hook(
+        default_hooks.LowPrecisionState(dist.group.WORLD, parameter_type=torch.float64),
+        default_hooks.bf16_compress_hook,
+    )
+    lag.C.set_lateness(40, {})
+    pair.train(3)
+    return pair.check(1e-2)
+
+
+@case
+def optimizer_in_backward(device: torch.device) -> str | None:
+    """Step optimizers in hooks of the parameters."""
+    pair = Pair(device, use_orig_params=True)
+    lag.C.set_lateness(40, {})
+    for p in pair.model.parameters():
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        p.register_post_accumulate_grad_hook(lambda p, optimizer=optimizer: (optimizer.step(), optimizer.zero_grad()))
+    theirs = torch.optim.SGD(pair.plain.parameters(), lr=0.1)
+    for _ in range(5):
+        theirs.zero_grad()
+        pair.backward()
+        theirs.step()
+    return pair.check()
+
+
+@case
+def freezing(device: torch.device) -> str | None:
+    """Freeze and unfreeze parameters between steps."""
+    pair = Pair(device, use_orig_params=True)
+    lag.C.set_lateness(40, {})
+    for frozen in (True, False, True):
+        for a, b in zip(list(pair.model.parameters())[2:5], list(pair.plain.parameters())[2:5]):
+            a.requires_grad_(not frozen), b.requires_grad_(not frozen)
+        pair.train(2)
+    return pair.check()
+
+
+@case
+def autocast(device: torch.device) -> str | None:
+    """Train under autocast, with a forward in the same context repeated."""
+    pair = Pair(device)
+    plain = copy.deepcopy(pair.plain).float().to(device)
+    model = FSDP(
+        copy.deepcopy(pair.plain).float(),
+        auto_wrap_policy=pair.model and __import__("fsdp.wrap").wrap.ModuleWrapPolicy({Block}),
+        device_id=device,
+    )
+    lag.C.set_lateness(40, {})
+    one, two = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(5):
+        x = pair.batch().float().to(device)
+        for m, o in ((model, one), (plain, two)):
+            o.zero_grad()
+            with torch.autocast("lag", dtype=torch.bfloat16):
+                loss = m(x).float().square().mean()
+                again = m(x).float().square().mean()
+            (loss + again).backward()
+            o.step()
+    with FSDP.summon_full_params(model, writeback=False):
+        worst = max(
+            (a.detach() - b.detach()).abs().max().item() for a, b in zip(model.parameters(), plain.parameters())
+        )
+    assert worst < 2e-3, f"differ by {worst}"
+    return f"differ by {worst:.0e}"
+
+
+@case
+def dropout_checkpoint(device: torch.device) -> str | None:
+    """Recompute a forward with the same dropout."""
+
+    class Part(nn.Module):
+        def __init__(self, c):
+            super().__init__()
+            self.a, self.d, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH), c
+
+        def inner(self, x):
+            return self.b(self.d(self.a(x).relu()))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False) if self.c else self.inner(x)
+
+    results = []
+    for c in (False, True):
+        torch.manual_seed(4)
+        model = FSDP(
+            nn.Sequential(Part(c), Part(c)).double(), auto_wrap_policy=ModuleWrapPolicy({Part}), device_id=device
+        )
+        lag.C.set_lateness(40, {})
+        torch.manual_seed(9)
+        for _ in range(2):
+            model(torch.ones(4, WIDTH, dtype=torch.float64, device=device)).square().mean().backward()
+        results.append([p.grad.cpu() for p in model.parameters()])
+    worst = max((a - b).abs().max().item() for a, b in zip(*results))
+    assert worst < 1e-9, f"gradients differ by {worst}"
+
+
+@case
+def switches(device: torch.device) -> str | None:
+    """Change the settings of a tree between steps."""
+    pair = Pair(device)
+    lag.C.set_lateness(40, {})
+    units = [m for m in FSDP.fsdp_modules(pair.model) if m is not pair.model]
+    pair.train(2)
+    for name, args in (
+        ("set_reshard_after_forward", (False,)),
+        ("set_reshard_after_backward", (False,)),
+        ("set_reshard_after_backward", (True,)),
+        ("set_reshard_after_forward", (True,)),
+        ("set_reduce_scatter_max_input_buffers", (1,)),
+        ("set_reduce_scatter_max_input_buffers", (4,)),
+    ):
+        if hasattr(pair.model, name):
+            getattr(pair.model, name)(*args)
+        pair.train(2)
+        pair.check()
+    pair.model.set_modules_to_forward_prefetch([units[1], units[2]]) if hasattr(
+        pair.model, "set_modules_to_forward_prefetch"
+    ) else None
+    pair.train(2)
+    pair.check()
+    for last in (False, True):
+        pair.model.set_is_last_backward(last)
+        pair.model.set_requires_gradient_sync(last)
+        if not last:
+            pair.zero_grad()
+        pair.backward()
+    pair.update()
+    pair.check()
+    pair.model.set_gradient_divide_factor(3.0)
+    pair.zero_grad()
+    pair.backward()
+
+    for p in pair.plain.parameters():
+        p.grad.mul_(dist.get_world_size() / 3.0)
+    pair.update()
+    return pair.check()
+
+
+@case
+def all_reduce_hook(device: torch.device) -> str | None:
+    """Change reduced gradients in a hook."""
+    pair = Pair(device)
+    lag.C.set_lateness(40, {})
+    pair.model.set_all_reduce_hook(lambda grad: grad.mul_(0.5))
+    for _ in range(4):
+        pair.zero_grad()
+        pair.backward()
+        for p in pair.plain.parameters():
+            p.grad.mul_(0.5)
+        pair.update()
+    return pair.check()
+
+
+@case
+def coalesced(device: torch.device) -> str | None:
+    """Send the collectives of small units together."""
+    pair = Pair(device, coalesce_nbytes=1 << 16)
+    lag.C.set_lateness(40, {})
+    pair.train(5)
+    return pair.check()
+
+
+@case
+def uneven(device: torch.device) -> str | None:
+    """Train with more batches on one rank than on the other."""
+    pair = Pair(device)
+    lag.C.set_lateness(40, {})
+    batches = [pair.batch() for _ in range(3 + dist.get_rank())]
+    for x in fsdp.join(pair.model, batches):
+        pair.mine.zero_grad()
+        pair.model(x.to(device)).square().mean().backward()
+        pair.mine.step()
+    values = pair.values()
+    every = [None] * dist.get_world_size()
+    total = sum(v.sum().item() for v in values.values())
+    dist.all_gather_object(every, total)
+    assert max(every) - min(every) == 0 and all(v.isfinite().all() for v in values.values()), every
+
+
+@case
+def two_models(device: torch.device) -> str | None:
+    """Train two models by turns, as adversarial training does: both use the same streams."""
+    one, two = Pair(device, seed=1), Pair(device, seed=2, **offload())
+    lag.C.set_lateness(40, {})
+    for _ in range(5):
+        one.step()
+        two.step()
+        x = one.batch()
+        with torch.no_grad():
+            two.model(x.to(device))
+    one.check()
+    return two.check()
+
+
+@case
+def several_forwards(device: torch.device) -> str | None:
+    """Run several forwards before their backwards."""
+    pair = Pair(device)
+    lag.C.set_lateness(40, {})
+    for _ in range(4):
+        pair.zero_grad()
+        a, b = pair.batch(), pair.batch()
+        for m, d in ((pair.model, device), (pair.plain, "cpu")):
+            one, two = m(a.to(d)).square().mean(), m(b.to(d)).mean()
+            one.backward(retain_graph=True)
+            (two + one).backward()
+        pair.update()
+    return pair.check()
+
+
+@case
+def other_device(device: torch.device) -> str | None:
+    """Train on a device that is not the current one."""
+    here, away = device.index, torch.device("lag", (device.index + 1) % lag.C.device_count())
+    group = dist.new_group()
+    pair = Pair(away, process_group=group)
+    lag.C.set_lateness(40, {})
+    pair.train(5)
+    assert lag.C.current_device() == here
+    pair.zero_grad()
+    pair.backward(), pair.model.clip_grad_norm_(0.01), torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
+    pair.update()
+    assert lag.C.current_device() == here
+    result = pair.check()
+    pair = Pair(away, process_group=group, **offload())
+    pair.train(3)
+    pair.check()
+    assert lag.C.current_device() == here, "another device is current"
+    streams = lag.C.stream_count(here)
+    return f"{result}; {streams} streams on the other device"
+
+
+@case
+def tensor_parallel(device: torch.device) -> str | None:
+    """Combine with tensor parallelism."""
+    mesh = init_device_mesh("lag", (1, 2), mesh_dim_names=("dp", "tp"))
+    pair = Pair(device)
+    os.environ["FSDP_FORCE_SHARDED"] = "1"
+    try:
+        model = copy.deepcopy(pair.plain).to(device)
+        for each in model:
+            if isinstance(each, Block):
+                parallelize_module(each, mesh["tp"], {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+        model = FSDP(
+            model,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_mesh=mesh["dp"],
+            use_orig_params=True,
+            device_id=device,
+        )
+    finally:
+        del os.environ["FSDP_FORCE_SHARDED"]
+    lag.C.set_lateness(40, {})
+    mine, theirs = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(pair.plain.parameters(), lr=0.1)
+    for _ in range(4):
+        x = pair.batch()
+        mine.zero_grad(), theirs.zero_grad()
+        model(x.to(device)).square().mean().backward()
+        pair.plain(x).square().mean().backward()
+        mine.step(), theirs.step()
+    x = pair.batch()
+    worst = (model(x.to(device)).detach().cpu() - pair.plain(x).detach()).abs().max().item()
+    assert worst < 1e-9, f"outputs differ by {worst:.1e}"
+
+
+@case
+def debug_mode(device: torch.device) -> str | None:
+    """Train with FSDP_DEBUG=1."""
+    os.environ["FSDP_DEBUG"] = "1"
+    try:
+        pair = Pair(device, use_orig_params=True)
+        lag.C.set_lateness(40, {})
+        pair.train(4)
+        return pair.check()
+    finally:
+        del os.environ["FSDP_DEBUG"]
+
+
+@case
+def kept_leaf(device: torch.device) -> str | None:
+    """Read a parameter that was kept from inside a forward: an error or NaN."""
+    pair = Pair(device)
+    kept = []
+    target = pair.blocks[1]
+    hook = target.inner.register_forward_pre_hook(lambda m, _: kept.append(m.weight))
+    pair.train(1)
+    hook.remove()
+    try:
+        value = kept[0].sum().item()
+    except RuntimeError as error:
+        pair.train(1)
+        return f"refused: {str(error)[:90]}"
+    assert value != value, f"a sharded parameter gave {value}"
+    return "NaN"
+
+
+# -- costs -------------------------------------------------------------------------------------------------------------
+
+
+@case
+def memory(device: torch.device) -> str | None:
+    """Compare the peak of allocated memory from step to step."""
+    said = []
+    for options in ({}, {"sharding_strategy": S.SHARD_GRAD_OP}, offload(), {"use_orig_params": True}):
+        pair = Pair(device, **options)
+        lag.C.set_lateness(20, {})
+        peaks = []
+        for _ in range(6):
+            gc.collect()
+            torch.accelerator.reset_peak_memory_stats()
+            pair.step()
+            peaks.append(torch.accelerator.max_memory_allocated())
+        assert len(set(peaks[1:])) == 1, f"{options}: peaks {peaks}"
+        said.append(peaks[1])
+    return str(said)
+
+
+@case
+def host_waits(device: torch.device) -> str | None:
+    """Count the host synchronizations in a step."""
+    found = {}
+    variants = {
+        "full": {},
+        "sgop": {"sharding_strategy": S.SHARD_GRAD_OP},
+        "noshard": {"sharding_strategy": S.NO_SHARD},
+        "uop": {"use_orig_params": True},
+        "offload": offload(),
+        "unused": {"use_orig_params": True, "reduce_unused": True},
+        "mixed": {"mixed_precision": MixedPrecision(param_dtype=torch.float32)},
+        "buffers": {"broadcast_buffers": True},
+    }
+    for name, options in variants.items():
+        pair = Pair(device, **options)
+        for clip in (False, True):
+            pair.train(3)
+            xs = [pair.batch().to(device) for _ in range(3)]
+            lag.C.synchronize(-1)
+            lag.C.take_syncs(), lag.C.take_counts()
+            for x in xs:
+                pair.mine.zero_grad()
+                pair.model(x).square().mean().backward()
+                if clip:
+                    pair.model.clip_grad_norm_(1.0)
+                pair.mine.step()
+            syncs = Counter(lag.C.take_syncs())
+            if syncs:
+                found[f"{name}{'+clip' if clip else ''}"] = {k: v / 3 for k, v in syncs.items()}
+    return str(found)
+
+
+@case
+def costs(device: torch.device) -> str | None:
+    """Count the kernels, events and collectives of a step."""
+    pair = Pair(device, depth=8)
+    pair.train(4)
+    x = pair.batch().to(device)
+    lag.C.synchronize(-1)
+    lag.C.take_counts()
+    pair.mine.zero_grad()
+    pair.model(x).square().mean().backward()
+    counts = lag.C.take_counts()
+    return f"9 units: {counts}; streams {lag.C.stream_count(device.index)} priorities {lag.C.priorities(device.index)}"
+
+
+# -- a training on CPU beside the device -------------------------------------------------------------------------------
+
+
+@case
+def save_on_cpu(device: torch.device) -> str:
+    """Save a CPU training in the background: no stream is made on the device."""
+    if os.environ.get("LAG_ALONE"):
+        return "skipped: the group serves the device only"
+    group = dist.new_group(backend="gloo")
+    model = FSDP(nn.Linear(5, 5), device_id="cpu", process_group=group)
+    idle = (device.index + 1) % lag.C.device_count()
+    lag.C.set_device(idle)
+    try:
+        before = lag.C.stream_count(idle)
+        async_save(f"{os.environ['LAG_PLACE']}/cpu", model, process_group=group).result()
+        made = lag.C.stream_count(idle) - before
+    finally:
+        lag.C.set_device(device.index)
+    assert not made, f"{made} streams on a device that nothing uses"
+    return "no stream on the device"
+
+
+@case
+def cpu_group(device: torch.device) -> str:
+    """Wrap a CPU module over a group that serves CPU only: it stays there."""
+    group = dist.new_group(backend="gloo")
+    model = FSDP(nn.Linear(5, 5), process_group=group)
+    assert model.compute_device.type == "cpu", model.compute_device
+    model(torch.ones(2, 5)).sum().backward()
+    return "on CPU"
+
+
+@case
+def one_device_for_all(device: torch.device) -> str:
+    """Share one device among the ranks: sharded state dicts say where each shard lies."""
+    shared, group = torch.device("lag", 0), dist.new_group()
+    lag.C.set_device(0)
+    try:
+        pair = Pair(shared, process_group=group)
+        pair.train(2)
+        for kind, config in (
+            (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(_use_dtensor=False)),
+            (StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig()),
+        ):
+            other = Pair(shared, seed=2, process_group=group)
+            other.plain = pair.plain
+            with FSDP.state_dict_type(pair.model, kind, config), FSDP.state_dict_type(other.model, kind, config):
+                other.model.load_state_dict(pair.model.state_dict())
+            other.check()
+    finally:
+        lag.C.set_device(device.index)
+    return pair.check()
+
+
+if __name__ == "__main__":
+    pool.main("tests.device.situations", CASES)
