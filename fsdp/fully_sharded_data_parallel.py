@@ -68,6 +68,7 @@ from fsdp.runtime.build import (
     copy_unit,
     inside_checkpoint,
     shard_info,
+    strategy_in_use,
     unit_policy,
     warn_without_forward,
 )
@@ -317,13 +318,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
                 },
             )
 
-        self.sharding_strategy = strategy
-        if self.world_size == 1 and strategy is not ShardingStrategy.NO_SHARD and not groups.forced:
-            warn_user(
-                f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} "
-                f"works like NO_SHARD here{', over the replica group' if groups.replica is not None else ''}"
-            )
-            self.sharding_strategy = ShardingStrategy.NO_SHARD
+        self.sharding_strategy = strategy_in_use(strategy, groups)
         options = UnitOptions(
             groups,
             policy,

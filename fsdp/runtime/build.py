@@ -84,6 +84,17 @@ def warn_without_forward(module: nn.Module) -> None:
             )
 
 
+def strategy_in_use(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
+    """Return ``strategy``, or ``NO_SHARD`` with a warning where a group of one rank leaves nothing to shard over."""
+    if groups.shard_size > 1 or strategy is ShardingStrategy.NO_SHARD or groups.forced:
+        return strategy
+    warn_user(
+        f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} works like "
+        f"NO_SHARD here{', over the replica group' if groups.replica is not None else ''}"
+    )
+    return ShardingStrategy.NO_SHARD
+
+
 def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOptions) -> Unit:
     """The unit of ``module``, whose parameters are given values, moved, flattened and sharded; the wrapper calls.
 
