@@ -418,9 +418,24 @@ def check_no_elements() -> None:
         assert [state["empty"]["exp_avg"].shape for state in states] == 2 * [(0, 4)]
 
 
+def check_no_elements_in_a_flat_parameter() -> None:
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model = FSDP(Empty(), use_orig_params=False, flat_param_key=lambda name, param: name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
+        fresh = get_optimizer_state_dict(model, optimizer)
+        assert sorted(fresh["state"]) == ["empty", "linear.bias", "linear.weight"]
+        set_optimizer_state_dict(model, optimizer, fresh)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        assert sorted(get_optimizer_state_dict(model, optimizer)["state"]) == sorted(fresh["state"])
+
+
 def test_a_parameter_without_elements_has_state_as_others_have() -> None:
-    """Else what a stepped optimizer has saved would not fit a new one."""
+    """Else what a stepped optimizer has saved would not fit a new one, and a fused one has momentum for some alone."""
     run_ranks(2, check_no_elements)
+    run_ranks(2, check_no_elements_in_a_flat_parameter)
 
 
 def check_groups_that_differ() -> None:

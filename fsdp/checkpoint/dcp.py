@@ -421,8 +421,6 @@ def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
                     group["lr"] = rate
             for param in params:
                 param.grad = None
-            for unit in of_model.units:
-                unit.follow_parameters()  # so that what a run is of has none either
             for param, value in zip(params, values):
                 param.detach().copy_(value)
         yield
