@@ -16,6 +16,7 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm import board as boards
 from fsdp.comm import waiting
 from fsdp.comm.board import Board
+from tests.harness.pool import Died, run_fresh
 
 
 class Counted:
@@ -141,3 +142,19 @@ def test_who_has_ended_is_told_to_other_machines(ranks_on_machines: Any) -> None
         made[10].live()
     at[0] = 12
     assert made[12].dead() == []
+
+
+def one_rank_ends_after_wrapping() -> str:
+    model = FSDP(torch.nn.Linear(3, 3))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(9)
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.ones(2, 3))
+    return str(caught.value)
+
+
+def test_a_process_that_ends_between_wrapping_and_the_first_use_is_named() -> None:
+    """Who waits for it does not wait for the group's timeout."""
+    told, died = run_fresh(2, one_rank_ends_after_wrapping)
+    assert isinstance(died, Died) and told.startswith("the process of rank 1 has ended"), told

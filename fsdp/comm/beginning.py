@@ -20,7 +20,7 @@ import torch
 
 from fsdp import environment
 from fsdp.comm import ledger, shared_memory
-from fsdp.comm.board import Board
+from fsdp.comm.board import Board, processes
 from fsdp.comm.calls import TREES, Calls, Waited, ranks_in_words
 from fsdp.comm.groups import group_timeout, rank_names
 from fsdp.comm.waiting import OutOfStep, watch, watcher
@@ -39,8 +39,14 @@ class _Beginnings:
         self.calls = Calls(group, TREES)
         self.board.live()
 
+    def _ended(self) -> list[int]:
+        """Find the ranks whose processes have ended, also those that have wrapped a model and never used the group."""
+        known = processes()
+        ended = () if known is None else known.dead()
+        return sorted({*self.board.dead(), *(i for i, rank in enumerate(self._names) if rank in ended)})
+
     def slow(self) -> None:
-        if dead := self.board.dead():
+        if dead := self._ended():
             ended = ", ".join(f"rank {self._names[rank]}" for rank in dead)
             raise RuntimeError(
                 f"the process of {ended} has ended, and all ranks have to come to the first use of a model: {_REMEDY}; "
