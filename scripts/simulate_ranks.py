@@ -162,7 +162,7 @@ def costs_of(rank: int, size: int, network: Network, root: Path, units: int) -> 
         return result
 
     def save() -> None:
-        saving = Save(ranks, root, None)
+        saving = Save(ranks, root, None, trusted=False)
         saving._state, saving._extra = state_of(rank, size, units), EXTRA
         with ranks.call("save"):
             saving.write(progress=False)
