@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import importlib
 import os
 import random
 import shutil
@@ -298,6 +299,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)  # so that processes can be forked
+    importlib.import_module("torch._dynamo")  # once, and not by the first optimizer of each of them
     warnings.filterwarnings("ignore", ".*could not be removed")
     well = run("kills", options.kills, options.seed, kill)
     well &= run("damages", options.damages, options.seed, damage)
