@@ -215,7 +215,8 @@ def packed_part(items: Iterable[WriteItem], results: Iterable[WriteResult], bloc
 
 
 def unpacked_table(content: bytes, ranks: int, writers: int) -> Table:
-    """
+    """Read ``tensors.json``.
+
     Args:
         ranks: the number of ranks that saved, by the manifest.
         writers: the number of them that have files of tensors. No run is longer, so that a forged one costs no time.
@@ -258,7 +259,7 @@ def metadata_of(table: Table) -> Metadata:
 
 
 def unpack_part(content: bytes, into: Metadata, files: Mapping[str, Entry]) -> dict[str, list[str]]:
-    """Add what is in the file of a rank.
+    """Add the content of a rank's file to ``into``.
 
     Returns:
         the checksums of the blocks of files of tensors.

@@ -440,7 +440,7 @@ class _Contents:
                 raise RuntimeError(f"{self._directory} has {found[key]} of {needed} elements of {key!r} for this rank")
 
 
-_FORGED = AttributeError, KeyError, OverflowError, TypeError, ValueError  # what reading numbers that do not fit raises
+_FORGED = AttributeError, KeyError, OverflowError, TypeError, ValueError  # raised for numbers that do not fit
 
 
 @contextlib.contextmanager

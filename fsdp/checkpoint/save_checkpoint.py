@@ -475,10 +475,10 @@ def _words_for(key: str) -> str:
 
 
 def _packed(extra: Any) -> bytes:
-    """As the bytes of a file; none for None.
+    """Pack ``extra`` into the bytes of a file; none for None.
 
     Raises:
-        TypeError: they could not be loaded safely.
+        TypeError: a part of it could not be loaded safely, with its path.
     """
     if extra is None:
         return b""
