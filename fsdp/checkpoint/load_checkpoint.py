@@ -238,7 +238,10 @@ def _fetched(ranks: Ranks, path: Path, like: Callable[[], _Like], reading: _Read
             own = like()
             contents = _Contents(directory, manifest, own, reading)
             if own.trained is not None and not contents.has_optimizer:
-                raise RuntimeError(f"the checkpoint {directory} has no optimizer state, and nothing was loaded")
+                raise RuntimeError(
+                    f"the checkpoint {directory} has no optimizer state, and nothing was loaded. Load without an "
+                    "optimizer to begin with new optimizer state"
+                )
             return [*contents.files, files.extra_name(ranks.rank)]
 
         def entries(names: list[list[str]]) -> list[dict[str, Entry]]:
