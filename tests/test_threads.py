@@ -24,7 +24,7 @@ from fsdp.comm.ledger import current_label, labelled
 from fsdp.comm.waiting import OutOfStep, Work, watch
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
-from tests.harness.pool import RankFailure
+from tests.harness.pool import RankFailure, run_ranks
 from tests.harness.sharded import full_gradients, full_parameters, run_fsdp, wrap
 from tests.harness.threads import run_threads
 
@@ -156,6 +156,62 @@ def test_what_ends_just_after_a_wait_was_given_up_has_not_failed() -> None:
     watch(group, watcher)
     Work([work], group, "gather", on_host=True, ends_alone=True).wait()
     assert work.waits == 2
+
+
+def stop_all(before: set[threading.Thread]) -> list[str]:
+    """As test suites do with the daemons that a test has left."""
+    left = sorted(set(threading.enumerate()) - before, key=lambda thread: thread.name)
+    for thread in left:
+        assert thread.daemon
+        thread.stop()  # type: ignore[attr-defined]
+        assert not thread.is_alive()
+    return [thread.name for thread in left]
+
+
+def stopped_between_steps() -> None:
+    before = {thread for thread in threading.enumerate() if not thread.name.startswith("fsdp")}
+    torch.manual_seed(0)
+    model = wrap(nn.Linear(1500, 1500), use_orig_params=True, wrap_policy=None)  # large enough for recycled memory
+    optimizer, states = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for number in range(4):
+        model(torch.full((1, 1500), number + 1.0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        states.append(full_parameters(model)["weight"].sum().item())
+        if number % 2:
+            assert set(stop_all(before)) <= {"fsdp wait"}
+            assert stop_all(before) == []
+    assert len(set(states)) == 4
+
+
+def test_threads_that_were_stopped_are_started_again() -> None:
+    run_ranks(2, stopped_between_steps)
+
+
+def test_a_thread_that_waits_for_work_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the action that is under way; work that comes later gets another thread."""
+    monkeypatch.setattr(waiting, "IDLE", 0.01)
+    before, meet, given_back = set(threading.enumerate()), threading.Event(), threading.Event()
+    result = waiting.in_thread(lambda: meet.wait(30))
+    busy = set(threading.enumerate()) - before
+    assert len(busy) <= 1  # an idle one was there
+    threading.Timer(0.1, meet.set).start()
+    if busy:
+        busy.pop().stop()  # type: ignore[attr-defined]
+        assert result.done()
+    assert result.result(30) and waiting.in_thread(lambda: 5).result(30) == 5
+
+    def give_back() -> bool:
+        given_back.set()
+        return False
+
+    when_idle = waiting.WhenIdle(give_back)
+    for _ in range(2):
+        when_idle.came_back()
+        assert given_back.wait(30)
+        given_back.clear()
+        stop_all({thread for thread in threading.enumerate() if not thread.name.startswith("fsdp")})
+        when_idle.asked()
 
 
 def test_fd22_a_label_is_what_its_own_thread_communicates_for() -> None:

@@ -90,38 +90,74 @@ def watch_of(group: Any) -> Watch | None:
     return None if reference is None else reference()
 
 
+class Daemon(threading.Thread):
+    """A thread of the package that waits for work. It ends by ``stop()``, which test suites call of daemons that a test
+    has left, or with the process; whoever needs it again makes another."""
+
+    def __init__(self, run: Callable[[], None], end: Callable[[], None], name: str = "fsdp wait") -> None:
+        """Start to ``run``, which returns once ``end`` was called."""
+        super().__init__(target=run, name=name, daemon=True)
+        self._end = end
+        self.start()
+
+    def stop(self) -> None:
+        """End after the work that is under way, and wait for that."""
+        self._end()
+        self.join()
+
+
 class _Thread:
     """Runs one action after another, and is used again: of each new thread some memory is never given back."""
 
     idle: ClassVar[list[_Thread]] = []
+    _lock = threading.RLock()  # around a choice of who runs an action, which may not be one that ends
 
     def __init__(self) -> None:
-        self.actions: queue.SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="fsdp wait", daemon=True).start()
+        self._actions: queue.SimpleQueue[tuple[Callable[[], Any], futures.Future[Any]] | None] = queue.SimpleQueue()
+        self._ends = False
+        Daemon(self._run, self._end)
+
+    @staticmethod
+    def start(action: Callable[[], Any], result: futures.Future[Any]) -> None:
+        """Run ``action`` in an idle thread, or a new one."""
+        with _Thread._lock:
+            thread = _Thread.idle.pop() if _Thread.idle else _Thread()
+            thread._actions.put((action, result))
+
+    def _end(self) -> None:
+        with _Thread._lock:
+            self._ends = True
+            if self in _Thread.idle:
+                _Thread.idle.remove(self)
+            self._actions.put(None)
 
     def _run(self) -> None:
-        while True:
-            action, result = self.actions.get()
+        while (item := self._actions.get()) is not None:
+            action, result = item
             try:
                 result.set_result(action())
             except BaseException as error:
                 result.set_exception(error)
-            del action, result
-            _Thread.idle.append(self)
+            del item, action, result
+            with _Thread._lock:
+                if not self._ends:
+                    _Thread.idle.append(self)
 
 
-os.register_at_fork(after_in_child=_Thread.idle.clear)  # a fork has none of the threads
+def _in_fork() -> None:
+    """Forget the threads, which a fork has not."""
+    _Thread.idle.clear()
+    _Thread._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_in_fork)
 
 
 def in_thread(action: Callable[[], _T]) -> futures.Future[_T]:
     """What ``action`` returns, or raises, in a thread of its own: it keeps no process alive, as those of an executor
     do, and no signal interrupts it."""
-    try:
-        thread = _Thread.idle.pop()
-    except IndexError:
-        thread = _Thread()
     result: futures.Future[_T] = futures.Future()
-    thread.actions.put((action, result))
+    _Thread.start(action, result)
     return result
 
 
@@ -149,28 +185,35 @@ class WhenIdle:
         """``give_back`` returns whether it has to be called again. A thread waits from here on."""
         self._give_back = give_back
         self._asked, self._waits = 0.0, False
-        self._wait: queue.SimpleQueue[None] = queue.SimpleQueue()  # which a collection may interrupt
-        in_thread(self._run)
+        self._wait: queue.SimpleQueue[bool] = queue.SimpleQueue()  # which a collection may interrupt; False: to end
+        self._ended = False
+        Daemon(self._run, self._end)
 
     def asked(self) -> None:
-        """Memory was asked for."""
+        """Memory was asked for. Spare memory is given back again from here on if the thread was stopped."""
         self._asked = time.monotonic()
+        if self._ended:
+            self._ended = False
+            Daemon(self._run, self._end)
+
+    def _end(self) -> None:
+        self._wait.put(False)
 
     def came_back(self) -> None:
         """There is spare memory. This starts no thread: the collector may call it in the middle of a start."""
         self._asked = time.monotonic()
         if not self._waits:
             self._waits = True
-            self._wait.put(None)
+            self._wait.put(True)
 
     def _run(self) -> None:
-        while True:
-            self._wait.get()
+        while self._wait.get():
             while (left := self._asked + IDLE - time.monotonic()) > 0:
                 time.sleep(left)
             self._waits = False
             if self._give_back():
                 self.came_back()
+        self._ended = True
 
 
 class HostWork:
@@ -361,7 +404,8 @@ class Watcher:
         self._under_way: deque[_UnderWay] = deque()  # oldest first
         self._broken: weakref.WeakKeyDictionary[Any, OutOfStep] = weakref.WeakKeyDictionary()
         self.any_broken = False  # whether a group was ended, since the beginning: each collective asks
-        self._thread: threading.Thread | None = None
+        self._thread: Daemon | None = None
+        self._ends = False  # whether the thread was told to end
 
     def check(self, group: Any) -> None:
         """Raises OutOfStep if ``group`` was ended."""
@@ -389,21 +433,29 @@ class Watcher:
             self._under_way.append(_UnderWay(event, work))
             self._changed.notify()
             if self._thread is None:
-                run, name = functools.partial(self._look_after, prepare), "fsdp collectives"
-                self._thread = threading.Thread(target=run, name=name, daemon=True)
-                self._thread.start()
+                self._ends = False
+                run = functools.partial(self._look_after, prepare)
+                self._thread = Daemon(run, self._end, "fsdp collectives")
 
     def pause(self) -> None:
         """Look at no event: a graph is being captured, which that would spoil. What came before is over."""
         with self._changed:
             self._under_way.clear()
 
+    def _end(self) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+
     def _look_after(self, prepare: Callable[[], object]) -> None:
         prepare()
         while True:
             with self._changed:
                 waited = not self._under_way
-                self._changed.wait_for(lambda: self._under_way)
+                self._changed.wait_for(lambda: self._under_way or self._ends)
+                if not self._under_way:
+                    self._thread = None
+                    return
                 oldest = self._under_way[0]
             if waited:
                 time.sleep(_PAUSE)  # and see to several at once: to wake up for each costs the program time
