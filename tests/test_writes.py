@@ -28,6 +28,7 @@ from fsdp import (
     StateDictType,
 )
 from fsdp.api import TrainingState
+from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
@@ -595,29 +596,47 @@ def test_what_a_hook_writes_to_the_copies_of_one_rank_stays_there() -> None:
     run_ranks(2, _rank0_only)
 
 
+def _mocked_collectives() -> None:
+    for strategy, use_orig_params in ((FULL, True), (GRAD_OP, False)):
+        model = pair((strategy, use_orig_params))[1]
+        with contextlib.ExitStack() as mocks:
+            mocked = [mocks.enter_context(mock.patch.object(dist, name)) for name in (ALL_GATHER, REDUCE_SCATTER)]
+            for _ in range(2):
+                loss_of(model).backward()
+                with torch.no_grad():
+                    model(batch())
+            assert mocked[0].called and mocked[1].called
+
+
+def test_forwards_run_where_collectives_are_mocked() -> None:
+    """As tests do that count them: nothing compares what is gathered with the shards."""
+    run_ranks(2, _mocked_collectives)
+
+
 def _data_written_in_forward(strategy: ShardingStrategy, dtype: torch.dtype) -> None:
     precision = MixedPrecision(param_dtype=dtype)
-    model = pair((strategy, True), mixed_precision=precision)[1]
-    with summon(model), torch.no_grad():
-        layer_of(model, 0).linear.weight[0] = float("nan")
-    for grad in (False, True):  # the first of each kind is looked at, and a NaN is what it was
-        with torch.set_grad_enabled(grad):
-            model(batch())
-    model = pair((strategy, True), mixed_precision=precision)[1]
-    layer = layer_of(model, 1)
-    layer.inside = lambda: layer.linear.weight.data.mul_(2)
-    words = "'linear.weight' of unit 'layers.1' was changed through .data inside of a forward"
-    with torch.no_grad(), pytest.raises(RuntimeError, match=words):
-        model(batch())
-
-
-def test_what_forward_writes_through_data_is_found_at_the_first_one() -> None:
-    run_ranks(2, _each_strategy_and_dtype)
+    with mock.patch.dict(os.environ, FSDP_DEBUG="1"):
+        model = pair((strategy, True), mixed_precision=precision)[1]
+        with summon(model), torch.no_grad():
+            layer_of(model, 0).linear.weight[0] = float("nan")
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                model(batch())
+        layer = layer_of(model, 1)
+        layer.inside = lambda: layer.linear.weight.data.mul_(2)
+        words = "'linear.weight' of unit 'layers.1' is written, where it is a gathered copy"
+        for grad in (False, True, False):
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=words):
+                model(batch())
 
 
 def _each_strategy_and_dtype() -> None:
     for strategy, dtype in [(FULL, torch.float32), (GRAD_OP, torch.bfloat16), (NONE, torch.bfloat16)]:
         _data_written_in_forward(strategy, dtype)
+
+
+def test_what_forward_writes_through_data_is_found_in_debug_mode() -> None:
+    run_ranks(2, _each_strategy_and_dtype)
 
 
 def look_before_a_step() -> None:

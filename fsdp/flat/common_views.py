@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ class CommonViews:
         self._pointers: list[int] = []
         self._on_new_accumulator: Callable[[int, torch.Tensor], None] = lambda index, tensor: None
         self.check_writeback = not environment.SKIP_WRITEBACK_CHECK.value
+        self._compares_kept = self.check_writeback and environment.DEBUG.value
 
     # -- versions ------------------------------------------------------------------------------------------------------
 
@@ -141,22 +141,14 @@ class CommonViews:
 
     # -- what users write ----------------------------------------------------------------------------------------------
 
-    def check_leaves(self, *, compares: bool, apart: Callable[[], AbstractContextManager[Any]]) -> None:
-        """To be called when a forward is over, while the leaves have their memory. With ``compares``, which waits for
-        the device, values are compared the first time, ``apart`` from what looks at the program's operations: who
-        writes to them through ``.data`` mostly does so from the beginning.
+    def check_leaves(self) -> None:
+        """Raise RuntimeError where a forward has written to a leaf, whose memory is about to be released.
 
-        Raises:
-            RuntimeError: inside, something was written that goes with that memory.
+        A write through ``.data`` is found with ``FSDP_DEBUG=1`` only, when it happens.
         """
         if not self.check_writeback:
             return
         found = self.handle.copy.undo_writes()
-        if compares and not found:
-            moment = "forward with gradients" if torch.is_grad_enabled() else "forward"
-            if moment not in self.handle.copy.compared:
-                with apart():
-                    found = self.compare(moment)
         if replaced := self.registration.put_back_leaves():
             found += [(index, "replaced") for index in replaced]
         if found:
@@ -167,26 +159,18 @@ class CommonViews:
                 f"or backward, {remedy}"
             )
 
-    def compare(self, moment: str) -> list[tuple[int, str]]:
-        """At the first such moment what was written to parameters through ``.data`` since the gather; see
-        ``FlatParamHandle.written_unseen``."""
-        copy = self.handle.copy
-        if not self.check_writeback or copy.keeps_writes or moment in copy.compared:
-            return []
-        copy.compared.add(moment)
-        return self.handle.written_unseen()
-
-    def skip_comparison(self) -> None:
-        """The shard is written while the unit computes, whose values are older than that and none the worse."""
-        self.handle.copy.compared |= {"forward with gradients", "forward"}
-
     def check_kept(self) -> None:
-        """Raises RuntimeError where a copy that was kept from pass to pass has other values than the shard. To be
-        called before one is trusted; looked at the first time only."""
-        for index, what in self.compare("kept"):
+        """Raise RuntimeError where a full copy that was kept from pass to pass has other values than the shard.
+
+        The values are compared with ``FSDP_DEBUG=1`` only, which waits for the device.
+        """
+        if not self._compares_kept or self.handle.copy.keeps_writes:
+            return
+        index = self.handle.first_difference()
+        if index is not None:
             raise RuntimeError(
-                f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was {what} while it stays "
-                "gathered from pass to pass (inside no_sync() under SHARD_GRAD_OP, or by "
+                f"parameter {self.handle.name_of(index)!r} of {self.handle.unit_name} was changed through .data while "
+                "it stays gathered from pass to pass (inside no_sync() under SHARD_GRAD_OP, or by "
                 "set_reshard_after_backward(False)), and nothing tells of that: change it in place (param.copy_() and "
                 "the like under torch.no_grad())"
             )

@@ -476,21 +476,16 @@ class FlatParamHandle:
         with torch.inference_mode(False):
             self.copy = self._make_copy(copy.tensor.dtype, copy.all_leaves)
 
-    def written_unseen(self) -> list[tuple[int, str]]:
-        """The parameter that was written through ``leaf.data`` since the gather, as ``FullCopy.undo_writes`` puts it:
-        this rank's part of the full buffer is not its shard's bits. Waits for the device."""
+    def first_difference(self) -> int | None:
+        """Compare this rank's part of the full buffer with the shard, bit by bit, and return the index of the first
+        parameter that differs. Waits for the device."""
         start, end = self.layout.shard_range(self.groups.shard_rank)
-        kept, dtype = self._cast, self.full.dtype
-        if self.has_part and self._part is not None:  # what was gathered may have come from the parts of those nearby
-            kept, several = self._part, self.layout.padded_numel // self._part.numel()
-            start = self.groups.shard_rank % several * kept.numel()
-            end = start + kept.numel()
-        gathered = kept if kept is not None and kept.dtype == dtype else self._shard.to(self.device).to(dtype)
         now = self.full[start:end].view(torch.uint8)
-        if torch.equal(now, gathered.view(torch.uint8)):
-            return []
-        place = start + int((now != gathered.view(torch.uint8)).nonzero()[0]) // gathered.element_size()
-        return [(i, "changed through .data") for i, p in enumerate(self.layout.params) if p.offset <= place < p.end]
+        expected = self._shard.to(self.device).to(self.full.dtype).view(torch.uint8)
+        if torch.equal(now, expected):
+            return None
+        place = start + int((now != expected).nonzero()[0]) // self.full.element_size()
+        return next((index for index, p in enumerate(self.layout.params) if p.offset <= place < p.end), None)
 
     def set_requires_grad(self, index: int, requires_grad: bool) -> None:
         """Freeze or unfreeze parameter ``index`` in every dtype."""

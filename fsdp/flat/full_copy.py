@@ -74,7 +74,6 @@ class FullCopy:
         flags: of each leaf whether it requires grad.
         differs: whether the shard has another dtype, or is on another device.
         keeps_writes: whether what is written to the leaves reaches the shard.
-        compared: the moments at which it was compared with the shard, to find unseen writes.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class FullCopy:
         self._marks = marks = self._look()
         self.flags = marks[2]
         self.keeps_writes, self.differs = resident, differs
-        self.compared: set[str] = set()
         self.pooled = None if resident else PooledTensor(tensor)
         self.state = BufferState.RESIDENT if resident else BufferState.SHARDED
         self._unchecked = tuple(leaf for leaf, its in zip(leaves, self.memories) if not isinstance(its, CheckedLeaf))
@@ -132,8 +130,7 @@ class FullCopy:
         """What users did to the leaves since the last call and will be lost with the buffer's memory, as (index, in
         words). But for their values the leaves are what they were again. To be called while there is memory.
 
-        What is written through ``leaf.data`` leaves no trace here: see ``FlatParamHandle.written_unseen``; and under
-        ``FSDP_DEBUG=1`` it is an error at once.
+        A write through ``leaf.data`` leaves no trace here; with ``FSDP_DEBUG=1`` it is an error at once.
         """
         seen, marks = self._look(), self._marks
         if seen == marks:

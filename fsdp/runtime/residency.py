@@ -181,7 +181,7 @@ class Residency(Residences[UnitBuffers]):
                 torch.clear_autocast_cache()  # its casts are of what was there before
                 self.gather(unit)
             elif earlier:
-                for view in unit.views if self._streams.asynchronous_work else ():  # the host may wait
+                for view in unit.views:
                     view.check_kept()
                 unit.generation = self.generation
             unit.wait()

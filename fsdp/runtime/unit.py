@@ -301,7 +301,7 @@ class Unit(UnitBuffers):
         running.end()
         call = running.call
         for view in self.views:
-            view.check_leaves(compares=context.streams.asynchronous_work, apart=hooks.own_operations)
+            view.check_leaves()
         output_dtype = self.precision.asked.output_dtype
         if output_dtype is not None and not self.is_summoned and not self.precision.wants_full:
             output = cast_floating(output, output_dtype)
@@ -556,17 +556,8 @@ class Unit(UnitBuffers):
     def before_step(self) -> None:
         """An optimizer is about to change the shards."""
         self.kept_versions = None  # it may write past what counts versions
-        phase = self.phase
-        if phase is Phase.IDLE:
-            for views in self.views:
-                if not views.is_as_left:
-                    self.follow_parameters()
-                    break
-            else:
-                return
-        elif phase is Phase.FORWARD:  # of a module whose forward is a whole step
-            for view in self.views:
-                view.skip_comparison()
+        if self.phase is Phase.IDLE and not all(views.is_as_left for views in self.views):
+            self.follow_parameters()
 
 
 def every_unit() -> list[Unit]:
