@@ -9,6 +9,7 @@ that, and the unit reduces it: with its other gradients, or at the end of the ba
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ class OutsideUses:
         self._views, self._take = views, take
         # (tensor, accumulator) by bucket and index. An accumulator is held so that it stays, with the hook on it.
         self._hooked: dict[tuple[int, int], tuple[torch.Tensor, Any]] = {}
-        for bucket, its in enumerate(views):
-            its.notify_of_accumulators(functools.partial(self._hook, bucket))
+        for bucket, its in enumerate(views):  # which this refers to
+            its.notify_of_accumulators(functools.partial(_hook_again, weakref.ref(self), bucket))
 
     def watch(self) -> None:
         """Hook the tensors that require grad now, as far as they are not hooked."""
@@ -35,17 +36,24 @@ class OutsideUses:
             for index, tensor in views.used_outside():
                 hooked = self._hooked.get((bucket, index))
                 if hooked is None or hooked[0] is not tensor:
-                    self._hook(bucket, index, tensor)
+                    self.hook(bucket, index, tensor)
 
     def renew(self) -> None:
         """Hook all of them again: their dtype, device or stream has changed, and the old accumulators match nothing."""
         self._hooked.clear()
         self.watch()
 
-    def _hook(self, bucket: int, index: int, tensor: torch.Tensor) -> None:
+    def hook(self, bucket: int, index: int, tensor: torch.Tensor) -> None:
+        """Hook the accumulator that autograd has for ``tensor`` now, if it has one."""
         self._hooked.pop((bucket, index), None)
         if tensor.requires_grad:
             with torch.inference_mode(False), torch.enable_grad():
                 node = hooks.accumulator_of(tensor)
             hooks.instead_of_accumulating(tensor, node, functools.partial(self._take, bucket, index))
             self._hooked[bucket, index] = tensor, node
+
+
+def _hook_again(uses_ref: Callable[[], OutsideUses | None], bucket: int, index: int, tensor: torch.Tensor) -> None:
+    uses = uses_ref()
+    if uses is not None:
+        uses.hook(bucket, index, tensor)
