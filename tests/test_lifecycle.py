@@ -36,11 +36,11 @@ from tests.harness.agreeing import impatient, new_group
 from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.models import ZOO
-from tests.harness.oracle import adamw, sgd
+from tests.harness.oracle import adamw, assert_bit_equal, sgd
 from tests.harness.pairs import pairwise
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import wrap
+from tests.harness.sharded import full_gradients, full_parameters, wrap
 
 # torch notes its last 2000 native collectives, about 1 KiB each, which looks like a leak until they are there. Set
 # before any rank starts: they inherit it.
@@ -730,6 +730,34 @@ def outlive_the_group(ways: tuple[str, ...]) -> list[str]:
 def test_groups_end_with_the_models_that_used_them() -> None:
     """A group has connections, and with gloo threads that do not rest."""
     assert run_ranks(2, outlive_the_group, ("shared", "direct", "native")) == [[], []]
+
+
+class Scaled(nn.Module):
+    """Has a parameter without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.shift
+
+
+def copy_without_dimensions(use_orig_params: bool) -> None:
+    model = wrap(Scaled(), ShardingStrategy.NO_SHARD, use_orig_params)
+    copied = copy.deepcopy(model)
+    for module in (model, copied):
+        module(torch.ones(2, 3)).sum().backward()
+    assert_bit_equal(full_parameters(copied), full_parameters(model))
+    assert_bit_equal(full_gradients(copied), full_gradients(model))
+    shapes = [param.shape for param in model.parameters()]
+    assert [param.shape for param in copied.parameters()] == shapes
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_copies_of_parameters_without_dimensions(use_orig_params: bool) -> None:
+    """copy.deepcopy() of a unit that is not sharded keeps them, and the copy trains."""
+    run_ranks(2, copy_without_dimensions, use_orig_params)
 
 
 def pickle_and_go_on(use_orig_params: bool) -> str:

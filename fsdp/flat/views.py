@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.flat.common_views import CommonViews
-from fsdp.flat.flat_param import FlatParamHandle, take_over_data
+from fsdp.flat.flat_param import FlatParamHandle, assign_grad, take_over_data
 from fsdp.flat.full_copy import BufferState, SlotBuffer, point_at
 from fsdp.flat.ownership import OwnedParam
 from fsdp.flat.registration import Home, Layer, Registration, ShardedPlaceholder, Write
@@ -94,7 +94,8 @@ class OriginalViews(CommonViews):
     def announce_copies(self, handle: FlatParamHandle, memo: dict[int, Any]) -> None:
         super().announce_copies(handle, memo)
         for original in self._originals:
-            copied: Any = torch.Tensor._make_subclass(type(original), original.detach()[:0], original.requires_grad)
+            empty = original.detach().new_empty(0)
+            copied: Any = torch.Tensor._make_subclass(type(original), empty, original.requires_grad)
             copied.__dict__.update(original.__dict__)
             memo[id(original)] = copied
 
@@ -135,7 +136,8 @@ class OriginalViews(CommonViews):
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
         if self._hidden_grads is not None:
             self._hidden_grads[position] = grad
-        super().set_grad(position, grad)
+        if assign_grad(self.params[position], grad):
+            self._on_new_accumulator(position, self.params[position])
 
     def _attributes_of(self, index: int) -> torch.Tensor:
         original: torch.Tensor = self._originals[index]
