@@ -31,7 +31,7 @@ from tests.harness.models import BlockWithUnused, MlpBlock
 from tests.harness.oracle import assert_bit_equal, assert_close_ulp, named_parameters
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import _in_memory_order, wrap
+from tests.harness.sharded import _in_memory_order, full_parameters, wrap
 
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 MODES = [(strategy, orig) for strategy in (FULL, GRAD_OP, NONE) for orig in (True, False)]
@@ -765,3 +765,59 @@ def _after_a_fault() -> None:
 def test_accumulation_after_an_exception() -> None:
     """R27, R48: once cleared, nothing is left of a backward that failed in the middle."""
     run_ranks(2, _after_a_fault)
+
+
+# -- steps without a reduction ---------------------------------------------------------------------------------------
+
+
+def _never_reduced() -> None:
+    words = r"^3 parameters have gradients from no_sync\(\) that were never reduced. Run the last micro-batch's"
+    for strategy, orig in itertools.product((FULL, GRAD_OP), (True, False)):
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=orig and index == 0)) for index in range(2 if orig else 3)]
+        model = wrap(nn.Sequential(*blocks), strategy, orig, wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        before = full_parameters(model)
+        for _ in range(2):
+            with model.no_sync():
+                model(torch.ones(2, WIDTH)).sum().backward()
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.step()
+        assert_bit_equal(full_parameters(model), before)
+        assert not optimizer.state
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        assert not any(torch.equal(value, before[name]) for name, value in full_parameters(model).items())
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(torch.ones(2, WIDTH)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"^1 parameter has .* holds [\w.]+ of unit '\d'$"):
+            torch.optim.SGD(list(model.parameters())[-2:-1], lr=1.0).step()
+        model.zero_grad()
+        optimizer.step()  # nothing is there to be stepped by
+
+
+def test_a_step_by_gradients_that_were_never_reduced_is_refused() -> None:
+    """With every backward inside no_sync(): the error says how many parameters and what to do, and nothing changes."""
+    run_ranks(2, _never_reduced)
+
+
+def _replicas_apart() -> None:
+    for orig in (True, False):
+        model = wrap(nn.Linear(WIDTH, WIDTH), NONE, orig)
+        for by_hand in (True, False):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            with model.no_sync():
+                model(torch.ones(2, WIDTH)).sum().backward()
+            if by_hand:  # as a program does that reduces by itself
+                for param in model.parameters():
+                    dist.all_reduce(param.grad)
+                    param.grad /= dist.get_world_size()
+            with nullcontext() if by_hand else pytest.warns(UserWarning, match="that were never reduced.*differ from"):
+                optimizer.step()
+            optimizer.step()
+            model.zero_grad()
+
+
+def test_a_step_that_parts_replicas_is_warned_of() -> None:
+    """Where parameters are not sharded, at the optimizer's first step; not if the program reduced gradients itself."""
+    run_ranks(2, _replicas_apart)

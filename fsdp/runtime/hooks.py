@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from fsdp.comm.recording import NOTHING
 from fsdp.comm.versions import set_frame_callback, skip_code
-from fsdp.runtime.mistakes import warn_of_habits, warn_of_pickling, warn_of_stale
+from fsdp.runtime.mistakes import check_reduced, warn_of_habits, warn_of_pickling, warn_of_stale
 
 logger = logging.getLogger("fsdp")
 
@@ -261,6 +261,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _optimizers.get(optimizer)
+    first = known is None
     if known is None or known[0] != count:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if known is None:
@@ -270,10 +271,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if known is None and any(unit.is_sharded for unit_ref in found if (unit := unit_ref()) is not None):
             warn_of_habits(optimizer)
         known = _optimizers[optimizer] = (count, found)
+    unsharded = []
     for unit_ref in known[1]:
         unit = unit_ref()
         if unit is not None:
             unit.before_step()
+            for gradients in unit.gradients:
+                if gradients.accumulator.exposed:
+                    unsharded.append(unit)
+                    break
+    if unsharded:
+        check_reduced(optimizer, unsharded, first=first)
 
 
 def report(error: BaseException, unit_name: str, event: str) -> None:

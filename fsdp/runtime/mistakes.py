@@ -94,6 +94,38 @@ def warn_of_pickling(optimizer: Optimizer) -> None:
     )
 
 
+def check_reduced(optimizer: Optimizer, units: Iterable[Any], *, first: bool) -> None:
+    """``optimizer`` is about to step parameters of ``units``.
+
+    Replicas that are not sharded may be stepped apart from each other: a warning at the ``first`` step, unless the
+    gradients were changed in place, as by a reduction of the program's own.
+
+    Raises:
+        RuntimeError: it would step shards by gradients of whole parameters, which were not reduced.
+    """
+    ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    of_shards, of_replicas = list[str](), list[str]()
+    for unit in units:
+        for gradients in unit.gradients:
+            names, changed = gradients.accumulator.held_by(ids)
+            if unit.groups.sharded:
+                of_shards += [f"{name} of {unit.name}" for name in names]
+            elif unit.groups.reduces and first and not changed:
+                of_replicas += [f"{name} of {unit.name}" for name in names]
+    for names in (of_shards, of_replicas):
+        if not names:
+            continue
+        several = f"{len(names)} parameters have" if len(names) > 1 else "1 parameter has"
+        words = (
+            f"{several} gradients from no_sync() that were never reduced. Run the last micro-batch's backward outside "
+            f"no_sync(), then step. {type(optimizer).__name__} holds {names[0]}"
+            f"{' and others' if len(names) > 1 else ''}"
+        )
+        if names is of_shards:
+            raise RuntimeError(words)
+        warn_user(f"{words}: ranks step by gradients of their own, and their parameters differ from then on")
+
+
 def warn_of_hooks(name: str) -> None:
     """A hook that was registered on parameter ``name`` will never fire."""
     warn_user(
