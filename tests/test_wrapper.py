@@ -38,7 +38,7 @@ from fsdp.api import TrainingState
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, transformer_auto_wrap_policy
 from tests.harness.oracle import assert_bit_equal, clean_name
 from tests.harness.pool import run_ranks
-from tests.harness.sharded import full_parameters
+from tests.harness.sharded import full_parameters, wrap
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.FULL_SHARD,
@@ -880,3 +880,54 @@ def test_shard_alignment(use_orig_params: bool, monkeypatch: pytest.MonkeyPatch)
             assert layout.shard_numel == model._flat_param.numel() == expected
             values.append(model._flat_param.detach())
         assert torch.cat(values).sum() == 20
+
+
+# -- parameters of no unit -------------------------------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    """A head outside of the backbone that is wrapped."""
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.backbone(x))
+
+
+def step_of(model: nn.Module) -> list[str]:
+    """The warnings of two steps."""
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    return [str(warning.message) for warning in caught if "no wrapped module owns" in str(warning.message)]
+
+
+def _parameters_of_no_unit() -> None:
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        for orig in (True, False):
+            (words,) = step_of(Classifier(wrap(nn.Linear(4, 4), strategy, orig), nn.Linear(4, 2)))
+            assert words.startswith("SGD holds 2 parameters that need gradients and that no wrapped module owns"), words
+            assert "the first one 'head.weight'" in words and "Wrap a module that contains them" in words
+            late = wrap(nn.Sequential(nn.Linear(4, 4)), strategy, orig)
+            late.module.add_module("1", nn.Linear(4, 2))
+            (words,) = step_of(late)
+            assert "the first one '1.weight'" in words, words
+            assert not step_of(wrap(Classifier(nn.Linear(4, 4), nn.Linear(4, 2)), strategy, orig))
+            frozen = nn.Linear(4, 2).requires_grad_(False)
+            assert not step_of(Classifier(wrap(nn.Linear(4, 4), strategy, orig), frozen))
+            head = nn.Linear(4, 2)
+            ignoring = wrap(Classifier(nn.Linear(4, 4), head), strategy, orig, ignored_states=[head])
+            assert not step_of(ignoring)
+            reduced = nn.parallel.DistributedDataParallel(nn.Linear(4, 2))
+            assert not step_of(Classifier(wrap(nn.Linear(4, 4), strategy, orig), reduced))
+
+
+def test_an_optimizer_that_holds_parameters_of_no_unit() -> None:
+    """A head outside of the wrapped backbone, or a layer added after wrapping: a warning at the first step, by name.
+    Not if they need no gradient, if the wrapper was told to ignore them, or if DistributedDataParallel reduces them."""
+    run_ranks(2, _parameters_of_no_unit)

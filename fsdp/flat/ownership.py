@@ -314,6 +314,8 @@ class Ignored:
                 modules.update(inner for _, inner in own_modules(below))
         for ignored in modules:
             params.update(param for param in ignored._parameters.values() if param is not None)
+        for param in params:
+            param._fsdp_ignored = True  # type: ignore[attr-defined]
         return Ignored(frozenset(modules), frozenset(params))
 
 

@@ -34,12 +34,11 @@ class Accumulator:
         return bool(self.exposed and self._shown())
 
     def held_by(self, ids: Collection[int]) -> tuple[list[str], bool]:
-        """The names of the parameters that show an unsharded gradient and that somebody holds, by the ids of what is
-        held; and whether a user has changed some gradient in place."""
+        """Return the names of the parameters that show an unsharded gradient and whose ids are among ``ids``, and
+        whether a user has changed some gradient in place."""
         views, grads = self._views, [grad for grad in self._grads() if grad is not None]
-        in_runs = {index for run in views.runs if id(run.param) in ids for index in run.members}
-        shown = [(position, views.visible[position]) for position, _ in self._shown()]
-        names = [each.name for position, each in shown if id(each.param) in ids or position in in_runs]
+        shown = [views.visible[position] for position, _ in self._shown()]
+        names = [each.name for each in shown if id(each.param) in ids]
         return names, any(grad._version != self._version for grad in grads)
 
     def forget(self) -> None:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from fsdp.comm.recording import NOTHING
 from fsdp.comm.versions import set_frame_callback, skip_code
-from fsdp.runtime.mistakes import check_reduced, warn_of_habits, warn_of_pickling, warn_of_stale
+from fsdp.runtime.mistakes import check_reduced, warn_of_habits, warn_of_pickling, warn_of_stale, warn_of_unowned
 
 logger = logging.getLogger("fsdp")
 
@@ -270,6 +270,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = [weakref.ref(unit) for unit in units if any(id(param) in ids for param in unit.visible_params())]
         if known is None and any(unit.is_sharded for unit_ref in found if (unit := unit_ref()) is not None):
             warn_of_habits(optimizer)
+        if known is None and any(unit.groups.reduces for unit_ref in found if (unit := unit_ref()) is not None):
+            warn_of_unowned(optimizer, {id(param) for unit in units for param in unit.visible_params()})
         known = _optimizers[optimizer] = (count, found)
     unsharded = []
     for unit_ref in known[1]:

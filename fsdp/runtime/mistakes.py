@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from fsdp import environment
 from fsdp.comm.user_warnings import warn_user
+from fsdp.flat.names import clean
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 
 _ROUNDING = {torch.bfloat16, torch.float16}
@@ -92,6 +97,44 @@ def warn_of_pickling(optimizer: Optimizer) -> None:
         "of it steps copies of them, and not the model. Save FSDP.optim_state_dict(model, optimizer) instead, or "
         "fsdp.checkpoint.save(folder, model, optimizer)"
     )
+
+
+def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
+    """At its first step, ``optimizer`` holds parameters of wrapped modules and others that need gradients and that no
+    unit owns, by their ids. Nobody reduces their gradients, so their copies part.
+
+    Not meant are parameters that the program told the wrapper to ignore, and those that others reduce: DTensors, and
+    the parameters under DistributedDataParallel.
+    """
+    others = {
+        id(param): param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad and id(param) not in owned and not isinstance(param, DTensor)
+    }
+    for mark in ("_fsdp_flattened", "_fsdp_replaced", "_fsdp_ignored"):
+        others = {of: param for of, param in others.items() if not getattr(param, mark, False)}
+    if not others:
+        return
+    modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]  # no parameter knows its module
+    for module in modules:
+        if isinstance(module, DistributedDataParallel):
+            for param in module.parameters():
+                others.pop(id(param), None)
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    names: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in inner:
+            names.update((id(param), clean(name)) for name, param in module.named_parameters() if id(param) in others)
+    if others:
+        first, param = next(iter(others.items()))
+        name = repr(names[first]) if first in names else f"one of shape {tuple(param.shape)}"
+        warn_user(
+            f"{type(optimizer).__name__} holds {len(others)} parameters that need gradients and that no wrapped module "
+            f"owns, the first one {name}, besides those of wrapped modules. Their gradients are not reduced, so they "
+            "differ between ranks after a step. Wrap a module that contains them as well, after all layers are there; "
+            "or name them in ignored_states= and reduce their gradients yourself"
+        )
 
 
 def check_reduced(optimizer: Optimizer, units: Iterable[Any], *, first: bool) -> None:
