@@ -32,6 +32,7 @@ logger = logging.getLogger("fsdp")
 
 BESIDE, TREES = OF_A_GROUP = "beside", "trees"  # sequences that every rank of a group has, if with nothing begun
 NEXT = 8  # ranks that are compared in one look
+KEPT = 10  # times as long as a rank waits before it looks, the counts of a divergence stay posted
 UNEVEN = "If a rank ran out of batches before the others, loop with `for batch in fsdp.join(model, loader)`"
 REMEDY = f"Call it on every rank, in the same order: is it inside `if rank == 0`? {UNEVEN}"
 
@@ -86,6 +87,11 @@ class Calls:
         """Post this rank's counts for the others."""
         if self._process is not None:
             self._process.post()
+
+    def met(self) -> None:
+        """All ranks of the group have come together: what was posted of an earlier divergence is out of date."""
+        if self._process is not None:
+            self._process.forget_evidence()
 
     def raise_if_diverged(self) -> None:
         """Post this rank's counts, and compare them with those of the next few ranks of the group, others at each call.
@@ -193,7 +199,10 @@ class _Process:
         self.latest, self._at = "", ""  # the second is the key of the sequence
         self._calls: weakref.WeakValueDictionary[str, Calls] = weakref.WeakValueDictionary()
         self._told: set[str] = set()  # sequences that this rank has not begun, and was accused in
-        self._counts_posted = False  # and they have to be corrected if the latest fails
+        self._has_posted = False
+        # Counts at the time of a divergence: others have to see them, too, when this rank has gone on.
+        self._evidence: dict[str, list[Any]] | None = None
+        self._evidence_since = 0.0
 
     def add(self, calls: Calls) -> None:
         calls.accused = calls.key in self._told
@@ -206,24 +215,35 @@ class _Process:
     def is_at(self, calls: Calls) -> None:
         """This rank has begun something in ``calls``."""
         self.latest, self._at = calls.doing, calls.key
+        if self._evidence is not None:
+            age = time.monotonic() - self._evidence_since
+            if age > KEPT * waiting.PATIENCE.total_seconds():
+                self.forget_evidence()
+
+    def forget_evidence(self) -> None:
+        if self._evidence is not None:
+            self._evidence = None
+            self.post()
 
     def post(self) -> None:
         """Post the counts of this rank, and in which sequence it was last."""
-        self._counts_posted = True
-        counts = {key: [calls.begun, calls.doing] for key, calls in self._alive().items()}
-        self.board.post("calls", [self._at, counts])
+        self._has_posted = True
+        self.board.post("calls", [self._at, self._counts(), self._evidence])
+
+    def _counts(self) -> dict[str, list[Any]]:
+        return {key: [calls.begun, calls.doing] for key, calls in self._alive().items()}
 
     def correct(self) -> None:
-        """The latest thing that was begun has failed. Where that is because the ranks have diverged, what was posted
-        stays until the next post: others have to see it, too."""
-        if self._counts_posted:
+        """Post the counts anew, where they were posted: the latest thing that was begun has failed."""
+        if self._has_posted:
             self.post()
 
     def difference(self, ranks: Iterable[int]) -> str | None:
         """The message for the first of ``ranks`` that makes other calls than this rank; None if none does."""
         message = None
-        for rank, (_, said) in self.board.posted_by("calls", [rank for rank in ranks if rank != self.rank]).items():
-            found = self._compare(rank, said)
+        others = [rank for rank in ranks if rank != self.rank]
+        for rank, (_, said, evidence) in self.board.posted_by("calls", others).items():
+            found = self._compare(rank, said) or (evidence and self._compare(rank, evidence))
             message = message or found
         return message
 
@@ -248,8 +268,8 @@ class _Process:
                 of_one_tree = here.name not in OF_A_GROUP and there is not None and there.name not in OF_A_GROUP
                 one_thread = there is None or there.thread is None or there.thread == here.thread
                 if one_thread and not of_one_tree:
+                    self._evidence, self._evidence_since = self._counts(), time.monotonic()
                     self._accuse(behind)
-                    self._counts_posted = False
                     doing = {self.rank: here.doing, rank: str(said[key][1])}
                     each = "; ".join(f"rank {number} {words}" for number, words in sorted(doing.items()))
                     return f"The ranks do not make the same calls: {each}. {REMEDY}"
@@ -259,7 +279,7 @@ class _Process:
         for key, calls in behind:
             if calls is None:
                 self._told.add(key)
-            elif calls.name != TREES:  # a first use that failed is tried again, by all ranks
+            else:
                 calls.accused, calls.begun = True, None
 
     def missing(self, calls: Calls, preceding: list[int], before: str) -> dict[int, str]:
@@ -270,7 +290,7 @@ class _Process:
         others = [rank for rank in calls.ranks if rank != self.rank]
         posts = self.board.posted_by("calls", others)
         for rank in others:
-            at, said = posts.get(rank, ("", {}))
+            at, said, _ = posts.get(rank, ("", {}, None))
             begun = said.get(calls.key, ([], ""))[0]
             if begun and calls.begun and begun >= calls.begun:
                 continue

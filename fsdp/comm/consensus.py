@@ -20,11 +20,16 @@ rank is a range of the ranks that follow it, so that what is joined is in rank o
 siblings and its children alone, each parent and its children being a gloo group: at any number of ranks it has few
 connections, and hears few others.
 
+[Note: Meetings]
+Each call begins with a meeting of all ranks at the store, where a rank that waits can look what the others do: it sees
+a rank whose process has ended, and one that is in another call (:mod:`fsdp.comm.calls`). Within a call all ranks are
+known to be there, and messages are waited for to the end.
+
 [Note: Spoiled groups]
 A rank that leaves a call in any other way than by an error that all ranks have agreed on (it is interrupted, or fails
-between two rounds) writes into the store why, and closes its side group. Whoever waits for it sees the connection end,
-reads why, raises, and closes its own, until all have heard of it. The next call begins with a new side group, for which
-all ranks have to come.
+between two rounds) writes the reason into the store, and closes its side group. A rank that waits for it sees the
+connection end, reads the reason, raises, and closes its own, until all have heard of it. The next call begins with a
+new side group.
 """
 
 from __future__ import annotations
@@ -438,8 +443,10 @@ class _SideGroup:
         waited = Waited()
         while not self._meet(doing, waited):
             if (said := self.why()) is not None and said[0] == call:
+                self._calls.learn()
                 raise RuntimeError(said[1])
             self._number, self._count, self._groups = self._number + 1, 0, {}
+        self._calls.met()
         if self._groups:
             return
         parent, children = tree(self._rank, self._size)

@@ -377,6 +377,7 @@ class Agreement:
         self._habit, self._together, self._before = Habit(), True, 0
         self.gave_up, self._accused, self._compared = None, False, True
         self._calls.forgive()
+        self._calls.met()
         self._recoveries += 1
 
     def _meet(self, key: str, why: str, sign: str = "count", patience: float = math.inf) -> None:
