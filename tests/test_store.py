@@ -509,14 +509,14 @@ def faults_on_one_rank(root: str) -> None:
             dist.barrier()
             assert sorted(os.listdir(root)) == ["checkpoint_00000001", "latest"]
             dist.barrier()
-    with pytest.raises(TypeError, match="rank 1: extra is a function, which"):
+    with pytest.raises(TypeError, match="on all ranks: extra is a function, which"):
         save(root, model, extra=lambda: None if rank == 1 else 0)
     with pytest.raises(ValueError, match="rank 0: keep must be a positive number"):
         save(root, model, keep=0 if rank == 0 else 1)
     with pytest.raises(NotADirectoryError, match=r"rank 0: .*latest"):
         save(f"{root}/latest/deeper", model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match=r"rank 0: .* has no optimizer state, and nothing was loaded. Load"):
+    with pytest.raises(RuntimeError, match=r"on all ranks: .* has no optimizer state, and nothing was loaded. Load"):
         load(root, model, optimizer)
     save(f"{root}-optimizer", model, optimizer)
     if rank == 1:
