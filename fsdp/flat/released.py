@@ -7,8 +7,9 @@ memory behind it, and torch's kernels do not check for that: on CPU the process 
 The storage of a released buffer has 0 bytes, so what looks at its size (views, matrix products) refuses it. Where torch
 can have a storage refuse every access (in builds for CUDA) it does, with a message. Elsewhere, on CPU, it refuses to be
 written, and points to address space without memory of its own, in which whatever reads it nevertheless finds NaN. All
-of this is set up once per buffer and changes places with the memory from the pool, so it costs nothing per step. With
-``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the parameter in every build.
+of this is set up once per buffer and changes places with the memory from the pool, so it costs nothing per step. On
+accelerators of other builds nothing is set up. With ``FSDP_DEBUG=1`` leaves are :class:`CheckedLeaf` s, which name the
+parameter in every build.
 """
 
 from __future__ import annotations

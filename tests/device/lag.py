@@ -7,6 +7,7 @@ its lateness, its counts, its reports. ``init`` makes the process group.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import types
 from datetime import timedelta
@@ -23,7 +24,20 @@ _BUILD = Path(os.environ.get("LAG_BUILD", _ROOT / "build" / f"lag-{torch.__versi
 _BUILD.mkdir(parents=True, exist_ok=True)
 _FLAGS = ["-O1", "-DUSE_DISTRIBUTED", "-w"]
 
-C: Any = cpp_extension.load("lag_C", [_SOURCE], build_directory=str(_BUILD), extra_cflags=_FLAGS, verbose=False)
+
+def _extension() -> Any:
+    """The extension: built where that is needed, or as the driver of the ranks has built it for them."""
+    built = os.environ.get("LAG_EXTENSION")
+    if built is None:
+        return cpp_extension.load("lag_C", [_SOURCE], build_directory=str(_BUILD), extra_cflags=_FLAGS, verbose=False)
+    spec = importlib.util.spec_from_file_location("lag_C", built)
+    assert spec is not None and spec.loader is not None
+    extension = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extension)
+    return extension
+
+
+C = _extension()
 
 torch.utils.rename_privateuse1_backend("lag")
 

@@ -25,8 +25,8 @@ from fsdp.comm.streams import AcceleratorStreams
 from tests.device import lag
 
 ROOT = Path(__file__).resolve().parents[2]
-STALL = 120.0  # seconds without a finished case, after which the ranks are killed
-STALL_AFTER_DEATH = 30.0  # the same once one of them has died
+STALL = 300.0  # seconds without a finished case, after which the ranks are killed
+STALL_AFTER_DEATH = 60.0  # the same once one of them has died
 
 Case = Callable[[torch.device], str | None]
 
@@ -68,7 +68,7 @@ def _run(script: str, names: list[str], ranks: int, place: Path) -> tuple[list[t
     processes = []
     for rank in range(ranks):
         own = {"LAG_RANK": rank, "LAG_RANKS": ranks, "LAG_PLACE": place, "LAG_CASES": " ".join(names)}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "LAG_EXTENSION": lag.C.__file__}
         environment |= {name: str(value) for name, value in own.items()}
         with open(place / f"out{rank}", "w") as out:
             process = subprocess.Popen(
