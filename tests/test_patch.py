@@ -152,6 +152,9 @@ def check_inside() -> None:
             assert isinstance(linear, common._FSDPState) and not isinstance(model.module, common._FSDPState)
             assert common._has_fsdp_params(linear, linear) and not common._has_fsdp_params(model, model)
             assert common._module_handle(linear, linear).flat_param is linear._flat_param
+            linear._unshard()
+            runtime._reshard(linear, linear._handle, True)
+            assert linear._handle.needs_unshard()
             names = common._get_param_to_fqns(model)
             expected = [["inner.weight", "inner.bias"], ["head.weight", "head.bias"]]
             assert list(names.values()) == ([[n] for both in expected for n in both] if use_orig_params else expected)

@@ -66,12 +66,12 @@ def patch(*, imported: bool = True) -> list[str]:
     call FSDP1's (the class, its enums, configurations, policies, ``FlatParameter``, ``ShardedGradScaler``) is ours from
     now on. With ``imported``, also in modules other than torch's that have imported it before; copies in their
     containers, defaults and subclasses stay. FSDP2's names stay, ``register_fsdp_forward_method`` serves both. What
-    tools call of FSDP1's inside (``_lazy_init``, ``_post_backward_final_callback``, ``_get_module_fsdp_state``,
-    ``_has_fsdp_params``, ``_module_handle``, ``_get_param_to_fqns``) takes our modules, too. :func:`enable_dcp` is
-    included. accelerate loads a sharded optimizer state into that of an optimizer that has not stepped, which is empty:
-    the state is made for it. peft finds the adapters of a model with wrapped modules inside, to save and to load them.
-    Torch's own FSDP1 is not to be used meanwhile. All ranks have to call it. Calling it again
-    changes nothing.
+    tools call of FSDP1's inside (``_lazy_init``, ``_reshard``, ``_post_backward_final_callback``,
+    ``_get_module_fsdp_state``, ``_has_fsdp_params``, ``_module_handle``, ``_get_param_to_fqns``) takes our modules,
+    too. :func:`enable_dcp` is included. accelerate loads a sharded optimizer state into that of an optimizer that has
+    not stepped, which is empty: the state is made for it. peft finds the adapters of a model with wrapped modules
+    inside, to save and to load them. Torch's own FSDP1 is not to be used meanwhile. All ranks have to call it. Calling
+    it again changes nothing.
 
     Returns:
         What was changed, as ``module.name``.
@@ -225,6 +225,11 @@ def _lazy_init(state: Any, root_module: nn.Module) -> Any:
     return state
 
 
+def _reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> None:
+    if handle is not None:
+        handle.reshard(free_unsharded_flat_param)
+
+
 def _post_backward_final_callback(state: Any, module: nn.Module) -> None:
     state.reset_iter_state()
 
@@ -344,6 +349,7 @@ _INSIDE = [
     _Detour(torchs_common, _module_handle, _is_wrapper),
     _Detour(torchs_common, _get_param_to_fqns, _has_wrappers),
     _Detour(torchs_runtime, _lazy_init, _is_wrapper),
+    _Detour(torchs_runtime, _reshard, _is_wrapper),
     _Detour(torchs_runtime, _post_backward_final_callback, _is_wrapper),
 ]
 _ASKED = ("handle_model", "handle_optim", "submodule_prefixes", "broadcast_from_rank0")  # of what torch calls `info`
