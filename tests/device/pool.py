@@ -25,6 +25,7 @@ from fsdp.comm.streams import AcceleratorStreams
 from tests.device import lag
 
 ROOT = Path(__file__).resolve().parents[2]
+STALL_AT_START = 900.0  # seconds until the first case is finished: on a busy machine ranks start slowly
 STALL = 300.0  # seconds without a finished case, after which the ranks are killed
 STALL_AFTER_DEATH = 60.0  # the same once one of them has died
 
@@ -86,7 +87,9 @@ def _run(script: str, names: list[str], ranks: int, place: Path) -> tuple[list[t
         if len(finished) > printed:
             printed, changed = len(finished), time.monotonic()
         dead = any(process.poll() not in (None, 0) for process in processes)
-        if not running or time.monotonic() - changed > (STALL_AFTER_DEATH if dead else STALL):
+        if not running or time.monotonic() - changed > (
+            STALL_AFTER_DEATH if dead else STALL if printed else STALL_AT_START
+        ):
             break
     codes = [process.poll() for process in processes]
     for process in processes:
