@@ -496,7 +496,7 @@ def test_hooks_of_a_unit_at_rest() -> None:
     assert error_of(module.head, batch(0, 0)).startswith(
         "RuntimeError: a Linear was called by itself: parameter 'head."
     )
-    assert error_of(copy.deepcopy, module.head).startswith("RuntimeError: copy.deepcopy of a Linear alone would be")
+    assert error_of(copy.deepcopy, module.head).startswith("RuntimeError: copy.deepcopy of the Linear alone would be")
     assert error_of(pickle.dumps, module.layers[0]).startswith("TypeError: cannot pickle a module: parameter 'layers.0")
     assert seen and model.module is module
     whole = build(net(), process_group=StandIn(0, 1), use_orig_params=True)

@@ -45,7 +45,7 @@ OWN_ARGUMENTS = {
         "keep_gathered_nbytes",
         "broadcast_buffers",
         "coalesce_nbytes",
-        "unknown",
+        "flat_param_key",
     ],
     "clip_grad_norm_": ["error_if_nonfinite"],
 }

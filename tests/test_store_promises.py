@@ -691,7 +691,9 @@ def stepped(model: nn.Module) -> list[torch.optim.Optimizer]:
     for param in params:
         param.grad = torch.ones_like(param)
     for one in optimizers:
-        one.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* steps parameters that no wrapped module owns")
+            one.step()
     return optimizers
 
 

@@ -212,7 +212,10 @@ def _by_hand() -> None:
     layer.unshard()
     layer.reshard()
     assert not layer._fsdp_unit.is_gathered
-    with beside.model.summon_full_params(beside.model), pytest.raises(RuntimeError, match=r"reshard\(\) in the middle"):
+    with (
+        beside.model.summon_full_params(beside.model),
+        pytest.raises(RuntimeError, match="is in SUMMONED: call"),
+    ):
         beside.model.reshard()
 
 

@@ -491,7 +491,7 @@ def _copied_alone() -> None:
             assert torch.equal(copied.weight, plain.head.weight)
         else:
             for module in (model.module, model.module.head, layer_of(model, 0).linear):
-                words = r"copy.deepcopy of a \w+ alone .*'\w.*' of .*copy.deepcopy\(model\).*summon_full_params"
+                words = r"copy.deepcopy of the \w+ alone .*'\w.*' of .*copy.deepcopy\(model\).*summon_full_params"
                 with pytest.raises(RuntimeError, match=words):
                     copy.deepcopy(module)
             copy.deepcopy(layer_of(model, 0).inside)

@@ -39,6 +39,7 @@ from fsdp.checkpoint.state_dict import calling, held_param
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
 from fsdp.flat.ownership import torchs_own
+from fsdp.runtime import hooks
 from fsdp.runtime.unit import units_of
 
 
@@ -414,7 +415,8 @@ def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
             for param in params:
                 if param.requires_grad and param not in elsewhere:
                     param.grad = torch.zeros_like(param)
-            optimizer.step()
+            with hooks.own_step(optimizer):
+                optimizer.step()
         finally:
             for group, rate in zip(optimizer.param_groups, rates):
                 if rate is not None:

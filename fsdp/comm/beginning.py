@@ -68,7 +68,7 @@ class _Beginnings:
         waited = Waited()
 
         def look() -> None:
-            self.board.post("here", [self.count, doing, issued])
+            self.board.post("here", [self.count, doing, issued, True])
             self.slow()
             waited.tell_if_long(self.calls)
             timeout = group_timeout(group).total_seconds()
@@ -113,7 +113,7 @@ def begin(group: Any, device: torch.device, doing: str) -> None:
         _begin(its, group, device, doing)
     except BaseException:
         its.calls.failed()
-        its.board.post("here", [-1, doing, []])  # this rank waits no more
+        its.board.post("here", [its.count, doing, [], False])  # it came, and waits no more
         raise
     its.settled = _issued(group)
 
@@ -179,10 +179,10 @@ def gone_on(group: Any, *, met: Callable[[], bool] | None = None) -> str | None:
     if its is None:
         return None
     own, names = _issued(group), rank_names(group)
-    here = {rank: said for rank, said in its.board.posted_next("here").items() if said[0] == its.count}
+    here = {rank: said for rank, said in its.board.posted_next("here").items() if said[0] == its.count and said[3]}
     found = [
         f"rank {names[rank]} is about to begin {doing}"
-        for rank, (_, doing, issued) in here.items()
+        for rank, (_, doing, issued, _) in here.items()
         if rank != group.rank() and (met is not None or any(there < mine for there, mine in zip(issued, own)))
     ]
     return "; ".join(found) if found and (met is None or not met()) else None

@@ -6,13 +6,14 @@ and the unit.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -261,18 +262,18 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = _optimizers.get(optimizer)
-    first = known is None
+    first = known is None and not _own_steps
     if known is None or known[0] != count:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if known is None:
+        if first:
             warn_of_stale(optimizer, params)
         ids = {id(param) for param in params}
         found = [weakref.ref(unit) for unit in units if any(id(param) in ids for param in unit.visible_params())]
-        if known is None and any(unit.is_sharded for unit_ref in found if (unit := unit_ref()) is not None):
+        if first and any(unit.is_sharded for unit_ref in found if (unit := unit_ref()) is not None):
             warn_of_habits(optimizer)
-        if known is None and any(unit.groups.reduces for unit_ref in found if (unit := unit_ref()) is not None):
-            warn_of_unowned(optimizer, {id(param) for unit in units for param in unit.visible_params()})
-        known = _optimizers[optimizer] = (count, found)
+        known = (count, found)
+        if not _own_steps:
+            _optimizers[optimizer] = known
     unsharded = []
     for unit_ref in known[1]:
         unit = unit_ref()
@@ -282,8 +283,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 if gradients.accumulator.exposed:
                     unsharded.append(unit)
                     break
+    if first and any(unit.groups.reduces for unit_ref in known[1] if (unit := unit_ref()) is not None):
+        warn_of_unowned(optimizer, {id(param) for unit in units for param in unit.visible_params()})
     if unsharded:
         check_reduced(optimizer, unsharded, first=first)
+
+
+_own_steps: list[Optimizer] = []  # those that the package steps now; see ``own_step``
+
+
+@contextlib.contextmanager
+def own_step(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, the package itself steps ``optimizer``, to make its state: nobody looks for mistakes of the program."""
+    _own_steps.append(optimizer)
+    try:
+        yield
+    finally:
+        _own_steps.pop()
 
 
 def report(error: BaseException, unit_name: str, event: str) -> None:

@@ -100,17 +100,18 @@ def warn_of_pickling(optimizer: Optimizer) -> None:
 
 
 def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
-    """At its first step, ``optimizer`` holds parameters of wrapped modules and others that need gradients and that no
-    unit owns, by their ids. Nobody reduces their gradients, so their copies part.
+    """Warn at the first step of ``optimizer``, which holds parameters of wrapped modules, of other parameters with
+    gradients. No unit owns these (``owned`` has the ids of the parameters that units own) and nobody reduces their
+    gradients, so their values differ between ranks after the step.
 
-    Not meant are parameters that the program told the wrapper to ignore, and those that others reduce: DTensors, and
-    the parameters under DistributedDataParallel.
+    Parameters that the program told the wrapper to ignore are left out, and so are those that others reduce: DTensors,
+    and the parameters under DistributedDataParallel.
     """
     others = {
         id(param): param
         for group in optimizer.param_groups
         for param in group["params"]
-        if param.requires_grad and id(param) not in owned and not isinstance(param, DTensor)
+        if param.grad is not None and param.numel() and id(param) not in owned and not isinstance(param, DTensor)
     }
     for mark in ("_fsdp_flattened", "_fsdp_replaced", "_fsdp_ignored"):
         others = {of: param for of, param in others.items() if not getattr(param, mark, False)}
@@ -130,10 +131,10 @@ def warn_of_unowned(optimizer: Optimizer, owned: Container[int]) -> None:
         first, param = next(iter(others.items()))
         name = repr(names[first]) if first in names else f"one of shape {tuple(param.shape)}"
         warn_user(
-            f"{type(optimizer).__name__} holds {len(others)} parameters that need gradients and that no wrapped module "
-            f"owns, the first one {name}, besides those of wrapped modules. Their gradients are not reduced, so they "
-            "differ between ranks after a step. Wrap a module that contains them as well, after all layers are there; "
-            "or name them in ignored_states= and reduce their gradients yourself"
+            f"{type(optimizer).__name__} steps parameters that no wrapped module owns ({len(others)}: {name}"
+            f"{', ...' if len(others) > 1 else ''}) besides those of wrapped modules. Nobody reduces their gradients, "
+            "so their values differ between ranks after a step. Wrap a module that contains them as well, after all "
+            "layers are there; or name them in ignored_states= and reduce their gradients yourself"
         )
 
 

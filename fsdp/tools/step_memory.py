@@ -107,6 +107,10 @@ class _Buffer:
         self.nbytes = nbytes
         self._block: Any = None
 
+    @property
+    def has_block(self) -> bool:
+        return self._block is not None
+
     def attach(self, block: Any) -> None:
         self._block = block
 
