@@ -564,7 +564,7 @@ def wait_at_a_beginning() -> list[str | None]:
     told = []
     for less in (0, 1):
         if dist.get_rank() == ODD:
-            its.board.post("here", [its.count, "a model", [issued[0] - less, *issued[1:]]])
+            its.board.post("here", [its.count, "a model", [issued[0] - less, *issued[1:]], True])
         dist.barrier()
         told.append(beginning.gone_on(group))
         dist.barrier()
