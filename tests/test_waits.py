@@ -125,6 +125,32 @@ def test_ranks_in_different_calls(tmp_path: Any, ranks: int, beside: str, other:
 
 
 @impatient
+def summon_with_other_arguments() -> tuple[float, str]:
+    """Rank 0 alone asks for the gradients; then all ranks go on."""
+    group = new_group()
+    model = build(Chain(UNEQUAL), group, use_orig_params=True)
+    for _ in range(2):
+        train(model)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught, model.summon_full_params(model, with_grads=dist.get_rank() == 0):
+        pass
+    seconds = time.monotonic() - started
+    dist.barrier()
+    model.zero_grad()
+    train(model)
+    with model.summon_full_params(model, with_grads=True):
+        pass
+    return seconds, str(caught.value)
+
+
+def test_ranks_that_summon_with_other_arguments() -> None:
+    """Gradients are gathered in collectives of their own, so `with_grads` has to be the same on all ranks."""
+    for rank, (seconds, error) in enumerate(run_ranks(2, summon_with_other_arguments)):
+        assert seconds < PATIENT / 2, f"rank {rank}: {error}"
+        assert "summon_full_params(with_grads=True)" in error and "summon_full_params()" in error, error
+
+
+@impatient
 def come_late(way: str) -> tuple[list[str], list[float]]:
     """The last rank comes later than the group's timeout; then all try again. Their errors, and the seconds of each."""
     os.environ["FSDP_COLLECTIVES"] = way

@@ -31,6 +31,11 @@ class SummonOptions:
     offload_to_cpu: bool = False
     with_grads: bool = False
 
+    @property
+    def call(self) -> str:
+        """The call in words, with the argument that decides which collectives the ranks issue."""
+        return "summon_full_params(with_grads=True)" if self.with_grads else "summon_full_params()"
+
     def check(self, unit: Unit) -> None:
         """Raises NotImplementedError for what does not go together."""
         sharded = unit.groups.sharded
@@ -59,7 +64,7 @@ def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) ->
     with contextlib.ExitStack() as stack:
         with contextlib.ExitStack() as calls:
             for context in dict.fromkeys(context for _, context in units):
-                calls.enter_context(context.calling("summon_full_params()", often=True))
+                calls.enter_context(context.calling(options.call, often=True))
             for unit, context in units:
                 stack.enter_context(_summon_one(unit, context, options))
         yield
