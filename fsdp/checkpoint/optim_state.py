@@ -35,9 +35,10 @@ from fsdp.checkpoint.optim_names import (
     state_order,
 )
 from fsdp.checkpoint.redistribute import Channel, Channels
-from fsdp.checkpoint.sharded_tensors import group_of, rows_on
+from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
 from fsdp.comm.consensus import Failure, all_gather_object, failures_in, joint_error
 from fsdp.comm.groups import default_group, group_ranks
+from fsdp.comm.versions import root_of
 from fsdp.runtime.unit import Unit
 
 _CPU = torch.device("cpu")
@@ -362,15 +363,20 @@ def _send(
 
 
 def _first(saving: int, unit: Unit, channel: Channel) -> int:
-    """The rank of ``channel`` that gets what rank ``saving`` gets alone: itself, or its counterpart, that has other
-    parts of parameters by tensor parallelism. -1 is none."""
+    """Return the rank of ``channel`` that gets what rank ``saving`` gets alone: ``saving`` itself, or its counterpart
+    that has other parts of parameters by tensor parallelism. -1 is none."""
     ranks = group_ranks(channel.group)
-    if unit.groups.tp is not None and saving not in ranks:
-        of_tp = next(tp for handle in unit.handles for tp in handle.tp if tp is not None)
-        mesh, dim = rows_on(of_tp.spec.mesh, channel.group)
-        found = (mesh.mesh == saving).nonzero()
-        return int(found[0, dim]) if len(found) else -1
-    return ranks.index(saving) if saving in ranks else -1
+    if unit.groups.tp is None or saving in ranks:
+        return ranks.index(saving) if saving in ranks else -1
+    of_tp = next(tp for handle in unit.handles for tp in handle.tp if tp is not None)
+    # DTensor keeps one spec for equal meshes, so the mesh of the spec may be a slice of another mesh than the unit's.
+    for mesh in (unit.mesh, of_tp.spec.mesh):
+        whole = None if mesh is None else root_of(mesh)
+        dim = None if whole is None else dim_of(whole, channel.group)
+        if whole is not None and dim is not None and len(found := (whole.mesh == saving).nonzero()):
+            return int(found[0, dim])
+    rows_on(of_tp.spec.mesh, channel.group)  # which raises where there is no mesh of both
+    return -1
 
 
 def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""What each rank has begun: ranks that wait for each other in different calls are told, instead of waiting for ever.
+"""Counts of the calls that each rank has begun, by which ranks that wait for each other in different calls find out.
 
 The ranks of a group begin things in one order: the passes and calls of one tree (``runtime/agreement.py``), the calls
 beside the training, such as ``fsdp.checkpoint.save()`` (``comm/consensus.py``), and the first uses of trees
@@ -63,7 +63,8 @@ class Calls:
             self._process.add(self)
 
     def began(self, number: list[int], doing: str, *, on_this_thread: bool = True) -> None:
-        """This rank begins the next one. ``on_this_thread``: False for a backward, which has threads of its own."""
+        """Count the next pass or call, which begins. ``on_this_thread``: False for a backward, which has threads of its
+        own."""
         if self._process is not None:
             self._before = self.begun or [], self._process.latest
         self.begun, self.doing = number, doing
@@ -73,13 +74,13 @@ class Calls:
             self.thread = threading.get_ident()
 
     def failed(self) -> None:
-        """The latest one has failed on this rank: its counts are void until it begins the next."""
+        """Void the count of this rank until its next pass or call begins: the latest one has failed."""
         self.begun = None
         if self._process is not None:
             self._process.correct()
 
     def forgive(self) -> bool:
-        """Whether this rank was ``accused``; from here on it is not."""
+        """Return whether this rank was ``accused``, and end that."""
         accused, self.accused = self.accused, False
         return accused
 
@@ -89,7 +90,7 @@ class Calls:
             self._process.post()
 
     def met(self) -> None:
-        """All ranks of the group have come together: what was posted of an earlier divergence is out of date."""
+        """Withdraw the posts of an earlier divergence: all ranks of the group have met."""
         if self._process is not None:
             self._process.forget_evidence()
 
@@ -104,7 +105,7 @@ class Calls:
             raise waiting.OutOfStep(found)
 
     def difference(self) -> str | None:
-        """As ``raise_if_diverged``; returns the message, or None."""
+        """Return the message of ``raise_if_diverged``, or None."""
         others = len(self.ranks) - 1
         if self._process is None or others < 1:
             return None
@@ -115,12 +116,12 @@ class Calls:
         return self._process.difference([self.ranks[(own + 1 + turn % others) % len(self.ranks)] for turn in turns])
 
     def learn(self) -> None:
-        """This rank was told by others that the ranks have diverged: see in which sequences it is behind them."""
+        """Find the sequences in which this rank is behind others: they have told it that the ranks have diverged."""
         if self._process is not None:
             self._process.difference(self.ranks)
 
     def last_of_others(self) -> dict[int, str]:
-        """Of the ranks that have not begun what this one has, words for what each did last."""
+        """Describe the last pass or call of each rank that has not begun this rank's latest one."""
         if self._process is None:
             return {}
         return self._process.missing(self, *self._before)
@@ -133,14 +134,14 @@ class Calls:
         logger.log(logging.WARNING if first else logging.INFO, "%s. %s", words, hint(self.doing))
 
     def in_words(self, waited: str, where: str = "") -> str:
-        """How long this rank has ``waited``, for which ranks, and what these did last."""
+        """Say how long this rank has ``waited``, for which ranks, and what these ranks did last."""
         rank = self._process.rank if self._process is not None else 0
         at = f" ({where})" if where else ""
         return f"rank {rank} {waited} in {_noun(self.doing)}{at} for {missing_in_words(self.last_of_others())}"
 
 
 def missing_in_words(last: Mapping[int, str]) -> str:
-    """``last`` has what the ranks that did not come did last, by rank."""
+    """Describe the ranks that did not come. ``last`` has their last pass or call in words, by rank."""
     if not last:
         return "the other ranks"
     by_words: dict[str, list[int]] = {}
@@ -153,7 +154,7 @@ def missing_in_words(last: Mapping[int, str]) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-3 and 5"."""
+    """Return "rank 3", or "ranks 0-3 and 5"."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:
@@ -166,7 +167,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def hint(doing: str) -> str:
-    """The likely mistake, where a rank waits long."""
+    """Return the likely mistake where a rank waits long, and the remedy."""
     if doing.startswith("has called"):
         saves = "; for one rank to save, use FullStateDictConfig(rank0_only=True)" if " state_dict(" in doing else ""
         return (
@@ -180,7 +181,7 @@ def hint(doing: str) -> str:
 
 
 def _noun(doing: str) -> str:
-    """ "the backward" for "runs the backward"."""
+    """Return "the backward" for "runs the backward"."""
     for verb in ("has called ", "runs ", "is about to begin ", "comes to "):
         doing = doing.removeprefix(verb)
     return doing or "a call"
@@ -190,7 +191,7 @@ class _Process:
     """All sequences of this rank, and the board on which ranks post them.
 
     Attributes:
-        latest: words for what this rank has begun last, in whichever sequence.
+        latest: the latest pass or call of this rank in words, of any sequence.
     """
 
     def __init__(self, group: Any) -> None:
@@ -213,7 +214,7 @@ class _Process:
         return {calls.key: calls for reference in self._calls.valuerefs() if (calls := reference()) is not None}
 
     def is_at(self, calls: Calls) -> None:
-        """This rank has begun something in ``calls``."""
+        """Note that this rank has begun a pass or call of the sequence ``calls``."""
         self.latest, self._at = calls.doing, calls.key
         if self._evidence is not None:
             age = time.monotonic() - self._evidence_since
@@ -234,12 +235,12 @@ class _Process:
         return {key: [calls.begun, calls.doing] for key, calls in self._alive().items()}
 
     def correct(self) -> None:
-        """Post the counts anew, where they were posted: the latest thing that was begun has failed."""
+        """Post the counts anew if they were posted: the latest pass or call has failed."""
         if self._has_posted:
             self.post()
 
     def difference(self, ranks: Iterable[int]) -> str | None:
-        """The message for the first of ``ranks`` that makes other calls than this rank; None if none does."""
+        """Return the message for the first of ``ranks`` that makes other calls than this rank; None if none does."""
         message = None
         others = [rank for rank in ranks if rank != self.rank]
         for rank, (_, said, evidence) in self.board.posted_by("calls", others).items():
@@ -283,8 +284,11 @@ class _Process:
                 calls.accused, calls.begun = True, None
 
     def missing(self, calls: Calls, preceding: list[int], before: str) -> dict[int, str]:
-        """Of the ranks that have not begun what this one has in ``calls``, words for what each did last. They took part
-        in all that this rank did ``before``, the ``preceding`` one in ``calls`` included; a post may tell of more."""
+        """Describe the last pass or call of each rank that has not begun this rank's latest one in ``calls``.
+
+        These ranks took part in everything that this rank did ``before``, the ``preceding`` one in ``calls`` included;
+        a post may tell of more.
+        """
         self.post()
         own, found = self._alive(), dict[int, str]()
         others = [rank for rank in calls.ranks if rank != self.rank]

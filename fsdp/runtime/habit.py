@@ -1,4 +1,4 @@
-"""Passes and calls, and which of them comes after which."""
+"""Passes and calls, and the prediction of the next one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pass(NamedTuple):
 
     @property
     def doing(self) -> str:
-        """Words for it, after "rank 0"."""
+        """The pass or call in words, to follow "rank 0"."""
         return f"has called {self.words}" if self.call else f"runs the {self.words}"
 
 
@@ -38,18 +38,18 @@ class Habit:
         self._forward: int | None = None  # the latest, which comes if nothing else is known
 
     def _contexts(self) -> list[tuple[int, ...]]:
-        """From the best to the one that is known earliest."""
+        """Return the keys to look up, from the most to the least specific one."""
         counted = [(self._last[-1], self._count, 0)] if self._count < self.LONGEST else []
         return [*counted, self._last]
 
     @property
     def expected(self) -> int | None:
-        """The number of what comes next, if it comes as before."""
+        """The number of the pass or call that is predicted to come next."""
         known = (self._followed[context] for context in self._contexts() if context in self._followed)
         return next(known, self._forward)
 
     def note(self, number: int, what: Pass) -> None:
-        """``what`` comes next."""
+        """Learn that ``what``, with this number, came next."""
         for context in self._contexts():
             self._followed[context] = number
         self._last = (self._last[-1], number)
