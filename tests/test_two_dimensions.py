@@ -336,3 +336,26 @@ def check_whole(model: FSDP, optimizer: Any, values: Any, momenta: Any, what: st
 
 def test_a_rank_without_a_part_of_a_parameter_saves_and_loads(tmp_path: Path) -> None:
     run_ranks(4, check_state, str(tmp_path))
+
+
+def save_beside_an_equal_mesh() -> None:
+    """DTensor keeps one spec for equal meshes: that of the model has the mesh of the first use."""
+    other = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))["tp"]
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("shard", "tp"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    beside = parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), other, plan)
+    beside(torch.ones(2, 8)).sum().backward()
+    torch.manual_seed(0)
+    net = parallelize_module(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh["tp"], plan)
+    model = FSDP(net, device_mesh=mesh["shard"], use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    saved = FSDP.optim_state_dict(model, optimizer)
+    assert {name: states["exp_avg"].shape for name, states in saved["state"].items()} == {
+        name: param.shape for name, param in nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).named_parameters()
+    }
+
+
+def test_optimizer_state_is_saved_where_another_mesh_has_the_same_tensor_parallel_ranks() -> None:
+    run_ranks(8, save_beside_an_equal_mesh)
