@@ -179,7 +179,10 @@ def stopped_between_steps() -> None:
         optimizer.zero_grad()
         states.append(full_parameters(model)["weight"].sum().item())
         if number % 2:
-            assert set(stop_all(before)) <= {"fsdp wait"}
+            assert set(stop_all(before)) <= {
+                "fsdp wait",
+                "fsdp collectives",
+            }  # the second of earlier tests in the process
             assert stop_all(before) == []
     assert len(set(states)) == 4
 
