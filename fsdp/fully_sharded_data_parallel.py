@@ -407,7 +407,7 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
             return super().apply(fn)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        """What ``.to()``, ``.half()``, ``.cuda()`` and the like do: to the shards, their gradients and the buffers.
+        """Apply ``.to()``, ``.half()``, ``.cuda()`` and the like to the shards, their gradients and the buffers.
 
         The parameters that an optimizer holds stay the same objects. Summoned ones are changed as a plain module's.
         """

@@ -76,8 +76,8 @@ class PrivateNames(nn.Module):
     def _is_root(self, value: bool | None) -> None:
         """Decide, or with False or None be undecided again if this is a root: a wrapper around it may take it over.
 
-        Tools assign this around ``summon_full_params()`` of an inner instance, where FSDP1 would make a root of it. An
-        instance inside another one stays what it is.
+        Tools assign this around ``summon_full_params()`` of an inner instance, where FSDP1 would make a root of it.
+        For an instance inside another one nothing changes.
         """
         if value:
             self._membership.join()

@@ -697,7 +697,7 @@ case(
 
 @dataclass
 class Told:
-    """What one rank was told: seconds after its mistake, and the words; None if nothing."""
+    """The message that one rank got, and the seconds from the mistake until then."""
 
     seconds: float
     text: str
@@ -774,7 +774,7 @@ class Printed:
         pass
 
     def without(self, known: str) -> str:
-        """What was printed besides `known`, torch's prefix `[rank0]:` apart."""
+        """Return the printed lines that are not in `known`, without torch's prefix `[rank0]:`."""
         lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in "".join(self._parts).splitlines()]
         return "\n".join(line for line in lines if line not in known.splitlines())
 
@@ -787,7 +787,7 @@ def warm_up() -> None:
 
 
 def run(case: Case) -> tuple[list[Told | None], bool]:
-    """What each rank was told first and in all, and whether a rank was still running when the time was up."""
+    """Return the message that each rank got, and whether a rank was still running when the time was up."""
     folder = Path(tempfile.mkdtemp(prefix="mistake-"))
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=play, args=(case, rank, folder)) for rank in range(case.world)]

@@ -1,4 +1,4 @@
-"""What is read after its memory was given back: an error where torch lets us, and never a crash of the process.
+"""Guards of released memory: a read is an error where torch allows that, and never a crash of the process.
 
 A program may keep what it read inside a forward: a leaf, or a view of one. Once the unit is resharded there is no
 memory behind it, and torch's kernels do not check for that: on CPU the process would die.
