@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FLOORS = [
     ["fsdp/api.py", "fsdp/environment.py"],
     ["fsdp/comm/"],
+    ["fsdp/placement/"],
     ["fsdp/flat/", "fsdp/sharded_grad_scaler.py"],
     ["fsdp/runtime/", "fsdp/wrap.py", "fsdp/module_groups.py"],
     ["fsdp/checkpoint/"],

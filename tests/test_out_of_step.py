@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fsdp.checkpoint.load_state_dict as loading
 import fsdp.checkpoint.optim_state as optim_state
-import fsdp.checkpoint.redistribute as redistribute
+import fsdp.placement.redistribute as redistribute
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import (
     StateDictOptions,

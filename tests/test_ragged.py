@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from fsdp.checkpoint.placement import Box, rectangles
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.flat.layout import contiguous_stride
+from fsdp.placement.boxes import Box, rectangles
 from tests.harness.pool import run_ranks
 
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, StateDictType
-from fsdp.checkpoint import redistribute as redistribute_module
 from fsdp.checkpoint.forms import Form, Full, Held
-from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, overlaps
-from fsdp.checkpoint.redistribute import Channel, Item, redistribute
+from fsdp.placement import redistribute as redistribute_module
+from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, overlaps
+from fsdp.placement.redistribute import Channel, Item, redistribute
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
@@ -72,7 +72,7 @@ def test_two_boxes_have_in_common_what_both_have() -> None:
                     outer = Box.whole(shape)
                     assert torch.equal(a.cut(both, outer.cut(a, whole)), outer.cut(both, whole))
                     outer.cut(both, counted).add_(1)
-        expected = (3 if one.is_everywhere else 1) * (3 if other.is_everywhere else 1)
+        expected = (3 if one.is_replicated else 1) * (3 if other.is_replicated else 1)
         if 0 not in shape and (expected > 1 or "everywhere" not in (one, other)):
             assert counted.eq(expected).all(), (one, other)
 

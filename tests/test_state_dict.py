@@ -35,8 +35,8 @@ from fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp.checkpoint.placement import Box, copy_parts
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.placement.boxes import Box, copy_parts
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import ZOO
 from tests.harness.oracle import assert_bit_equal

@@ -19,9 +19,9 @@ from fsdp import FullyShardedDataParallel as FSDP
 from fsdp import ShardingStrategy
 from fsdp.checkpoint import checksums, files, index, load, load_plain, save
 from fsdp.checkpoint.load_checkpoint import Extras
-from fsdp.checkpoint.placement import Box
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.comm import consensus
+from fsdp.placement.boxes import Box
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks

@@ -19,9 +19,7 @@ from torch.distributed.tensor import Shard as ShardOf
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp import api
-from fsdp.checkpoint.placement import Box, Part, Placement, chunk_rows, copy_parts, dense_stride, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.redistribute import Channel, Channels, Item, redistribute
 from fsdp.checkpoint.sharded_tensors import (
     box_at,
     check_no_mesh,
@@ -40,6 +38,8 @@ from fsdp.comm.groups import Groups, group_ranks
 from fsdp.comm.host_memory import empty_strided
 from fsdp.flat.layout import contiguous_stride
 from fsdp.flat.tensor_parallel import TensorParallel, local_of
+from fsdp.placement.boxes import Box, Part, Placement, chunk_rows, copy_parts, dense_stride, memory_order
+from fsdp.placement.redistribute import Channel, Channels, Item, redistribute
 from fsdp.runtime.unit import Unit
 
 

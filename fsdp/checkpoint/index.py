@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp.checkpoint.checksums import Entry
-from fsdp.checkpoint.placement import Box, memory_order
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.placement.boxes import Box, memory_order
 
 
 class Run(NamedTuple):

@@ -38,12 +38,12 @@ from fsdp.checkpoint.dcp import (
 from fsdp.checkpoint.files import Manifest
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
 from fsdp.checkpoint.load_state_dict import Loading
-from fsdp.checkpoint.placement import Box
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.save_checkpoint import held_nbytes
 from fsdp.checkpoint.torch_storage import LoadPlanner, VerifiedFiles
 from fsdp.comm.consensus import Ranks
+from fsdp.placement.boxes import Box
 
 
 class Plain(NamedTuple):

@@ -29,7 +29,6 @@ from fsdp.api import FullStateDictConfig, StateDictType
 from fsdp.checkpoint.forms import fill_from_first
 from fsdp.checkpoint.placeholders import Recorder, RestLoading, UnitLoading, persistent_buffers
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, held_tensors
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import Failure, broadcast_object, failures_in
@@ -45,6 +44,7 @@ from fsdp.flat.names import (
     wrappers_in,
 )
 from fsdp.flat.registration import registered_params
+from fsdp.placement.redistribute import Channels
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
 

@@ -33,11 +33,11 @@ from fsdp.checkpoint.optim_names import (
     state_order,
 )
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import bare
+from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
 
 

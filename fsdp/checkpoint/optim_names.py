@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint.forms import Held
-from fsdp.checkpoint.placement import elements_of
 from fsdp.checkpoint.state_dict import held_param
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.layout import ParamRecord
 from fsdp.flat.names import clean, joined, path_of, unit_name, unit_of
 from fsdp.flat.views import FlatViews
+from fsdp.placement.boxes import elements_of
 from fsdp.runtime.unit import Unit
 
 Key = int | str

@@ -34,11 +34,11 @@ from fsdp.checkpoint.optim_names import (
     params_by_id,
     state_order,
 )
-from fsdp.checkpoint.redistribute import Channel, Channels
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
 from fsdp.comm.consensus import Failure, all_gather_object, failures_in, joint_error
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.versions import root_of
+from fsdp.placement.redistribute import Channel, Channels
 from fsdp.runtime.unit import Unit
 
 _CPU = torch.device("cpu")

@@ -18,12 +18,12 @@ from torch.nn.parameter import is_lazy
 from fsdp.api import StateDictType
 from fsdp.checkpoint.forms import Local, fill_each, form_of, read
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.redistribute import Channels
 from fsdp.checkpoint.sharded_tensors import check_no_mesh, is_sharded, kind_of
 from fsdp.checkpoint.state_dict import Key, UnitTensors
 from fsdp.flat.names import joined
 from fsdp.flat.registration import register_instead, registered_params
 from fsdp.flat.tensor_parallel import local_of
+from fsdp.placement.redistribute import Channels
 from fsdp.runtime.unit import Unit
 
 _SAME_VALUES: tuple[Any, ...] = (getattr(torch.Tensor.data, "__get__"), torch.Tensor.detach)  # noqa: B009, mypy

@@ -1,7 +1,7 @@
 """A flat interval of a tensor as rectangles: sharded state without communication.
 
 A rank's shard of a flat vector holds one interval of a parameter's elements, which is a few rectangles of it (see
-:mod:`fsdp.checkpoint.placement`). ``torch.distributed.checkpoint`` saves and loads rectangles, and on loading reads
+:mod:`fsdp.placement.boxes`). ``torch.distributed.checkpoint`` saves and loads rectangles, and on loading reads
 from any cover of a tensor any other, so each rank can write what it holds and read what it needs, and no two ranks have
 to talk about tensor data. :class:`RaggedTensor` is what stands in a state dict for a parameter then.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from fsdp.checkpoint.placement import Box, Part, box_view, rectangles
 from fsdp.flat.layout import contiguous_stride
+from fsdp.placement.boxes import Box, Part, box_view, rectangles
 
 if TYPE_CHECKING:  # importing it loads torch's FSDP; whoever calls what needs it here has done so
     import torch.distributed.checkpoint

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardOf
 
-from fsdp.checkpoint.placement import Box, chunk_rows
 from fsdp.comm.groups import Groups, default_group, group_ranks
 from fsdp.comm.versions import root_of
+from fsdp.placement.boxes import Box, chunk_rows
 from fsdp.runtime.unit import Unit
 
 

@@ -1,11 +1,11 @@
-"""Which rank has which elements of a tensor: the one description that all state moves by.
+"""Placements: the rectangles (boxes) of a tensor that each rank of a group holds.
 
-A rank has *boxes*: rectangles of the tensor. A flat shard holds one interval of the elements, counted in memory order,
-which is a few boxes (the end of a row, whole rows, the start of a row, and so on inwards); a chunk of rows is one box,
-a whole tensor is one, and so is a shard of tensor parallelism, with an offset in some other dimension. What two boxes
-have in common is a box. Nothing here communicates.
+State dicts, optimizer state, checkpoints and whole-matrix optimizers all describe tensors this way. A flat shard is an
+interval of elements in memory order, which is a few boxes: the end of a row, whole rows, the start of a row. A chunk of
+rows is one box, and so are a whole tensor and a shard of tensor parallelism. The overlap of two boxes is a box.
 
-The geometry of a parameter is asked for at every state dict and is always the same, so it is kept.
+Nothing here communicates; :mod:`fsdp.placement.redistribute` does. Geometry is cached, because every state dict needs
+the same geometry again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 class Box(NamedTuple):
-    """A rectangle of a tensor: its first corner and its extent, one number per dimension."""
+    """A rectangle of a tensor: the offset and the size of each dimension, in elements."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -34,61 +34,64 @@ class Box(NamedTuple):
         return cls((0,) * len(shape), tuple(shape))
 
     def overlap(self, other: Box) -> Box | None:
-        """The elements that are in both; None if there are none."""
+        """Return the box of the elements in both boxes, or None."""
         return _overlap(self, other)
 
-    def moved(self, offsets: Sequence[int]) -> Box:
-        """The box as far away as these say."""
+    def shifted(self, offsets: Sequence[int]) -> Box:
+        """Return a box of the same sizes, with ``offsets`` added to its own."""
         return Box(tuple(map(sum, zip(self.offsets, offsets))), self.sizes)
 
     def cut(self, inner: Box, values: torch.Tensor) -> torch.Tensor:
-        """The elements of ``inner``, which lies in this box, as a view of ``values``, this box's."""
+        """Return the elements of ``inner``, a box inside this one, as a view of ``values``, the tensor of this box."""
         if inner == self:
             return values
         return values[tuple(slice(i - o, i - o + n) for o, i, n in zip(self.offsets, *inner))]
 
 
-_KEPT = 1 << 14  # of each kind of geometry
+_CACHED = 1 << 14  # results of each cached function
 
-Part = tuple[Box, torch.Tensor]  # values that a rank has, with the box's shape
+Part = tuple[Box, torch.Tensor]  # a local tensor and the box that it is; the shapes are equal
 
 
-def copy_parts(values: Iterable[Part], into: Iterable[Part]) -> None:
-    """Copy what ``values`` have of ``into``."""
-    into = list(into)
-    for held, its in values:
-        for needed, memory in into:
-            if (both := held.overlap(needed)) is not None:
-                needed.cut(both, memory).copy_(held.cut(both, its))
+def copy_parts(source: Iterable[Part], target: Iterable[Part]) -> None:
+    """Copy the elements that both have from ``source`` to ``target``."""
+    target = list(target)
+    for source_box, values in source:
+        for target_box, memory in target:
+            if (both := source_box.overlap(target_box)) is not None:
+                target_box.cut(both, memory).copy_(source_box.cut(both, values))
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The boxes of one tensor that each rank of a group has, by rank: none twice, or all of them on every rank."""
+    """The boxes of one tensor that each rank of a group holds.
+
+    ``boxes[rank]`` are those of one rank. Either no element is on two ranks, or every rank has the same boxes.
+    """
 
     boxes: tuple[tuple[Box, ...], ...]
 
     @classmethod
-    @lru_cache(_KEPT)
+    @lru_cache(_CACHED)
     def whole(cls, shape: tuple[int, ...], ranks: int, only: int | None = None) -> Placement:
-        """All of it on every rank, or on rank ``only`` alone; -1 is none of them."""
+        """Place the whole tensor on every rank, or on rank ``only`` alone; -1 places it on no rank."""
         return cls(tuple((Box.whole(shape),) if only in (None, rank) else () for rank in range(ranks)))
 
     @classmethod
     def rows(cls, shape: Sequence[int], ranges: Iterable[tuple[int, int]]) -> Placement:
-        """On each rank the rows (along dimension 0) of its (start, end)."""
+        """Place rows ``start`` to ``end`` (half-open, dimension 0) on each rank, by its pair in ``ranges``."""
         rest = tuple(shape[1:])
         boxes = (Box((start, *(0 for _ in rest)), (end - start, *rest)) for start, end in ranges)
         return cls(tuple((box,) if box.numel else () for box in boxes))
 
     @classmethod
-    @lru_cache(_KEPT)
+    @lru_cache(_CACHED)
     def chunks(cls, shape: tuple[int, ...], ranks: int) -> Placement:
-        """On each rank its chunk of the rows, by the rule of ``torch.chunk``."""
+        """Place on each rank its chunk of the rows, by the rule of ``torch.chunk``."""
         return cls.rows(shape, chunk_rows(shape[0], ranks))
 
     @classmethod
-    @lru_cache(_KEPT)
+    @lru_cache(_CACHED)
     def intervals(
         cls,
         shape: tuple[int, ...],
@@ -97,23 +100,23 @@ class Placement:
         ranks: int,
         within: Box | None = None,
     ) -> Placement:
-        """Of each (rank, start, end) these elements; see ``rectangles``."""
+        """Place elements ``start`` to ``end`` on ``rank`` for each (rank, start, end); see :func:`rectangles`."""
         boxes: list[tuple[Box, ...]] = [()] * ranks
         for rank, start, end in spans:
             boxes[rank] = rectangles(shape, start, end, stride, within)
         return cls(tuple(boxes))
 
     def inside(self, box: Box) -> Placement:
-        """What of it lies in ``box``."""
+        """Return the overlap of every box with ``box``."""
         both = ((one.overlap(box) for one in boxes) for boxes in self.boxes)
         return Placement(tuple(tuple(one for one in boxes if one is not None) for boxes in both))
 
     def __str__(self) -> str:
-        of_ranks = (
+        by_rank = (
             " and ".join(str([f"{start}:{start + size}" for start, size in zip(*box)]) for box in boxes) or "nothing"
             for boxes in self.boxes
         )
-        return "; ".join(f"rank {rank} has {its}" for rank, its in enumerate(of_ranks)).replace("'", "")
+        return "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(by_rank)).replace("'", "")
 
     def __hash__(self) -> int:
         return self._hash
@@ -124,12 +127,12 @@ class Placement:
 
     @cached_property
     def numel(self) -> int:
-        """Of all ranks together."""
+        """Elements on all ranks together."""
         return sum(box.numel for _, boxes in self.held for box in boxes)
 
     @cached_property
     def held(self) -> tuple[tuple[int, tuple[Box, ...]], ...]:
-        """(rank, its boxes) of those ranks that have any: at many ranks few have some of a small tensor."""
+        """(rank, boxes) of the ranks that hold any: few ranks of a large group hold parts of a small tensor."""
         return tuple((rank, boxes) for rank, boxes in enumerate(self.boxes) if boxes)
 
     @cached_property
@@ -138,12 +141,12 @@ class Placement:
         return max((box.numel for _, boxes in self.held for box in boxes), default=0)
 
     @cached_property
-    def is_everywhere(self) -> bool:
-        """Whether every rank has all that any has."""
+    def is_replicated(self) -> bool:
+        """True if every rank holds the same boxes."""
         return all(boxes == self.boxes[0] for boxes in self.boxes)
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED)
 def _overlap(one: Box, other: Box) -> Box | None:
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = (min(a + n, b + m) for a, n, b, m in zip(*one, *other))
@@ -151,29 +154,28 @@ def _overlap(one: Box, other: Box) -> Box | None:
     return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED)
 def overlaps(source: Placement, target: Placement, rank: int) -> tuple[tuple[int, int, Box], ...]:
-    """(rank that has, rank that gets, what) of all that ``rank`` sends to others and receives from them."""
-    sent = ((rank, taker, source.boxes[rank], its) for taker, its in target.held)
-    received = ((giver, rank, its, target.boxes[rank]) for giver, its in source.held)
+    """List (sender, receiver, box) of everything that ``rank`` sends or receives."""
+    sent = ((rank, receiver, source.boxes[rank], boxes) for receiver, boxes in target.held)
+    received = ((sender, rank, boxes, target.boxes[rank]) for sender, boxes in source.held)
     return tuple(
-        (giver, taker, box)
-        for giver, taker, held, needed in (*sent, *received)
-        if giver != taker
-        for one in held
-        for other in needed
+        (sender, receiver, box)
+        for sender, receiver, source_boxes, target_boxes in (*sent, *received)
+        if sender != receiver
+        for one in source_boxes
+        for other in target_boxes
         if (box := one.overlap(other)) is not None
     )
 
 
 def chunk_rows(rows: int, count: int) -> list[tuple[int, int]]:
-    """The (start, end) of each of ``count`` chunks of ``rows`` rows, by the rule of ``torch.chunk``; the last may be
-    empty."""
+    """Return (start, end) of each of ``count`` chunks, by the rule of ``torch.chunk``; the last chunks may be empty."""
     size = -(-rows // count)
     return [(min(rank * size, rows), min((rank + 1) * size, rows)) for rank in range(count)]
 
 
-@lru_cache(_KEPT)
+@lru_cache(_CACHED)
 def rectangles(
     shape: tuple[int, ...],
     start: int,
@@ -181,19 +183,19 @@ def rectangles(
     stride: tuple[int, ...] | None = None,
     within: Box | None = None,
 ) -> tuple[Box, ...]:
-    """The boxes that together are the elements ``start`` to ``end`` (half-open) of a tensor, in that order.
+    """Cut the elements ``start`` to ``end`` (half-open) of a tensor into boxes, in that order.
 
-    Elements are counted in memory order: row-major, or as ``stride``, that of a dense tensor of this shape, tells; and
-    if the tensor is only a part of it, those of the box ``within``. Each box's elements lie one after the other in
-    memory. There are at most ``2 * len(shape) - 1`` of them, and none for an empty interval; a scalar's only element is
-    one box without dimensions.
+    Elements are counted in memory order: row-major, or the order of ``stride`` (strides of a dense tensor of this
+    shape). With ``within``, elements of that box alone are counted; offsets of the result are in the whole tensor. The
+    elements of each box are contiguous in memory. There are at most ``2 * len(shape) - 1`` boxes, and none for an empty
+    interval; a scalar is one box without dimensions.
 
     Raises:
         ValueError: the interval does not lie in the tensor.
     """
     if within is not None and within.sizes != shape:
         inner = dense_stride(within.sizes, memory_order(shape, stride))
-        return tuple(box.moved(within.offsets) for box in rectangles(within.sizes, start, end, inner))
+        return tuple(box.shifted(within.offsets) for box in rectangles(within.sizes, start, end, inner))
     if not 0 <= start <= end <= math.prod(shape):
         raise ValueError(f"elements {start} to {end} are no interval of a tensor of shape {tuple(shape)}")
     order = memory_order(shape, stride)
@@ -205,7 +207,7 @@ def rectangles(
 
 
 def _row_major(shape: list[int], start: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offsets, sizes) of the boxes of ``start`` to ``end`` in a row-major tensor."""
+    """Return (offsets, sizes) of the boxes of ``start`` to ``end`` in a row-major tensor."""
     if start == end:
         return []
     if not shape:
@@ -226,14 +228,14 @@ def _row_major(shape: list[int], start: int, end: int) -> list[tuple[tuple[int, 
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int] | None) -> list[int]:
-    """The dimensions from the outermost in memory to the innermost."""
+    """List the dimensions from the outermost in memory to the innermost."""
     if stride is None:
         return list(range(len(shape)))
     return sorted(range(len(shape)), key=lambda dim: (-stride[dim], -shape[dim], dim))
 
 
 def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a dense tensor of this shape whose dimensions lie in memory in this order, the outermost first."""
+    """Compute the strides of a dense tensor whose dimensions have this ``order`` in memory, outermost first."""
     stride, step = [0] * len(shape), 1
     for dim in reversed(order):
         stride[dim] = step
@@ -242,12 +244,12 @@ def dense_stride(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def elements_of(values: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """All elements of ``values``, a box of a tensor with ``stride``, 1-D in memory order: a view if they lie so."""
+    """Return the elements of a box of a tensor with ``stride``, 1-D in memory order: a view if ``values`` is dense."""
     return values.permute(memory_order(values.shape, stride)).contiguous().as_strided((values.numel(),), (1,))
 
 
 def box_view(local: torch.Tensor, box: Box, position: int, stride: Sequence[int]) -> torch.Tensor:
-    """``box`` of a tensor with ``stride``, as a view of ``local`` (1-D), where they begin at ``position``."""
+    """View the elements of ``local`` (1-D) from ``position`` on as ``box``, a box of a tensor with ``stride``."""
     order = memory_order(box.sizes, stride)
     flat = local[position : position + box.numel].view([box.sizes[dim] for dim in order])
     return flat if order == sorted(order) else flat.permute([order.index(dim) for dim in range(len(order))])

@@ -1,9 +1,15 @@
-"""Moving elements from one placement to another: one message per pair of ranks for many tensors.
+"""Redistribution: move elements of tensors from one placement to another.
 
-All state that travels does so by this one function: gathering on one rank, gathering on all, scattering or broadcasting
-from one, and going from flat shards to chunks of rows and back differ in their placements only. What a rank sends to
-another is the overlap of the boxes that it has with those that the other gets. Each computes its own messages from the
-same placements, once for all tensors that are placed alike, and nothing but elements travels.
+Gathering on one or all ranks, scattering, broadcasting, and moving between flat shards and chunks of rows differ in
+their placements only. A rank sends the overlap of its own source boxes with the receiver's target boxes. Every rank
+computes its messages from the same placements, so only elements travel: one message per pair of ranks for many tensors.
+
+    source = Placement.intervals(shape, stride, spans, ranks)      # flat shards
+    target = Placement.whole(shape, ranks, only=owner)
+    item = Item(torch.float32, stride, source, target, inputs=local_parts, outputs=[(Box.whole(shape), memory)])
+    channel = Channel(group, device)
+    redistribute([item], channel, "gather for the optimizer")      # starts
+    channel.flush()                                                # waits; ``memory`` is written
 """
 
 from __future__ import annotations
@@ -14,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.checkpoint.placement import Box, Part, Placement, box_view, copy_parts, elements_of, memory_order, overlaps
 from fsdp.comm.collectives import (
     Communicator,
     Gather,
@@ -27,49 +32,50 @@ from fsdp.comm.collectives import (
 )
 from fsdp.comm.groups import Groups
 from fsdp.comm.streams import streams_for
+from fsdp.placement.boxes import Box, Part, Placement, box_view, copy_parts, elements_of, memory_order, overlaps
 
-_ALIGNMENT = 16  # bytes; where each message starts, so that every dtype's elements can be viewed in it
-_TAGS = 1 << 24  # direct messages of a step have smaller numbers
+_ALIGNMENT = 16  # bytes; each message begins at a multiple, so that it can be viewed in any dtype
+_TAGS = 1 << 24  # above the tags of a step's direct messages
 
 
 class Item(NamedTuple):
-    """A tensor to move.
+    """A tensor to move; ``dtype``, ``stride`` and placements are equal on all ranks.
 
     Attributes:
-        dtype: in which it travels.
-        stride: of the whole tensor, which tells the order of the elements in a message.
-        source, target: what each rank has, and what each gets.
-        has: this rank's parts of the source.
-        gets: memory for what this rank wants of its part of the target.
+        dtype: dtype of the messages; inputs are cast to it, and outputs from it.
+        stride: strides of the whole tensor, which define the order of the elements in a message.
+        source, target: placements before and after.
+        inputs: this rank's tensors, which together cover the boxes that it holds in ``source``.
+        outputs: this rank's memory for its boxes of ``target``, or for some of them; the others are dropped.
     """
 
     dtype: torch.dtype
     stride: tuple[int, ...]
     source: Placement
     target: Placement
-    has: Sequence[Part]
-    gets: Sequence[Part]
+    inputs: Sequence[Part]
+    outputs: Sequence[Part]
 
     @property
     def nbytes(self) -> int:
-        """Of what there is, on all ranks together."""
+        """Bytes on all ranks together, before the move."""
         return self.source.numel * self.dtype.itemsize
 
     def read(self, box: Box) -> torch.Tensor:
-        """The elements of ``box``, which is in one of the parts that this rank has."""
-        return next(held.cut(box, values) for held, values in self.has if held.overlap(box) == box)
+        """Return the elements of ``box``, a box inside one of the inputs."""
+        return next(outer.cut(box, values) for outer, values in self.inputs if outer.overlap(box) == box)
 
     def memory(self, box: Box, device: torch.device) -> torch.Tensor | None:
-        """Where the elements of ``box`` can arrive on ``device``, 1-D and in the order of a message."""
-        for needed, memory in self.gets:
-            if needed.overlap(box) == box and memory.device == device and memory.dtype == self.dtype:
-                in_order = needed.cut(box, memory).permute(memory_order(box.sizes, self.stride))
+        """Return output memory that can receive the elements of ``box`` directly, as a 1-D view, or None."""
+        for outer, memory in self.outputs:
+            if outer.overlap(box) == box and memory.device == device and memory.dtype == self.dtype:
+                in_order = outer.cut(box, memory).permute(memory_order(box.sizes, self.stride))
                 return in_order.as_strided((box.numel,), (1,)) if in_order.is_contiguous() else None
         return None
 
 
 class _Message:
-    """What one rank sends to another: boxes, large dtypes first, so that all are aligned."""
+    """The boxes that one rank sends to another, large dtypes first, so that all are aligned."""
 
     def __init__(self) -> None:
         self._boxes: list[tuple[Item, Box, int]] = []
@@ -89,7 +95,7 @@ class _Message:
 
     def unpack(self, buffer: torch.Tensor) -> None:
         for item, box, values in self._views(buffer):
-            copy_parts([(box, values)], item.gets)
+            copy_parts([(box, values)], item.outputs)
 
     def _views(self, buffer: torch.Tensor) -> Iterator[tuple[Item, Box, torch.Tensor]]:
         for item, box, begin in self._boxes:
@@ -98,7 +104,7 @@ class _Message:
 
 
 def _pieces(messages: Mapping[int, _Message], buffer: torch.Tensor) -> Iterator[tuple[int, _Message, torch.Tensor]]:
-    """The messages by rank, each with its part of the buffer in which they lie one after the other."""
+    """Cut ``buffer`` into the consecutive messages, in the order of ranks."""
     begin = 0
     for rank, message in sorted(messages.items()):
         yield rank, message, buffer[begin : begin + message.nbytes]
@@ -106,15 +112,14 @@ def _pieces(messages: Mapping[int, _Message], buffer: torch.Tensor) -> Iterator[
 
 
 class Channel:
-    """The ranks of a group as they redistribute tensors, batch after batch, through memory that is reused.
+    """A process group with reusable message buffers, over which batches are redistributed in order.
 
-    While a batch travels, the one before it is put in place: two are there at a time, and one where each is flushed
-    before the next. What is large goes directly from where it lies to where it belongs, where the group moves large
-    messages best so.
+    One batch is unpacked while the next is in flight, so at most two batches have buffers. Over gloo a large box is
+    sent and received without a buffer.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        """``device`` is where ``group`` can communicate; a group of None is this rank alone."""
+        """Make a channel over ``group`` (None: this rank alone) with buffers on ``device``."""
         self.group, self.device = group, device
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
@@ -124,23 +129,23 @@ class Channel:
         self._direct_min = direct_threshold(group, device) if direct else float("inf")  # bytes
         self._memory: dict[tuple[str, int], torch.Tensor] = {}
         self._batches = 0
-        self._turn = 0  # whose memory the last batch has
-        self._numbers: dict[tuple[int, bool], int] = {}  # of the direct messages from or to each rank
-        self._finish: Callable[[], None] | None = None  # of the batch that travels
+        self._turn = 0  # which of the two sets of buffers the last batch uses
+        self._numbers: dict[tuple[int, bool], int] = {}  # direct messages so far, by peer and direction
+        self._finish: Callable[[], None] | None = None  # waits for the batch in flight and unpacks it
 
     def flush(self) -> None:
-        """All that was given to :func:`redistribute` has arrived when this returns."""
+        """Wait until everything given to :func:`redistribute` is in the outputs."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
     def send(self, items: Sequence[Item], label: str) -> None:
-        """Start moving a batch, by one collective: a gather or a broadcast where every rank gets all."""
+        """Start one batch by one collective: a gather or a broadcast if every rank receives everything."""
         items = sorted(items, key=lambda item: -item.dtype.itemsize)
         self._batches += 1
         self._turn ^= self._finish is not None
         tag = Tag(label, _TAGS + self._batches)
-        if not all(item.target.is_everywhere for item in items):
+        if not all(item.target.is_replicated for item in items):
             finish = self._exchange(items, label)
         elif all(rank == 0 for item in items for rank, _ in item.source.held):
             finish = self._broadcast(items)
@@ -151,28 +156,28 @@ class Channel:
         self.flush()
         self._finish = finish
 
-    # -- the three ways to move a batch: each starts, and returns what waits and puts in place -------------------------
+    # -- three ways to start a batch: each returns a function that waits and unpacks -----------------------------------
 
     def _exchange(self, items: list[Item], label: str) -> Callable[[], None]:
         outgoing, incoming = defaultdict[int, _Message](_Message), defaultdict[int, _Message](_Message)
         transfers: list[Transfer] = []
-        late: list[tuple[Item, Box, torch.Tensor]] = []  # what cannot arrive where it belongs
-        # whether any rank may send anything directly: all have to know, and none looks at all pairs of ranks for that
+        staged: list[tuple[Item, Box, torch.Tensor]] = []  # received apart, then copied
+        # All ranks must choose the same collective; an upper bound avoids a look at every pair of ranks.
         large = (min(item.source.largest, item.target.largest) * item.dtype.itemsize for item in items)
         direct = max(large) >= self._direct_min
         for item in items:
-            for giver, taker, box in overlaps(item.source, item.target, self.rank):
-                goes_directly = box.numel * item.dtype.itemsize >= self._direct_min  # without a copy on the way
-                if giver == self.rank:
-                    if goes_directly:
+            for sender, receiver, box in overlaps(item.source, item.target, self.rank):
+                without_buffer = box.numel * item.dtype.itemsize >= self._direct_min
+                if sender == self.rank:
+                    if without_buffer:
                         elements = elements_of(item.read(box).to(self.device, item.dtype), item.stride)
-                        transfers.append(self._transfer(True, taker, elements))
+                        transfers.append(self._transfer(True, receiver, elements))
                     else:
-                        outgoing[taker].append(item, box)
-                elif goes_directly:
-                    transfers.append(self._transfer(False, giver, self._arriving(item, box, late)))
+                        outgoing[receiver].append(item, box)
+                elif without_buffer:
+                    transfers.append(self._transfer(False, sender, self._arriving(item, box, staged)))
                 else:
-                    incoming[giver].append(item, box)
+                    incoming[sender].append(item, box)
         leaving, arriving = self._sizes(outgoing), self._sizes(incoming)
         sent, received = self._buffer("sent", sum(leaving)), self._buffer("received", sum(arriving))
         for _, message, piece in _pieces(outgoing, sent):
@@ -186,27 +191,27 @@ class Channel:
 
         def finish() -> None:
             for item in items:
-                copy_parts(item.has, item.gets)
+                copy_parts(item.inputs, item.outputs)
             pending.wait()
             for _, message, piece in _pieces(incoming, received):
                 message.unpack(piece)
-            for item, box, elements in late:
-                copy_parts([(box, box_view(elements, box, 0, item.stride))], item.gets)
+            for item, box, elements in staged:
+                copy_parts([(box, box_view(elements, box, 0, item.stride))], item.outputs)
 
         return finish
 
     def _sizes(self, messages: Mapping[int, _Message]) -> list[int]:
         return [messages[rank].nbytes if rank in messages else 0 for rank in range(self.size)]
 
-    def _arriving(self, item: Item, box: Box, late: list[tuple[Item, Box, torch.Tensor]]) -> torch.Tensor:
+    def _arriving(self, item: Item, box: Box, staged: list[tuple[Item, Box, torch.Tensor]]) -> torch.Tensor:
         elements = item.memory(box, self.device)
         if elements is None:
             elements = torch.empty(box.numel, dtype=item.dtype, device=self.device)
-            late.append((item, box, elements))
+            staged.append((item, box, elements))
         return elements
 
     def _transfer(self, sent: bool, rank: int, values: torch.Tensor) -> Transfer:
-        """The next one to or from ``rank``, which counts alike."""
+        """Make the next numbered transfer to or from ``rank``; both sides count alike."""
         number = self._numbers[rank, sent] = self._numbers.get((rank, sent), 0) + 1
         return Transfer(sent, rank, values.view(torch.uint8), _TAGS + number)
 
@@ -241,10 +246,10 @@ class Channel:
         return finish
 
     def _buffer(self, name: str, nbytes: int) -> torch.Tensor:
-        """Memory that no batch under way has: that of an earlier one, unless it is too small, or twice as large."""
+        """Return a buffer that no batch in flight uses, reused if it is large enough and not twice too large."""
         kept = self._memory.pop((name, self._turn), None)
         if kept is None or not nbytes <= kept.numel() < 2 * nbytes:
-            kept = None  # before there is another one
+            kept = None  # free it before the next allocation
             kept = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._memory[name, self._turn] = kept
         return kept[:nbytes]
@@ -257,25 +262,28 @@ class Channels:
         self._by_group: dict[tuple[Any, torch.device], Channel] = {}
 
     def over(self, group: Any, device: torch.device) -> Channel:
+        """Return the channel of ``group`` on ``device``."""
         if (group, device) not in self._by_group:
             self._by_group[group, device] = Channel(group, device)
         return self._by_group[group, device]
 
     def flush(self) -> None:
+        """Flush every channel."""
         for channel in self._by_group.values():
             channel.flush()
 
 
 def redistribute(items: Sequence[Item], channel: Channel, label: str, *, limit: int = 32 << 20) -> None:
-    """Start moving ``items``. All ranks of the channel have to come with the same placements.
+    """Start to move ``items``; ``channel.flush()`` waits for them.
 
-    One collective per ``limit`` bytes, or per item that is larger; none for what does not travel. All has arrived when
-    the channel has been flushed, and nobody touches the values before.
+    All ranks of the channel call it with equal placements. One collective moves up to ``limit`` bytes, or one larger
+    item. Items whose placement does not change are copied, and items that no rank holds or receives are skipped, without
+    communication. Inputs and outputs must not be used before the flush. ``label`` names the call in error messages.
     """
     travelling: list[Item] = []
-    for item in items:  # all that stays first: where a copy raises, nothing has been sent
+    for item in items:  # local copies first: if one raises, nothing has been sent
         if item.source == item.target or channel.size == 1:
-            copy_parts(item.has, item.gets)
+            copy_parts(item.inputs, item.outputs)
         elif item.source.numel > 0 and any(item.target.boxes):
             travelling.append(item)
     batch: list[Item] = []
