@@ -277,8 +277,8 @@ def redistribute(items: Sequence[Item], channel: Channel, label: str, *, limit: 
     """Start to move ``items``; ``channel.flush()`` waits for them.
 
     All ranks of the channel call it with equal placements. One collective moves up to ``limit`` bytes, or one larger
-    item. Items whose placement does not change are copied, and items that no rank holds or receives are skipped, without
-    communication. Inputs and outputs must not be used before the flush. ``label`` names the call in error messages.
+    item. An item whose placement does not change is copied without communication. An item that no rank holds or
+    receives is skipped. Inputs and outputs must not be used before the flush. ``label`` names the call in errors.
     """
     travelling: list[Item] = []
     for item in items:  # local copies first: if one raises, nothing has been sent
