@@ -69,7 +69,6 @@ from fsdp.runtime.build import (
     inside_checkpoint,
     shard_info,
     strategy_in_use,
-    unit_policy,
     warn_without_forward,
 )
 from fsdp.runtime.clip import _get_grad_norm as _get_grad_norm  # FSDP1 has it here
@@ -79,6 +78,7 @@ from fsdp.runtime.context import RootContext
 from fsdp.runtime.full_params import SummonOptions, full_params, summon, without_shards
 from fsdp.runtime.hooks import breaks_graph
 from fsdp.runtime.nested import to_device
+from fsdp.runtime.policy import UnitPolicy, tree_policy
 from fsdp.runtime.ranges import ranged
 from fsdp.runtime.unit import Phase, units_of
 from fsdp.switches import UnshardHandle
@@ -253,17 +253,19 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
         flat_param_key = as_flat_param_key(flat_param_key, use_orig_params)
         self.forward_prefetch = as_flag(forward_prefetch, "forward_prefetch")
         self.limit_all_gathers = as_flag(limit_all_gathers, "limit_all_gathers")
-        policy = unit_policy(
+        policy = UnitPolicy.chosen(
+            tree_policy(
+                use_orig_params=use_orig_params,
+                limit_all_gathers=self.limit_all_gathers,
+                reduce_unused=reduce_unused,
+                broadcast_buffers=broadcast_buffers,
+                keep_gathered_nbytes=keep_gathered_nbytes,
+            ),
             strategy,
             self.backward_prefetch,
             reshard_after_forward=reshard_after_forward,
-            keep_gathered_nbytes=keep_gathered_nbytes,
             distances=(forward_prefetch_distance, backward_prefetch_distance),
             forward_prefetch=self.forward_prefetch,
-            limit_gathers=self.limit_all_gathers,
-            reduce_unused=reduce_unused,
-            broadcast_buffers=as_flag(broadcast_buffers, "broadcast_buffers"),
-            use_orig_params=use_orig_params,
         )
         check_groups(strategy, process_group, device_mesh, auto_wrap_policy)
         warn_without_forward(module)

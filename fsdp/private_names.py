@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +119,7 @@ class PrivateNames(nn.Module):
 
     @property
     def _use_orig_params(self) -> bool:
-        return self._fsdp_unit.policy.use_orig_params
+        return self._fsdp_unit.policy.tree.use_orig_params
 
     @property
     def _use_full_prec_in_eval(self) -> bool:
@@ -191,4 +190,4 @@ class PrefetchLimits:
         choice: dict[str, Any] = {name: count}
         for module in self._first.modules():
             if isinstance(module, PrivateNames) and (name != "backward_prefetch" or module.backward_prefetch):
-                module._fsdp_unit.policy = dataclasses.replace(module._fsdp_unit.policy, **choice)
+                module._fsdp_unit.choose(**choice)

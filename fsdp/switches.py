@@ -7,7 +7,6 @@ that it synchronises its gradients. All ranks set them alike: they decide what i
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import weakref
@@ -254,7 +253,7 @@ class Switches(PrivateNames):
         units = self._units(recurse)
         check_idle(units, " and ".join(f"a choice of {name}" for name in choices))
         for unit in units:
-            unit.policy = dataclasses.replace(unit.policy, **choices)
+            unit.choose(**choices)
 
     def _list(self, modules: Iterable[nn.Module], *, backward: bool) -> None:
         wrappers = list(modules)

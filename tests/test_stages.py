@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.comm import host_memory
 from fsdp.runtime import expected
-from fsdp.runtime.unit_buffers import UnitPolicy
+from fsdp.runtime.policy import TreePolicy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
 from tests.harness.pairs import pairwise
@@ -306,7 +306,7 @@ class Formulas:
         if self.strategy is NO_SHARD:
             return self.whole
         begun = [self.root] + over * [self.unit]
-        over_and_gone, under_way = begun[: -UnitPolicy.reduce_buffers], begun[-UnitPolicy.reduce_buffers :]
+        over_and_gone, under_way = begun[: -TreePolicy.reduce_buffers], begun[-TreePolicy.reduce_buffers :]
         return self.whole - sum(over_and_gone) + self.received(sum(under_way)) + sum(begun) // self.world_size
 
     def received(self, nbytes: int) -> int:

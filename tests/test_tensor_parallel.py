@@ -542,7 +542,7 @@ def check_files(
     checkpoint.load(path / "first", flat, of_flat, progress=False)
     same(summoned(flat), values, "loaded by four ranks")
     checkpoint.save(path / "second", flat, of_flat, progress=False)
-    uop = not model.blocks[0]._fsdp_unit.policy.use_orig_params
+    uop = not model.blocks[0]._fsdp_unit.policy.tree.use_orig_params
     back = wrapped(parallel(Net(2).requires_grad_(), tp), dp, use_orig_params=uop)
     of_back = trained_with(back, replica, steps=1)
     checkpoint.load(path / "second", back, of_back, progress=False)

@@ -12,13 +12,10 @@ import torch
 from torch import nn
 
 from fsdp.api import (
-    BackwardPrefetch,
     CPUOffload,
     FlatParamKey,
     MixedPrecision,
     ShardingStrategy,
-    as_count,
-    as_resharding,
 )
 from fsdp.comm import beginning
 from fsdp.comm.groups import Groups
@@ -44,9 +41,9 @@ from fsdp.runtime.context import RootContext
 from fsdp.runtime.explain import explain_uncaught_errors
 from fsdp.runtime.hooks import forward_refused, own_operations
 from fsdp.runtime.mistakes import check_variables, warn_of_hooks
+from fsdp.runtime.policy import TreePolicy, UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import Unit, units_below, units_in, units_of
-from fsdp.runtime.unit_buffers import UnitPolicy
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     """
     check_variables()
     explain_uncaught_errors()
-    use_orig_params = options.policy.use_orig_params
+    use_orig_params = options.policy.tree.use_orig_params
     inner = units_of(module)
     for unit in inner:
         unit.parent_is_built = True
@@ -159,7 +156,9 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
             item.dtensor = None
         if not use_orig_params:
             item.param = None  # type: ignore[assignment]
-    precision = UnitPrecision(module, options.mixed_precision, ignored.modules)
+    precision = UnitPrecision(
+        module, options.mixed_precision, ignored.modules, full_in_eval=options.policy.tree.use_full_prec_in_eval
+    )
     for submodule in module.modules():  # torch.compile and tools look for these two
         if submodule not in ignored.modules:
             submodule.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=use_orig_params)
@@ -204,44 +203,6 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     if unit.comm_hook is not None:
         copied.use_hook(unit.comm_hook)
     return copied
-
-
-def unit_policy(
-    strategy: ShardingStrategy,
-    backward_prefetch: BackwardPrefetch | None,
-    *,
-    reshard_after_forward: Any,
-    keep_gathered_nbytes: Any,
-    distances: tuple[Any, Any],
-    forward_prefetch: bool,
-    **choices: bool,
-) -> UnitPolicy:
-    """What the wrapper's arguments say of when a unit is gathered and resharded; ``distances``: how many units are
-    prefetched in forward and in backward.
-
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind, or two of them contradict each other.
-    """
-    ahead = as_count(distances[0], "forward_prefetch_distance", "units")
-    behind = as_count(distances[1], "backward_prefetch_distance", "units")
-    if backward_prefetch is None:
-        if behind > 1:
-            raise ValueError(
-                f"backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is {behind}"
-            )
-        behind = 0
-    if forward_prefetch and ahead == 0:
-        raise ValueError("forward_prefetch=True asks for a prefetch, and forward_prefetch_distance is 0")
-    reshards, ranks = as_resharding(reshard_after_forward, strategy)
-    return UnitPolicy(
-        reshard_after_forward=reshards,
-        reshard_ranks=ranks,
-        keep_gathered_nbytes=as_count(keep_gathered_nbytes, "keep_gathered_nbytes", "bytes"),
-        forward_prefetch=ahead,
-        backward_prefetch=behind,
-        prefetch_after_gradients=backward_prefetch is BackwardPrefetch.BACKWARD_POST,
-        **choices,
-    )
 
 
 def shard_info(module: nn.Module) -> list[UnitInfo]:
@@ -291,20 +252,8 @@ class Membership:
         units = [unit for _, unit, _ in tree]
         for unit in units:
             _check_optimizer_in_backward(unit)
-        for what, choices in (
-            ("use_orig_params", {unit.policy.use_orig_params for unit in units}),
-            ("limit_all_gathers", {unit.policy.limit_gathers for unit in units}),
-            ("use_full_prec_in_eval", {unit.precision.full_in_eval for unit in units}),
-            ("reduce_unused", {unit.policy.reduce_unused for unit in units}),
-            ("broadcast_buffers", {unit.policy.broadcast_buffers for unit in units}),
-            ("keep_gathered_nbytes", {unit.policy.keep_gathered_nbytes for unit in units}),
-        ):
-            if len(choices) > 1:
-                raise ValueError(
-                    f"{what} must be the same for all FullyShardedDataParallel instances under one root, got "
-                    f"{sorted(choices)}"
-                )
-        if self.unit.policy.reduce_unused:
+        TreePolicy.check_equal(unit.policy.tree for unit in units)
+        if self.unit.policy.tree.reduce_unused:
             _check_one_group([(name, unit.groups) for name, unit, _ in tree])
         context = RootContext(self.unit, tree)  # takes the units over while their former contexts are alive
         for unit in units:
@@ -337,7 +286,7 @@ def _check_one_group(groups_of: list[tuple[str, Groups]]) -> None:
 def _check_optimizer_in_backward(unit: Unit) -> None:
     """Raises where an optimizer of torch's ``_apply_optimizer_in_backward`` would never step."""
     for visible in (visible for views in unit.views for visible in views.visible):
-        if hasattr(visible.param, "_in_backward_optimizers") and not unit.policy.use_orig_params:
+        if hasattr(visible.param, "_in_backward_optimizers") and not unit.policy.tree.use_orig_params:
             raise RuntimeError(
                 f"{visible.name!r} has an optimizer in backward, which is only supported with use_orig_params=True"
             )

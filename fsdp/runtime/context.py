@@ -55,7 +55,7 @@ class RootContext:
         self.compute: Stream = None  # that of the latest outermost forward: all that is done to gradients is done on it
         self.root = root
         pool = pool_for(root.device, self.streams, root.groups.shard)
-        self.reductions = ReductionQueue(pool, self.streams, root.policy.reduce_buffers)
+        self.reductions = ReductionQueue(pool, self.streams, root.policy.tree.reduce_buffers)
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
         self._thread = 0  # that of the outermost forward
         self._unfrozen: list[UnitBuffers] = []  # those of which leaves were frozen or unfrozen as the backward began
@@ -64,13 +64,13 @@ class RootContext:
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
-        self.passes = Passes(self.units, root.device, self.streams, negotiate=root.policy.reduce_unused)
+        self.passes = Passes(self.units, root.device, self.streams, negotiate=root.policy.tree.reduce_unused)
         self.residency = Residency(root, self.units, self.streams, self.passes)
         self.size_pools()
 
     def size_pools(self) -> None:
         """Let the pools keep as much spare memory as a pass may need."""
-        self.reductions.max_buffers = self.root.policy.reduce_buffers
+        self.reductions.max_buffers = self.root.policy.tree.reduce_buffers
         ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
         self.residency.farthest = max(1, ahead)
         others = (unit.full_nbytes for unit in self.units if unit is not self.root)
@@ -159,7 +159,7 @@ class RootContext:
         """Where that was asked for, give all ranks the buffers of the first, when DDP does: unless the forward before
         was one of an accumulation, or without gradients."""
         sends, self._sends_buffers = self._sends_buffers, torch.is_grad_enabled() and self.root.synchronize
-        if not (sends and self.root.policy.broadcast_buffers):
+        if not (sends and self.root.policy.tree.broadcast_buffers):
             return
         by_groups: dict[Groups, list[torch.Tensor]] = {}
         for unit in self.units:
@@ -226,7 +226,7 @@ class RootContext:
                 for unit in self.units:
                     unit.end_backward()
                 self.passes.end(wait=True)
-                if self.root.policy.is_last_backward:
+                if self.root.policy.tree.is_last_backward:
                     self.reductions.drain(attach=True)
                 else:
                     self.reductions.outlast_backward = True

@@ -40,7 +40,7 @@ class SummonOptions:
         """Raises NotImplementedError for what does not go together."""
         sharded = unit.groups.sharded
         for conflict, words in (
-            (self.with_grads and not unit.policy.use_orig_params, "with_grads=True with use_orig_params=False"),
+            (self.with_grads and not unit.policy.tree.use_orig_params, "with_grads=True with use_orig_params=False"),
             (self.with_grads and self.offload_to_cpu, "with_grads=True with offload_to_cpu=True"),
             (self.offload_to_cpu and not sharded, "offload_to_cpu=True with NO_SHARD"),
             (self.writeback and self.rank0_only, "writeback=True with rank0_only=True"),

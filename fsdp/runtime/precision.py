@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp import environment
 from fsdp.api import MixedPrecision
 from fsdp.flat.full_copy import point_at
 from fsdp.flat.names import own_modules
@@ -29,11 +28,13 @@ class UnitPrecision:
         full_in_eval: whether the unit computes in full precision while its module is in eval mode.
     """
 
-    def __init__(self, module: nn.Module, asked: MixedPrecision, ignored: Collection[nn.Module]) -> None:
+    def __init__(
+        self, module: nn.Module, asked: MixedPrecision, ignored: Collection[nn.Module], *, full_in_eval: bool
+    ) -> None:
         """``ignored`` modules keep their buffers as they are."""
         self.asked = dataclasses.replace(asked)
         self.casts = asked.param_dtype is not None  # parameters, unless in full precision
-        self.full_in_eval = environment.USE_FULL_PREC_IN_EVAL.value
+        self.full_in_eval = full_in_eval
         self._module = module
         self._ignored = ignored
         self._original_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}  # of the buffers that were cast
@@ -42,8 +43,7 @@ class UnitPrecision:
     def copied(self, module: nn.Module, memo: dict[int, Any]) -> UnitPrecision:
         """The same for ``module``, a copy of this one's, with the copies that ``memo`` has of what is in it."""
         ignored = frozenset(memo.get(id(owner), owner) for owner in self._ignored)
-        result = UnitPrecision(module, self.asked, ignored)
-        result.full_in_eval = self.full_in_eval
+        result = UnitPrecision(module, self.asked, ignored, full_in_eval=self.full_in_eval)
         result._full_buffers = self._full_buffers
         result._original_dtypes = {(memo[id(owner)], name): d for (owner, name), d in self._original_dtypes.items()}
         return result

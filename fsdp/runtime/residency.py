@@ -275,7 +275,7 @@ class Residency(Residences[UnitBuffers]):
     def keep_to_backward(self, unit: UnitBuffers) -> bool:
         """``unit`` has run, and a backward is to come: keep it for that if its strategy or the budget says so. Returns
         whether it stays."""
-        stays = self.stays(unit) or (unit.policy.keep_gathered_nbytes != 0 and self._fits_budget(unit))
+        stays = self.stays(unit) or (unit.policy.tree.keep_gathered_nbytes != 0 and self._fits_budget(unit))
         if stays:
             self.keep(unit)
         return stays
@@ -283,11 +283,11 @@ class Residency(Residences[UnitBuffers]):
     def _fits_budget(self, unit: UnitBuffers) -> bool:
         """Whether ``unit`` may stay gathered for the next pass, which comes to it before it comes to those that were
         kept before it: the first of these make room. The root is not counted."""
-        if unit.policy.keep_gathered_nbytes == 0:
+        if unit.policy.tree.keep_gathered_nbytes == 0:
             return False
         if unit is self._root or not unit.gathers:
             return True
-        room = unit.policy.keep_gathered_nbytes - unit.full_nbytes
+        room = unit.policy.tree.keep_gathered_nbytes - unit.full_nbytes
         if room < 0:
             return False
         kept = [other for other, why in self._kept.items() if why is Residence.KEPT and not self.stays(other)]
@@ -408,7 +408,7 @@ class Residency(Residences[UnitBuffers]):
         """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
         policy = unit.policy
         distance = policy.backward_prefetch if self.passes.in_backward else policy.forward_prefetch
-        for other in self.idle if policy.limit_gathers else ():
+        for other in self.idle if policy.tree.limit_all_gathers else ():
             if self._has_room(unit, distance):
                 return
             self.reshard(other)
@@ -419,7 +419,7 @@ class Residency(Residences[UnitBuffers]):
         if self._ahead >= self.farthest:
             return
         in_backward, policy = self.passes.in_backward, unit.policy
-        if policy.reduce_unused:
+        if policy.tree.reduce_unused:
             return
         if in_backward and policy.prefetch_after_gradients:
             under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED]
@@ -434,7 +434,7 @@ class Residency(Residences[UnitBuffers]):
                 continue
             if in_backward and not candidate.policy.unshard_in_backward:
                 continue
-            if listed is None and policy.limit_gathers and not self._has_room(candidate, distance):
+            if listed is None and policy.tree.limit_all_gathers and not self._has_room(candidate, distance):
                 return
             self.gather(candidate, Residence.PREFETCHED)
         if listed is None:

@@ -46,7 +46,7 @@ class _Place:
     def part_of(self, full: torch.Tensor) -> torch.Tensor:
         """The parameter's part of the bucket's full vector, in its true shape; with tensor parallelism, for which its
         ranks communicate, a copy."""
-        if not self.unit.policy.use_orig_params:
+        if not self.unit.policy.tree.use_orig_params:
             return full[: self.handle.layout.numel]
         local, tp = parameter_views(self.handle.layout, full)[self.position], self.tp
         return local if tp is None else tp.around(local, requires_grad=False).full_tensor()
@@ -54,7 +54,7 @@ class _Place:
     @property
     def tp(self) -> TensorParallel | None:
         """How tensor parallelism has placed the parameter, if it has; a flat one has local tensors of many."""
-        return self.handle.tp[self.position] if self.unit.policy.use_orig_params else None
+        return self.handle.tp[self.position] if self.unit.policy.tree.use_orig_params else None
 
     def check(self, call: str) -> None:
         """Raises RuntimeError where the shards do not have the values."""
@@ -95,7 +95,9 @@ def global_shape(param: torch.Tensor) -> torch.Size:
     layout = place.handle.layout
     if place.tp is not None:
         return torch.Size(place.tp.shape)
-    return torch.Size(layout.params[place.position].shape if place.unit.policy.use_orig_params else (layout.numel,))
+    return torch.Size(
+        layout.params[place.position].shape if place.unit.policy.tree.use_orig_params else (layout.numel,)
+    )
 
 
 @torch.no_grad()
@@ -223,7 +225,7 @@ def _wholes_of(name: str, param: nn.Parameter, paths: Mapping[Unit, str]) -> lis
     """Return the name and whole shape of each original parameter that ``param`` stands for. ``paths`` has the path of
     each unit in the model."""
     place = _place_of(param)
-    if place is None or place.unit.policy.use_orig_params:
+    if place is None or place.unit.policy.tree.use_orig_params:
         return [(clean(name), global_shape(param))]
     prefix, handle = paths.get(place.unit, ""), place.handle
     return [

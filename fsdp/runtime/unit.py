@@ -55,7 +55,7 @@ class Unit(UnitBuffers):
         super().__post_init__()
         self.comm_hook: CommHook | None = None  # the user's reduction, in the place of the communicator's
         keep_low = self.precision.asked.keep_low_precision_grads
-        finds = self.policy.reduce_unused
+        finds = self.policy.tree.reduce_unused
         self.gradients = [  # one per bucket
             BucketGradients(views, keep_low_precision=keep_low, finds_unused=finds) for views in self.views
         ]
@@ -98,7 +98,7 @@ class Unit(UnitBuffers):
             f"{layout.compute_dtype}, reduced in {layout.reduce_dtype}"
             for layout in layouts
         ]
-        if self.policy.reduce_unused:
+        if self.policy.tree.reduce_unused:
             kind += ", reduced where unused"
         if self.groups.sharded and self.groups.replica is not None:
             kind += f", replicated {self.groups.replica_size} times"
@@ -150,6 +150,10 @@ class Unit(UnitBuffers):
         if self._open_calls or (self.expected.of_task and self.expected):
             return Phase.BACKWARD
         return Phase.IDLE if self.summoned is Summoned.NOWHERE else Phase.SUMMONED
+
+    def choose(self, **choices: Any) -> None:
+        """Change fields of the unit's policy, or of the tree's where these count for this unit alone."""
+        self.policy = self.policy.replaced(**choices)
 
     def follow_divisor(self) -> None:
         """What gradients are divided by has changed, or what is done to them besides."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from abc import abstractmethod
@@ -26,69 +25,8 @@ from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE, Member
 from fsdp.runtime.expected import ExpectedLeaves
+from fsdp.runtime.policy import UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
-
-
-@dataclass(frozen=True)
-class UnitPolicy:
-    """When a unit is resharded and which ones are prefetched while it computes."""
-
-    reshard_after_forward: bool | None = None  # whether it is gathered again for backward; None: unless it is the root
-    reshard_ranks: int = 0  # over how many ranks, nearby ones, it stays sharded after forward; 0: all
-    keep_gathered_nbytes: int = 0  # how much of the tree's full buffers, the root's apart, stays gathered all the same
-    reshard_after_backward: bool = True  # whether it is gathered again for the next forward, whatever was written
-    unshard_in_backward: bool = True  # whether its backward reads parameters
-    # How many of the next units to gather. The default is one: asked for only after the unit before it was resharded, a
-    # gather would get that unit's memory and wait for its compute, even where the host runs ahead.
-    forward_prefetch: int = 1
-    backward_prefetch: int = 1
-    prefetch_after_gradients: bool = False  # in backward, only once the gradients under way are computed
-    # No more full buffers than this unit's and those to prefetch. Without it nothing is held back, and nothing idle
-    # resharded, for want of room.
-    limit_gathers: bool = True
-    # Whether a rank may skip the unit where others do not. Nothing is prefetched then, as what comes next may not be
-    # what came last time.
-    reduce_unused: bool = False
-    broadcast_buffers: bool = False  # whether forwards begin with the buffers of the first rank
-    gradient_divide_factor: float | None = None  # of sums of gradients over all ranks; None: their number
-    requires_all_reduce: bool = True  # whether a backward's reductions go on to the replicas
-    is_last_backward: bool = True  # whether the tree's backwards wait for its reductions; the root's counts
-    reduce_buffers: int = 2  # how many full gradients of the tree may wait for their reduction; the root's counts
-    use_orig_params: bool = False  # whether users see their own parameters, or flat ones
-
-    def within(self, groups: Groups) -> UnitPolicy:
-        """The policy of a unit that is sharded over ``groups``: that of the nearby ranks is made, if it is another one.
-
-        Raises:
-            ValueError: their number is no factor of that of all.
-            NotImplementedError: with ``reduce_unused``.
-        """
-        ranks, size = self.reshard_ranks, groups.shard_size
-        if ranks and size % ranks:
-            raise ValueError(
-                f"reshard_after_forward={ranks}: a number of ranks must be a factor of the {size} that the parameters "
-                "are sharded over"
-            )
-        if ranks in (0, size):
-            return dataclasses.replace(self, reshard_ranks=0)
-        if self.reduce_unused:
-            raise NotImplementedError(
-                f"reshard_after_forward={ranks} with reduce_unused=True, where ranks agree over one group on every "
-                "gather; pass reshard_after_forward=True"
-            )
-        nearby_group(groups.shard, ranks)
-        return self
-
-    def order_in_words(self) -> str:
-        """What the order of collectives depends on."""
-        when = "BACKWARD_POST" if self.prefetch_after_gradients else "BACKWARD_PRE"
-        prefetch = "no backward_prefetch"
-        if self.backward_prefetch:
-            prefetch = f"{when}, {self.backward_prefetch} ahead" if self.backward_prefetch > 1 else when
-        limited = "" if self.limit_gathers else ", not limited"
-        kept = f", {self.keep_gathered_nbytes} bytes kept" if self.keep_gathered_nbytes else ""
-        sent = ", buffers broadcast" if self.broadcast_buffers else ""
-        return f"{prefetch}{limited}{kept}{sent}"
 
 
 class Summoned(Enum):

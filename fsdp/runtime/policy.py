@@ -1,0 +1,186 @@
+"""Choices of the program: of one unit (``UnitPolicy``) and of a whole tree (``TreePolicy``). Both are immutable."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp import environment
+from fsdp.api import BackwardPrefetch, ShardingStrategy, as_count, as_flag, as_resharding
+from fsdp.comm.groups import Groups
+from fsdp.comm.nodes import nearby_group
+
+
+@dataclass(frozen=True)
+class TreePolicy:
+    """Choices that all units of one tree share.
+
+    Every wrapper is given one; all wrappers under one root need equal ones, except for the two fields that count for
+    the root alone.
+
+    Attributes:
+        use_orig_params: the modules have the user's own parameters, not flat ones.
+        limit_all_gathers: at most the full buffers of the running unit and of the prefetched ones exist. Without it no
+            gather is delayed, and no idle unit is resharded, for want of room.
+        reduce_unused: a rank may skip a unit that others run. Units are then not prefetched, because the next unit may
+            differ from the one of the last pass.
+        broadcast_buffers: forwards begin with the buffers of rank 0.
+        keep_gathered_nbytes: bytes of full buffers, without the root's, that stay gathered between passes.
+        use_full_prec_in_eval: units compute in full precision while their module is in eval mode.
+        is_last_backward: backwards wait for their reductions. The root's counts.
+        reduce_buffers: number of full gradients that may wait for their reduction. The root's counts.
+    """
+
+    use_orig_params: bool = False
+    limit_all_gathers: bool = True
+    reduce_unused: bool = False
+    broadcast_buffers: bool = False
+    keep_gathered_nbytes: int = 0
+    use_full_prec_in_eval: bool = field(default_factory=lambda: environment.USE_FULL_PREC_IN_EVAL.value)
+    is_last_backward: bool = field(default=True, compare=False)
+    reduce_buffers: int = field(default=2, compare=False)
+
+    @staticmethod
+    def check_equal(policies: Iterable[TreePolicy]) -> None:
+        """Raise ValueError, naming the first field that differs, unless all ``policies`` are equal."""
+        policies = list(policies)
+        for each in dataclasses.fields(TreePolicy):
+            values = {getattr(policy, each.name) for policy in policies}
+            if each.compare and len(values) > 1:
+                raise ValueError(
+                    f"{each.name} must be the same for all FullyShardedDataParallel instances under one root, got "
+                    f"{sorted(values)}"
+                )
+
+
+_TREE_FIELDS = [each.name for each in dataclasses.fields(TreePolicy)]
+
+
+@dataclass(frozen=True)
+class UnitPolicy:
+    """When one unit is gathered, resharded and reduced.
+
+    Attributes:
+        tree: the choices of the unit's tree.
+        reshard_after_forward: the unit is gathered again for its backward; None: unless it is the root.
+        reshard_ranks: number of consecutive ranks that the unit stays sharded over after forward; 0: all.
+        reshard_after_backward: the unit is always gathered again for the next forward. Without it, only where a shard
+            was written in between.
+        unshard_in_backward: the backward reads parameters.
+        forward_prefetch, backward_prefetch: number of following units to gather ahead. The default is 1. A gather of 0
+            units ahead starts after the unit before it was resharded, takes that unit's memory, and so waits for its
+            compute, even where the host runs ahead.
+        prefetch_after_gradients: in backward, prefetch only when the running unit's gradients are complete.
+        gradient_divide_factor: divisor of the sum of gradients over all ranks; None: the number of ranks.
+        requires_all_reduce: reductions go on to the replicas.
+    """
+
+    tree: TreePolicy = field(default_factory=TreePolicy)
+    reshard_after_forward: bool | None = None
+    reshard_ranks: int = 0
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: int = 1
+    backward_prefetch: int = 1
+    prefetch_after_gradients: bool = False
+    gradient_divide_factor: float | None = None
+    requires_all_reduce: bool = True
+
+    @staticmethod
+    def chosen(
+        tree: TreePolicy,
+        strategy: ShardingStrategy,
+        backward_prefetch: BackwardPrefetch | None,
+        *,
+        reshard_after_forward: Any,
+        distances: tuple[Any, Any],
+        forward_prefetch: bool,
+    ) -> UnitPolicy:
+        """Return the policy that the wrapper's arguments ask for; ``distances`` are those of the prefetches.
+
+        Raises:
+            TypeError, ValueError: an argument is of the wrong kind, or two arguments contradict each other.
+        """
+        ahead = as_count(distances[0], "forward_prefetch_distance", "units")
+        behind = as_count(distances[1], "backward_prefetch_distance", "units")
+        if backward_prefetch is None:
+            if behind > 1:
+                raise ValueError(
+                    f"backward_prefetch=None gathers nothing ahead, and backward_prefetch_distance is {behind}"
+                )
+            behind = 0
+        if forward_prefetch and ahead == 0:
+            raise ValueError("forward_prefetch=True asks for a prefetch, and forward_prefetch_distance is 0")
+        reshards, ranks = as_resharding(reshard_after_forward, strategy)
+        return UnitPolicy(
+            tree,
+            reshard_after_forward=reshards,
+            reshard_ranks=ranks,
+            forward_prefetch=ahead,
+            backward_prefetch=behind,
+            prefetch_after_gradients=backward_prefetch is BackwardPrefetch.BACKWARD_POST,
+        )
+
+    def replaced(self, **choices: Any) -> UnitPolicy:
+        """Return this policy with other ``choices``, of the unit or of its tree, by the names of their fields."""
+        of_tree = {name: choices.pop(name) for name in _TREE_FIELDS if name in choices}
+        tree = dataclasses.replace(self.tree, **of_tree) if of_tree else self.tree
+        return dataclasses.replace(self, tree=tree, **choices)
+
+    def within(self, groups: Groups) -> UnitPolicy:
+        """Return this policy for a unit that is sharded over ``groups``, and create the group of ``reshard_ranks``.
+
+        Raises:
+            ValueError: ``reshard_ranks`` does not divide the shard group's size.
+            NotImplementedError: ``reshard_ranks`` with ``reduce_unused``.
+        """
+        ranks, size = self.reshard_ranks, groups.shard_size
+        if ranks and size % ranks:
+            raise ValueError(
+                f"reshard_after_forward={ranks}: a number of ranks must be a factor of the {size} that the parameters "
+                "are sharded over"
+            )
+        if ranks in (0, size):
+            return dataclasses.replace(self, reshard_ranks=0)
+        if self.tree.reduce_unused:
+            raise NotImplementedError(
+                f"reshard_after_forward={ranks} with reduce_unused=True, where ranks agree over one group on every "
+                "gather; pass reshard_after_forward=True"
+            )
+        nearby_group(groups.shard, ranks)
+        return self
+
+    def order_in_words(self) -> str:
+        """Describe the choices that the order of collectives depends on."""
+        when = "BACKWARD_POST" if self.prefetch_after_gradients else "BACKWARD_PRE"
+        prefetch = "no backward_prefetch"
+        if self.backward_prefetch:
+            prefetch = f"{when}, {self.backward_prefetch} ahead" if self.backward_prefetch > 1 else when
+        limited = "" if self.tree.limit_all_gathers else ", not limited"
+        kept = f", {self.tree.keep_gathered_nbytes} bytes kept" if self.tree.keep_gathered_nbytes else ""
+        broadcast = ", buffers broadcast" if self.tree.broadcast_buffers else ""
+        return f"{prefetch}{limited}{kept}{broadcast}"
+
+
+def tree_policy(
+    *,
+    use_orig_params: bool,
+    limit_all_gathers: bool,
+    reduce_unused: bool,
+    broadcast_buffers: Any,
+    keep_gathered_nbytes: Any,
+) -> TreePolicy:
+    """Return the ``TreePolicy`` that the wrapper's arguments ask for.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong kind.
+    """
+    return TreePolicy(
+        use_orig_params=use_orig_params,
+        limit_all_gathers=limit_all_gathers,
+        reduce_unused=reduce_unused,
+        broadcast_buffers=as_flag(broadcast_buffers, "broadcast_buffers"),
+        keep_gathered_nbytes=as_count(keep_gathered_nbytes, "keep_gathered_nbytes", "bytes"),
+    )
