@@ -6,7 +6,6 @@ import itertools
 import re
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from fsdp.tools.text import in_bytes, table
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 WIDTH = 7
 
 
@@ -152,18 +150,6 @@ def test_it_remarks_on_what_is_probably_not_meant() -> None:
     assert low.startswith("parameters are in bfloat16, and so is what the optimizer adds up")
     assert "9 numbers are in parameters that no unit owns: every rank holds all of them" in unmanaged
     assert fine == ""
-
-
-def test_the_snippet_in_the_readme_runs() -> None:
-    (code,) = [c for c in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fsdp.describe(" in c]
-    code = code.replace("torch.distributed.init_process_group()\n", "")
-    assert "units" in run_ranks(2, _readme, code)[0]
-
-
-def _readme(code: str) -> str:
-    names: dict[str, Any] = {}
-    exec(code.replace("print(description)\n", ""), names)
-    return str(names["description"])
 
 
 def test_numbers_and_tables_for_people() -> None:

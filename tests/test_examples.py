@@ -449,13 +449,3 @@ def test_checkpoint_benchmark_measures_everything(run_script: RunScript) -> None
     contenders = {row.splitlines()[0]: len(row.splitlines()) - 1 for row in rows}
     assert contenders.pop("sharded save in the background, blocked") == 5
     assert len(contenders) == 9 and set(contenders.values()) == {5}
-
-
-def run_text(script: str) -> None:
-    with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT) as mocks:
-        exec(compile(script, "README.md", "exec"), {"__name__": "__main__"})
-    assert [each.call_count for each in mocks.values()] == [1, 1]
-
-
-def test_readme_example_runs() -> None:
-    run_ranks(2, run_text, re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0])

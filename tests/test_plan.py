@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import re
 import runpy
 import sys
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,7 +32,6 @@ from tests.harness.models import EncoderBlock, TiedTransformer
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import CollectiveLog, record_collectives
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 HYBRID = ShardingStrategy.HYBRID_SHARD
 MIXED = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -369,14 +366,6 @@ def test_what_cannot_be_planned_is_refused() -> None:
 def test_memory_may_have_a_unit() -> None:
     sizes = {"80GB": 80 * 10**9, "80 GiB": 80 << 30, "1.5m": 1_500_000, "7": 7, 123: 123, "2TB": 2 * 10**12}
     assert {size: as_nbytes(size) for size in sizes} == sizes
-
-
-def test_the_snippet_in_the_readme_runs() -> None:
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fsdp.plan(" in code]
-    printed = io.StringIO()
-    with redirect_stdout(printed):
-        exec(code, {"__name__": "readme"})
-    assert "FULL_SHARD" in printed.getvalue()
 
 
 # -- the command ---------------------------------------------------------------------------------------------------

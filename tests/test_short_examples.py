@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import runpy
 import sys
@@ -12,17 +11,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from fsdp import FullyShardedDataParallel
-from fsdp.compat import disable_dcp, unpatch
 from tests.harness.pool import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-README = (EXAMPLES.parent / "README.md").read_text()
 
 # What each prints, in part: patterns in their order, whose groups are numbers.
 PRINTS = {
@@ -72,37 +65,6 @@ def _ignoring_warnings(path: str) -> str:
 
     warnings.simplefilter("ignore")  # torch says of its own interface that it is not to be used for long any more
     return _run(path, [])
-
-
-def _go_on(snippets: list[str], directory: str) -> list[str]:
-    """Each on its own, after a step of what the README's first example makes; returns what the first ones saved."""
-    model = FullyShardedDataParallel(nn.Linear(4, 4))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    before, disable = os.getcwd(), (disable_dcp, unpatch)
-    os.chdir(directory)
-    try:
-        for code in snippets:
-            names = {"FSDP": FullyShardedDataParallel, "model": model, "optimizer": optimizer, "step": 0}
-            exec(code, {**names, "torch": torch, "rank": dist.get_rank()})
-            if "enable_dcp()" in code:
-                assert list(get_model_state_dict(model)) == ["weight", "bias"]
-            if "patch()" in code:
-                assert torch.distributed.fsdp.FullyShardedDataParallel is FullyShardedDataParallel
-        return sorted(os.listdir(directory))
-    finally:
-        os.chdir(before)
-        for undo in disable:
-            undo()
-
-
-def test_the_readme_s_other_snippets_run(tmp_path: Path) -> None:
-    """Those that go on from a model; whole programs are run where what they print is looked at."""
-    snippets = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    others = [code for code in snippets if "FullyShardedDataParallel" not in code and "fsdp.plan(" not in code]
-    assert len(others) == 4
-    assert run_ranks(2, _go_on, others, str(tmp_path))[0] == ["checkpoints", "step_1000"]
 
 
 def test_every_example_is_short_and_says_how_it_is_started() -> None:

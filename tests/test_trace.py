@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import tempfile
 from pathlib import Path
@@ -22,7 +21,6 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 LAYERS = ["0", "1", "2"]
 
 
@@ -113,23 +111,5 @@ def _saved(t: fsdp.Trace) -> None:
             ends.append(start - negative)
 
 
-def _readme(code: str) -> str:
-    before = os.getcwd()
-    with tempfile.TemporaryDirectory() as directory:
-        os.chdir(directory)
-        try:
-            names: dict[str, Any] = {}
-            exec(code, names)
-            return " ".join(sorted(os.listdir(directory)))
-        finally:
-            os.chdir(before)
-
-
 def test_a_step_is_recorded_as_it_was() -> None:
     run_ranks(2, _traced)
-
-
-def test_the_readme_runs() -> None:
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "fsdp.trace(" in code]
-    code = code.replace("torch.distributed.init_process_group()\n", "")
-    assert run_ranks(2, _readme, code) == ["step.svg trace.json", "step.rank1.svg trace.rank1.json"]

@@ -1,0 +1,93 @@
+"""The Python snippets in the repository's README files run, each on two ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel
+from fsdp.compat import disable_dcp, unpatch
+from tests.harness.pool import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("", "examples/**/", "fsdp/**/", "scripts/", "tests/**/")
+    for path in sorted(ROOT.glob(f"{folder}README.md"))
+]
+FILES = {  # what a document's snippets write, where that is their point
+    "README.md": {"checkpoints", "model.pt"},
+    "fsdp/checkpoint/README.md": {"step_1000"},
+    "fsdp/tools/README.md": {"step.svg", "step.rank1.svg", "trace.json", "trace.rank1.json"},
+}
+WITH_SNIPPETS = [name for name in DOCUMENTS if SNIPPET.search((ROOT / name).read_text())]
+
+
+class Model(nn.Linear):
+    """A model with a method besides `forward`, as language models have."""
+
+    def generate(self) -> torch.Tensor:
+        return self(torch.ones(1, 4))
+
+
+def _run(snippets: list[str], directory: str) -> None:
+    """Run the snippets one after the other in `directory`.
+
+    A snippet that is no program of its own goes on from a wrapped model that has taken one step.
+    """
+    model = FullyShardedDataParallel(Model(4, 4), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    going_on: dict[str, Any] = {
+        "FSDP": FullyShardedDataParallel,
+        "fsdp": fsdp,
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "step": 0,
+        "rank": dist.get_rank(),
+    }
+    before = os.getcwd()
+    os.chdir(directory)
+    try:
+        for code in snippets:
+            program = "init_process_group" in code
+            with mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT):
+                exec(compile(code, "README.md", "exec"), {"__name__": "__main__"} if program else {**going_on})
+    finally:
+        os.chdir(before)
+        disable_dcp()
+        unpatch()
+
+
+@pytest.mark.parametrize("name", WITH_SNIPPETS)
+def test_the_snippets_of_a_document_run(name: str, tmp_path: Path) -> None:
+    run_ranks(2, _run, SNIPPET.findall((ROOT / name).read_text()), str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == FILES.get(name, set())
+
+
+def test_the_documents_whose_snippets_matter_have_some() -> None:
+    assert set(FILES) <= set(WITH_SNIPPETS)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_the_links_of_a_document_lead_somewhere(name: str) -> None:
+    document = ROOT / name
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
+    lost = [link for link in links if not (document.parent / link).exists()]
+    assert not lost
+
+
+def test_the_readme_is_read_to_its_end() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250
