@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -488,13 +488,23 @@ class Unit(UnitBuffers):
 
     def _reduce(self, context: RootContext) -> None:
         """Start to reduce what this backward has written so far, and zeros where that is nothing."""
-        for bucket, gradients in enumerate(self.gradients):
+        # A bucket that is unused, but not on all ranks, is reduced as zeros, on every rank alike. So is one that was
+        # frozen after a backward without synchronization.
+        buckets = [
+            bucket
+            for bucket, gradients in enumerate(self.gradients)
+            if gradients.target is not None or gradients.trainable or gradients.accumulates
+        ]
+        self.reduce_buckets(context, buckets)
+
+    def reduce_buckets(self, context: RootContext, buckets: Iterable[int]) -> None:
+        """Start to reduce the gradients of these buckets: what this backward has written, else what earlier ones have
+        accumulated, else zeros."""
+        assert self.communicator is not None
+        for bucket in buckets:
+            gradients = self.gradients[bucket]
             if gradients.target is None:
-                if not (gradients.trainable or gradients.accumulates):
-                    continue
-                # unused, but not by all: zeros, on every rank alike; or frozen after a backward without synchronisation
                 gradients.open(context.reductions, synchronize=True)
-            assert self.communicator is not None
             gradients.reduce(
                 self.communicator,
                 context.reductions,

@@ -1,0 +1,59 @@
+"""Reducing the gradients that ``no_sync()`` has accumulated, without another backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp.comm.collectives import agree
+from fsdp.runtime.agreement import GATHER, REDUCE
+from fsdp.runtime.context import RootContext
+from fsdp.runtime.unit import Unit
+
+
+def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
+    """Reduce the accumulated gradients of ``units``, all of one tree, and attach the results as ``.grad``.
+
+    A bucket is reduced if any rank has accumulated a gradient in it; the other ranks contribute zeros.
+    """
+    with torch.no_grad(), context.calling("reduce_gradients()", often=True), context.joined():
+        accumulated = _agree_on_buckets(context, units)
+        for unit, buckets in accumulated.items():
+            context.passes.about_to(REDUCE, unit)
+            unit.reduce_buckets(context, buckets)
+        for unit in accumulated:
+            if unit.policy.tree.reduce_unused:
+                used = unit.used()
+                unit.agree_on_maximum(used)
+                unit.note_used(used.tolist())
+        context.reductions.drain(attach=True)
+
+
+def _agree_on_buckets(context: RootContext, units: Sequence[Unit]) -> dict[Unit, list[int]]:
+    """Return the buckets in which any rank has accumulated gradients, by unit; units without any are left out."""
+    flags = {
+        unit: torch.tensor([gradients.accumulates for gradients in unit.gradients], dtype=torch.uint8, device="cpu")
+        for unit in units
+        if unit.gradients
+    }
+    for over in (_shard_groups, _replica_groups):
+        by_group: dict[int, tuple[object, list[Unit]]] = {}
+        for unit in flags:
+            for group in over(unit):
+                by_group.setdefault(id(group), (group, []))[1].append(unit)
+        for group, members in by_group.values():
+            context.passes.announce(group)
+            together = torch.cat([flags[unit] for unit in members])
+            agree(together, group, context.root.device, "agree on the gradients to reduce")
+            flags.update(zip(members, together.split([len(flags[unit]) for unit in members])))
+    buckets = {unit: [bucket for bucket, flag in enumerate(its.tolist()) if flag] for unit, its in flags.items()}
+    return {unit: its for unit, its in buckets.items() if its}
+
+
+def _shard_groups(unit: Unit) -> list[object]:
+    return unit.groups_for(GATHER)
+
+
+def _replica_groups(unit: Unit) -> list[object]:
+    return unit.groups_for(REDUCE)[len(unit.groups_for(GATHER)) :]

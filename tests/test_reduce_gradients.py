@@ -1,0 +1,203 @@
+"""`reduce_gradients()`: gradients that `no_sync()` has accumulated are reduced without another backward."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp
+from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.models import MlpBlock
+from tests.harness.oracle import assert_bit_equal
+from tests.harness.pool import RankFailure, run_fresh, run_ranks
+from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import full_gradients, wrap
+
+FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
+WIDTH = 7
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MlpBlock(WIDTH, WIDTH), MlpBlock(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, skip_second: bool = False) -> Tensor:
+        x = self.first(x)
+        return self.head(x if skip_second else self.second(x))
+
+
+def build(strategy: ShardingStrategy, use_orig_params: bool, **options: Any) -> FullyShardedDataParallel:
+    torch.manual_seed(3)
+    policy = ModuleWrapPolicy({MlpBlock})
+    return wrap(Model().double(), strategy, use_orig_params, wrap_policy=policy, **options)
+
+
+def batch(rank: int, index: int) -> Tensor:
+    return torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * rank + index))
+
+
+def accumulate(model: FullyShardedDataParallel, batches: int, **options: Any) -> None:
+    """Run so many backwards inside `no_sync()`."""
+    with model.no_sync():
+        for index in range(batches):
+            model(batch(dist.get_rank(), index), **options).square().mean().backward()
+
+
+def _equals_a_last_backward_outside_no_sync(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model, other = build(strategy, use_orig_params), build(strategy, use_orig_params)
+    for _ in range(2):  # the second time added to what the first has left
+        accumulate(model, 3)
+        model.reduce_gradients()
+        accumulate(other, 2)
+        other(batch(dist.get_rank(), 2)).square().mean().backward()
+        assert_bit_equal(full_gradients(model), full_gradients(other))
+    assert float(model.clip_grad_norm_(1.0)) == float(other.clip_grad_norm_(1.0)) > 0
+
+
+@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_equals_a_last_backward_outside_no_sync(
+    world_size: int, use_orig_params: bool, strategy: ShardingStrategy
+) -> None:
+    run_ranks(world_size, _equals_a_last_backward_outside_no_sync, strategy, use_orig_params)
+
+
+def _equals_one_large_batch(strategy: ShardingStrategy, counts: list[int]) -> None:
+    model, own = build(strategy, True), [batch(dist.get_rank(), index) for index in range(counts[dist.get_rank()])]
+    with model.no_sync():
+        for x in own if strategy is NONE else fsdp.join(model, own):
+            model(x).square().mean().backward()
+    model.reduce_gradients()
+    torch.manual_seed(3)
+    plain = Model().double()
+    for rank, count in enumerate(counts):
+        for index in range(count):
+            plain(batch(rank, index)).square().mean().div(len(counts)).backward()
+    grads = full_gradients(model)
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [3, 1], [0, 2], [1, 0, 4]], ids=str)
+@pytest.mark.parametrize("strategy", [FULL, NONE])
+def test_ranks_may_have_different_numbers_of_micro_batches(strategy: ShardingStrategy, counts: list[int]) -> None:
+    """A rank without any contributes zeros. The result is the sum of all gradients, divided by the number of ranks.
+
+    Where a forward gathers parameters, `fsdp.join` keeps the forwards of the ranks together.
+    """
+    run_ranks(len(counts), _equals_one_large_batch, strategy, counts)
+
+
+def _costs_one_reduction() -> None:
+    model = build(FULL, True)
+    model(batch(0, 0)).sum().backward()
+    model.zero_grad()
+    with record_collectives() as log:
+        model(batch(0, 0)).sum().backward()
+    once = log.nbytes(label="reduce the root unit"), log.nbytes(label="reduce unit 'first'")
+    model.zero_grad()
+    with record_collectives() as log:
+        accumulate(model, 3)
+        assert not any(str(label).startswith("reduce") for label in log.labels())
+        log.clear()
+        model.reduce_gradients()
+    assert (log.nbytes(label="reduce the root unit"), log.nbytes(label="reduce unit 'first'")) == once
+    assert not any(str(label).startswith("gather") for label in log.labels())
+    with record_collectives() as log:
+        model.reduce_gradients()  # nothing is accumulated any more
+    assert not any(str(label).startswith("reduce") for label in log.labels())
+
+
+def test_costs_one_reduction_of_each_unit_and_no_gather() -> None:
+    run_ranks(2, _costs_one_reduction)
+
+
+def _leaves_units_without_gradients_alone() -> None:
+    model = build(FULL, True)
+    accumulate(model, 2, skip_second=True)
+    model.reduce_gradients()
+    grads = full_gradients(model)
+    assert all((grad is None) is name.startswith("second") for name, grad in grads.items())
+
+
+def test_leaves_units_without_gradients_alone() -> None:
+    run_ranks(2, _leaves_units_without_gradients_alone)
+
+
+def _finds_unused_parameters() -> None:
+    """One rank uses a unit that the other one does not."""
+    model = build(FULL, True, reduce_unused=True)
+    model.head.bias.requires_grad_(False)
+    accumulate(model, 2, skip_second=dist.get_rank() == 0)
+    model.reduce_gradients()
+    grads = full_gradients(model)
+    assert grads.pop("head.bias") is None
+    assert all(grad is not None and bool(grad.any()) for grad in grads.values())
+
+
+def test_ranks_may_have_used_different_units() -> None:
+    run_ranks(2, _finds_unused_parameters)
+
+
+def _reduces_in_low_precision_and_over_replicas() -> None:
+    for options in (
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        {"device_mesh": dist.device_mesh.init_device_mesh("cpu", (2, 2))},
+    ):
+        strategy = ShardingStrategy.HYBRID_SHARD if "device_mesh" in options else FULL
+        model, other = build(strategy, True, **options), build(strategy, True, **options)
+        accumulate(model, 2)
+        model.reduce_gradients()
+        accumulate(other, 1)
+        other(batch(dist.get_rank(), 1)).square().mean().backward()
+        assert_bit_equal(full_gradients(model), full_gradients(other))
+
+
+def test_with_mixed_precision_and_with_hybrid_sharding() -> None:
+    run_ranks(4, _reduces_in_low_precision_and_over_replicas)
+
+
+def _refuses_what_is_not_a_root_at_rest() -> None:
+    model = build(FULL, True)
+    model(batch(0, 0))
+    inner: Any = model.module.first
+    with pytest.raises(RuntimeError, match="root"):
+        inner.reduce_gradients()
+
+    class Calls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            outer.reduce_gradients()
+            return x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outer = FullyShardedDataParallel(nn.Sequential(nn.Linear(3, 3), Calls()))
+    with pytest.raises(ValueError, match="FORWARD"):
+        outer(torch.ones(1, 3))
+
+
+def test_is_refused_during_a_forward_and_by_inner_units() -> None:
+    run_ranks(2, _refuses_what_is_not_a_root_at_rest)
+
+
+def _is_left_out_by_rank_1() -> None:
+    model = build(FULL, True)
+    accumulate(model, 1)
+    if dist.get_rank() == 0:
+        model.reduce_gradients()
+    else:
+        model(batch(1, 1))
+
+
+def test_a_rank_that_does_not_call_it_is_an_error_on_all() -> None:
+    with pytest.raises(RankFailure, match=r"reduce_gradients\(\)"):
+        run_fresh(2, _is_left_out_by_rank_1)
