@@ -1,10 +1,10 @@
-"""Gradient accumulation: micro-batches without communication, and with as little memory as can be.
+"""Gradient accumulation: micro-batches without communication, or with little memory.
 
     torchrun --standalone --nproc-per-node 2 examples/accumulation.py
 
-Inside `model.no_sync()` a backward reduces nothing: what the ranks would send for each micro-batch they send once. That
-costs memory, as each rank keeps gradients of the whole model instead of its shard of them. Without `no_sync` they are
-reduced after each micro-batch and added up sharded. Both give the gradient of the whole batch.
+Inside `model.no_sync()` a backward reduces no gradients; the last backward, outside it, reduces their sum once. This
+saves communication and costs memory, because each rank keeps full gradients instead of shards. Without `no_sync`
+gradients are reduced after each micro-batch and added up sharded. Both give the gradient of the whole batch.
 """
 
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ def make_model() -> nn.Module:
 
 
 def accumulate(model: nn.Module, batch: Tensor, *, sync_every_time: bool) -> None:
-    """Gradients of the mean over `batch`, a part at a time."""
+    """Compute the gradients of the mean over `batch`, one micro-batch at a time."""
     for number, micro in enumerate(batch.chunk(MICRO_BATCHES)):
         last = number == MICRO_BATCHES - 1
         with nullcontext() if sync_every_time or last else model.no_sync():

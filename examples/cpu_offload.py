@@ -1,10 +1,10 @@
-"""CPU offload: shards, gradients and optimizer state live in host memory; the device has what computes, and no more.
+"""CPU offload: shards, gradients and optimizer state live in host memory.
 
     torchrun --standalone --nproc-per-node 2 examples/cpu_offload.py
 
-Each unit's shard is copied to the device as it is gathered, and its gradient goes back as soon as it is reduced; the
-optimizer runs on the CPU. It is for models whose optimizer state does not fit, and slower by these copies. On a machine
-without an accelerator host and device memory are one; the script runs all the same.
+Each unit's shard is copied to the device when the unit is gathered, and the shard of the gradient is copied back when
+it is reduced. The optimizer runs on the CPU. Use it for models whose optimizer state does not fit the device; the
+copies cost time. Without an accelerator host and device memory are the same, and the script runs all the same.
 """
 
 import os
@@ -19,13 +19,13 @@ from fsdp.wrap import ModuleWrapPolicy
 
 
 def join() -> torch.device:
-    """This process's device: one accelerator each, or the CPU."""
+    """Join the process group and return this process's device: an accelerator of its own, or the CPU."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl")  # gloo as well: the norm is that of gradients in host memory
+    dist.init_process_group("cpu:gloo,cuda:nccl")  # gloo as well: clipping reduces the norm of gradients in host memory
     return device
 
 

@@ -1,10 +1,10 @@
-"""Policies of one's own: what becomes a unit, and with which options.
+"""A policy that chooses units and their options by hand.
 
     torchrun --standalone --nproc-per-node 2 examples/custom_policy.py
 
-A unit is gathered and reduced as a whole: what computes together belongs together, and the largest unit sets the peak
-of memory. `CustomPolicy` is asked for each module: False leaves it to the unit around it, True makes a unit of it, and
-a dict makes a unit with other arguments than the root's.
+A unit is gathered and reduced as a whole, so modules that compute together belong together, and the largest unit sets
+the peak of memory. `CustomPolicy` is called for each module: False leaves the module to the unit around it, True makes
+it a unit, and a dict makes it a unit with other arguments than the root's.
 """
 
 import torch
@@ -17,7 +17,7 @@ from fsdp.wrap import CustomPolicy
 
 
 class Router(nn.Linear):
-    """Chooses between experts; its scores are sensitive to rounding."""
+    """A layer that chooses between experts; its scores are sensitive to rounding."""
 
 
 class Layer(nn.Module):
@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 
 def choose(module: nn.Module) -> bool | dict[str, object]:
-    if isinstance(module, Router):  # small, and in full precision: gathered once, for forward and backward
+    if isinstance(module, Router):  # small: full precision, and gathered once for forward and backward
         precision = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True)
         return {"mixed_precision": precision, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
     return isinstance(module, Layer | nn.Embedding)

@@ -1,9 +1,9 @@
-"""An exponential moving average of the weights, sharded as they are: no rank ever holds all of it.
+"""A sharded exponential moving average of the weights.
 
     torchrun --standalone --nproc-per-node 2 examples/ema.py
 
-The average of a sharded parameter is the average of its shard, so each rank keeps that of its own shards, without any
-communication. To evaluate, or to save, the shards change places with their averages.
+The average of a sharded parameter is the average of the shards, so each rank averages its own shards without any
+communication, and no rank holds the whole average. For evaluation and saving the shards and the averages are swapped.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from fsdp.wrap import ModuleWrapPolicy
 
 
 class Average:
-    """`decay` times the average so far and 1 - `decay` times the new weights, at each `update`."""
+    """A running average: `decay` times the average so far plus 1 - `decay` times the new weights, at each `update`."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -38,7 +38,7 @@ class Average:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """The model has the averaged weights inside."""
+        """Swap the averaged weights into the model inside the context."""
         self._swap()
         try:
             yield
@@ -70,7 +70,7 @@ def main() -> None:
         last = loss_on(model, held).item()
         with average.shown():
             averaged = loss_on(model, held).item()
-            state = model.state_dict()  # the average, whole, under the names of the plain model
+            state = model.state_dict()  # the whole average, with the plain model's names
         again = loss_on(model, held).item()
     if dist.get_rank() == 0:
         print(f"loss of the last weights {last:.4f}, of their average {averaged:.4f}")

@@ -1,4 +1,4 @@
-"""From a sharded run to a plain model: whole weights on one rank, or out of a sharded checkpoint without any ranks.
+"""From a sharded run to a plain model: whole weights on one rank, or from a checkpoint without any ranks.
 
     torchrun --standalone --nproc-per-node 2 examples/export_plain.py --to DIRECTORY
 
@@ -43,12 +43,12 @@ def main() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         torch.save(state, directory / "model.pt")
 
-    # Each rank writes its own shards: what a large run saves as it goes, to continue at any number of ranks.
+    # Each rank writes its own shards. A large run saves this way, and continues at any number of ranks.
     save(directory / "checkpoints", model, optimizer)
     with torch.no_grad():
         expected = model(torch.ones(1, 16))
 
-    if dist.get_rank() == 0:  # anywhere, later: no process group is needed from here on
+    if dist.get_rank() == 0:  # anywhere, later: this needs no process group
         whole = make_model()
         whole.load_state_dict(torch.load(directory / "model.pt"))
         assembled = make_model()

@@ -3,12 +3,12 @@
     torchrun --standalone --nproc-per-node 4 examples/hybrid.py --replicas 2 --steps 6 --save checkpoints
     torchrun --standalone --nproc-per-node 4 examples/hybrid.py --replicas 1 --steps 12 --resume checkpoints
 
-The first command trains on a mesh of 2 replicas x 2 shards and saves; the second goes on from there on another mesh, of
-1 x 4 (or at another number of ranks), with the same losses as if it had never stopped. Without --replicas each machine
-is a replica. On several machines it is the same script, and one command a machine: examples/launch_machines.sh.
+The first command trains on a mesh of 2 replicas x 2 shards and saves. The second continues on a mesh of 1 x 4 (or with
+another number of ranks), with the same losses as an uninterrupted run. Without --replicas each machine is a replica. On
+several machines the same script is started once per machine, by examples/launch_machines.sh.
 
-A gather moves bytes among the ranks of a machine alone; between machines travel only the gradients' shards, once a
-step: (replicas - 1) / replicas of the model, divided by the ranks of a machine, in each direction and for each rank.
+All-gathers stay inside a machine. Between machines only the shards of gradients travel, once a step:
+(replicas - 1) / replicas of the model, divided by the ranks of a machine, in each direction and for each rank.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def make_model() -> nn.Module:
 
 
 def my_part_of_batch(step: int) -> tuple[Tensor, Tensor]:
-    """This rank's rows of the batch of `step`: every rank has other ones, whatever it shares with whom."""
+    """Return this rank's rows of the batch of `step`; every rank has different rows."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, 10, dtype=torch.float64, generator=generator)
     mine = inputs[dist.get_rank() :: dist.get_world_size()]
@@ -48,7 +48,7 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def train(options: argparse.Namespace, device: torch.device) -> list[float]:
-    """The losses of all steps so far."""
+    """Train, and return the losses of all steps so far."""
     ranks = dist.get_world_size()
     if ranks % options.replicas:
         raise SystemExit(f"hybrid.py: {ranks} ranks cannot be {options.replicas} replicas of the same size")
@@ -64,7 +64,9 @@ def train(options: argparse.Namespace, device: torch.device) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress: dict[str, Any] = {"losses": []}
     if options.resume:
-        progress = load(options.resume, model, optimizer)[0]  # each rank reads what it needs, on whatever mesh
+        progress = load(options.resume, model, optimizer)[
+            0
+        ]  # each rank reads only the parts that it needs, on any mesh
     first = len(progress["losses"])
     for step in range(first, options.steps):
         inputs, targets = (part.to(device) for part in my_part_of_batch(step))

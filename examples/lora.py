@@ -1,9 +1,10 @@
-"""Fine-tuning with low-rank adapters (LoRA, Hu et al., 2021): a frozen base, a few trained weights, and what they cost.
+"""Fine-tuning with low-rank adapters (LoRA, Hu et al., 2021) on a frozen base.
 
     torchrun --standalone --nproc-per-node 2 examples/lora.py
 
-Frozen and trained parameters may be in one unit: gradients, their reduction and optimizer state exist for the trained
-ones alone. The base can be in bfloat16 while the adapters are in float32: each unit then has a flat vector per dtype.
+One unit may hold frozen and trained parameters; gradients, their reduction and optimizer state exist for the trained
+ones alone. The base can be in bfloat16 while the adapters are in float32: each unit then has one flat vector per dtype.
+The script prints the memory and traffic of both.
 """
 
 import torch
@@ -16,14 +17,14 @@ from fsdp.wrap import ModuleWrapPolicy
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, plus a product of two thin matrices that is trained."""
+    """A frozen linear layer, plus a trained product of two thin matrices."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = nn.Linear(base.in_features, rank, bias=False)
         self.up = nn.Linear(rank, base.out_features, bias=False)
-        nn.init.zeros_(self.up.weight)  # so that it begins as the base
+        nn.init.zeros_(self.up.weight)  # the adapted layer starts equal to the base
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x) + self.up(self.down(x))

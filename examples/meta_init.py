@@ -1,10 +1,10 @@
-"""A model that fits no single process: made without memory, wrapped, and filled from a file that rank 0 alone reads.
+"""A model that fits no single process: made on the meta device, wrapped, and loaded from a file that rank 0 reads.
 
     torchrun --standalone --nproc-per-node 2 examples/meta_init.py
 
-On the meta device parameters have shapes and no values. Each unit gets memory for its shards alone; `param_init_fn`
-initialises a module where weights are made rather than loaded. Here they are loaded: rank 0 has the plain state dict,
-and passes on what each rank needs.
+On the meta device parameters have shapes and no values. Each unit allocates memory for its shards. `param_init_fn`
+initialises one module at a time. Here the values are loaded afterwards: rank 0 has the plain state dict, and sends each
+rank its shards.
 """
 
 import tempfile
@@ -25,7 +25,7 @@ def make_model() -> nn.Module:
 
 
 def empty(module: nn.Module) -> None:
-    """Memory without values, for the parameters of `module` itself: they are loaded in a moment."""
+    """Allocate memory for the module's own parameters; the values are loaded later."""
     module.to_empty(device="cpu", recurse=False)
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as directory:
         pretrained = Path(directory, "model.pt")
-        if dist.get_rank() == 0:  # as if it had been downloaded
+        if dist.get_rank() == 0:  # stands for a downloaded file
             torch.save(make_model().state_dict(), pretrained)
 
         with torch.device("meta"):

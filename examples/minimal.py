@@ -1,4 +1,4 @@
-"""The least that a training script needs: wrap, then train as ever.
+"""The smallest training script: wrap the model, then train as usual.
 
 torchrun --standalone --nproc-per-node 2 examples/minimal.py
 """
@@ -27,7 +27,7 @@ def main() -> None:
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 10 == 9:
             print(f"step {step + 1}: loss {loss.item():.4f}")
-    del model, optimizer  # then nothing holds the group any more, and it ends here
+    del model, optimizer  # the group must outlive the model
     dist.destroy_process_group()
 
 

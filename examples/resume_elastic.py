@@ -1,14 +1,14 @@
-"""Lose a rank in the middle of a save, go on with another number of ranks, and end with the same losses.
+"""Lose a rank in the middle of a save, continue with another number of ranks, and end with the same losses.
 
     python examples/resume_elastic.py
 
-It trains three times, in processes on the CPU that it starts itself:
+It trains three times, in CPU processes that it starts itself:
 
 1. 2 ranks, never interrupted;
 2. 2 ranks, of which one is killed with SIGKILL in the middle of a save: the other gets an error at once;
 3. 3 ranks, from the last whole checkpoint of the second run, to the end.
 
-Then it compares the losses of 3 with those of 1. What a training script has to do for that is in `train`.
+Then it compares the losses of runs 1 and 3. `train` shows the part that a training script has to do.
 """
 
 import multiprocessing
@@ -30,8 +30,9 @@ from fsdp.wrap import ModuleWrapPolicy
 STEPS, SAVE_EVERY = 12, 3
 KILLED_AT = 9  # in the save after this step
 BATCH = 12  # rows of all ranks together, in equal parts at 1, 2, 3, 4 or 6 ranks
-# Other numbers of ranks add the same float64 numbers in another order: each sum is off by about 1e-16 of its size. This
-# leaves a factor of 10,000 for what becomes of that in a few steps; a step too many or too few changes a loss by 1e-2.
+# Another number of ranks adds the same float64 numbers in another order: each sum is off by about 1e-16 of its size.
+# This leaves a factor of 10,000 for the growth of that error in a few steps. A step too many or too few changes a loss
+# by 1e-2.
 BOUND = 1e-12
 
 
@@ -41,7 +42,7 @@ def make_model() -> nn.Module:
 
 
 def my_part_of_batch(step: int) -> tuple[Tensor, Tensor]:
-    """This rank's rows of the batch of `step`. The whole batch follows from the step, whatever the number of ranks."""
+    """Return this rank's rows of the batch of `step`, which follows from the step for any number of ranks."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, 10, dtype=torch.float64, generator=generator)
     mine = inputs[dist.get_rank() :: dist.get_world_size()]
@@ -60,8 +61,8 @@ def train(checkpoints: Path, killed: bool) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress: dict[str, Any] = {"step": 0, "losses": []}
     if (checkpoints / "latest").exists():
-        # Every rank reads its parts, at whatever number of ranks they were written. What each rank of the saving run
-        # passed as `extra` comes back as a list.
+        # Every rank reads its own parts, for any number of saving ranks. The values of `extra` come back as a
+        # list, one for each rank that saved.
         progress = load(checkpoints, model, optimizer)[0]
         if dist.get_rank() == 0:
             print(f"   loaded the checkpoint of step {progress['step']}", flush=True)
@@ -81,7 +82,7 @@ def train(checkpoints: Path, killed: bool) -> None:
 
 
 class DiesWhileWriting(files.Disk):
-    """What saves write through, with an accident: the process is killed when half of its tensors are in their file."""
+    """A writer of saves that kills its process when half of the tensors are written."""
 
     def write(self, stream: BinaryIO, data: Any) -> int:
         if stream.tell() > 40_000:
@@ -94,13 +95,13 @@ class DiesWhileWriting(files.Disk):
 
 
 def run_rank(rank: int, ranks: int, meeting_point: str, checkpoints: Path, killed: bool) -> None:
-    """What one process does; exits with 1 if the training failed."""
+    """Train in one process; exit with 1 if the training failed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting_point}", rank=rank, world_size=ranks)
     exit_code = 0
     try:
         train(checkpoints, killed)
-    except RuntimeError as error:  # the ranks that are left cannot go on: their launcher has to start them anew
+    except RuntimeError as error:  # the remaining ranks cannot go on: their launcher has to start them again
         print(f"   rank {rank} does not hang, it gets the error: {error}", flush=True)
         exit_code = 1
     dist.destroy_process_group()  # the model is gone: the group's threads end before the interpreter does
@@ -108,7 +109,7 @@ def run_rank(rank: int, ranks: int, meeting_point: str, checkpoints: Path, kille
 
 
 def run(ranks: int, checkpoints: Path, kill: int | None = None) -> list[int | None]:
-    """Train in `ranks` processes, the rank `kill` of which is to die; returns their exit codes."""
+    """Train in `ranks` processes, of which the rank `kill` is to die; return their exit codes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fsdp.checkpoint.load_checkpoint"])  # imports torch once instead of in each process
     with tempfile.TemporaryDirectory() as directory:
@@ -122,7 +123,7 @@ def run(ranks: int, checkpoints: Path, kill: int | None = None) -> list[int | No
         for process in processes:
             process.join(timeout=120)
         for process in processes:
-            process.kill()  # has no effect on those that have ended; the exit code of the others will be -9
+            process.kill()  # has no effect on processes that have ended; the exit code of the others will be -9
             process.join()
     return [process.exitcode for process in processes]
 
@@ -163,7 +164,7 @@ def main() -> None:
         codes = run(3, interrupted)
         check(codes == [0, 0, 0], f"the ranks exited with {codes}")
 
-        # A checkpoint can be read without ranks and without a model, too: here for what rank 0 passed as `extra`.
+        # A checkpoint can also be read without ranks and without a model: here for the `extra` of rank 0.
         expected = load_plain(uninterrupted).extra[0]["losses"]
         found = load_plain(interrupted).extra[0]["losses"]
     compare(expected, found)

@@ -1,17 +1,17 @@
 """Train a small GPT on real text with sharded parameters, gradients and optimizer state.
 
-The text is the Python standard library's own source code, read as bytes from wherever this Python keeps it, so nothing
-is downloaded. One file in ten is held out to measure the loss on text that was not trained on.
+The text is the Python standard library's own source code, read as bytes from this Python's installation, so nothing is
+downloaded. One file in ten is held out to measure the loss on text that was not trained on.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
 runs on one GPU per process with NCCL, or on the CPU with gloo where there is no GPU. Everything about sharding is the
-one call of `FSDP(...)` in `train`; the rest is an ordinary training script. At the end it reports the loss, what this
-run held in memory beside what one unsharded process would hold, what travelled in one step, and a sample of text.
+one call of `FSDP(...)` in `train`; the rest is an ordinary training script. At the end it reports the loss, the memory
+of this run beside that of one unsharded process, the traffic of one step, and a sample of text.
 
 With `--save DIRECTORY` it saves a checkpoint at its end, and with `--save-every N` every N steps; `--resume DIRECTORY`
-continues from the latest one, at any number of ranks. At the same number, nothing tells the run from one that never
-stopped: its parameters and losses have the same bits.
+continues from the latest one, at any number of ranks. With the same number of ranks a resumed run has the same
+parameters and losses, bit for bit, as a run that never stopped.
 """
 
 import argparse
@@ -53,7 +53,7 @@ STRATEGIES = {
 
 
 def rotate_by_position(x: Tensor) -> Tensor:
-    """Rotary position encoding (Su et al., 2021) of queries or keys of shape (..., length, features per head)."""
+    """Apply rotary position encoding (Su et al., 2021) to queries or keys of shape (..., length, features per head)."""
     length, features = x.shape[-2:]
     speeds = 10_000.0 ** (-torch.arange(0, features, 2, device=x.device) / features)
     angles = torch.arange(length, device=x.device)[:, None] * speeds
@@ -107,7 +107,7 @@ class GPT(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of shape (batch, length, 256) for int64 `tokens` of shape (batch, length)."""
+        """Return logits of shape (batch, length, 256) for int64 `tokens` of shape (batch, length)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -118,7 +118,7 @@ class GPT(nn.Module):
 
 
 def read_standard_library() -> tuple[Tensor, Tensor]:
-    """The standard library's sources as two uint8 vectors: text to train on, and every tenth file, held out."""
+    """Read the standard library's sources as two uint8 vectors: text to train on, and every tenth file, held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped, files = {"test", "tests", "site-packages", "dist-packages"}, list[Path]()
     for folder, inner, names in os.walk(root):
@@ -135,7 +135,7 @@ def read_standard_library() -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Rows of `length` + 1 bytes of `text` from each of `starts`, as int64."""
+    """Return rows of `length` + 1 bytes of `text` from each of `starts`, as int64."""
     return text[starts[:, None] + torch.arange(length + 1)].long()
 
 
@@ -156,7 +156,7 @@ class Batches:
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte of the next bytes of `batch`, shape (batch, length + 1)."""
+    """Return the mean cross-entropy in nats per byte of the next bytes of `batch`, shape (batch, length + 1)."""
     logits = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -169,7 +169,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: Tensor, context: int, batch: int, device: torch.device) -> float:
-    """Mean loss on windows spread evenly over `text`, the same ones at every call, dealt out to the ranks."""
+    """Return the mean loss on windows spread evenly over `text`, divided among the ranks."""
     batches = 8
     starts = torch.linspace(0, len(text) - context - 1, batches * batch * dist.get_world_size()).long()
     mine = starts[dist.get_rank() :: dist.get_world_size()].view(batches, batch)
@@ -181,7 +181,7 @@ def held_out_loss(model: nn.Module, text: Tensor, context: int, batch: int, devi
 
 @torch.no_grad()
 def sample(model: nn.Module, prompt: bytes, length: int, context: int, seed: int, device: torch.device) -> bytes:
-    """`prompt` and `length` bytes drawn one by one. Every rank has to call it: each forward gathers parameters."""
+    """Extend `prompt` by `length` sampled bytes. Every rank has to call it: each forward gathers parameters."""
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
@@ -198,7 +198,7 @@ def make_optimizer(model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def warm_up_then_cosine(step: int, steps: int) -> float:
-    """The factor on the learning rate: linear over the first tenth, then half a cosine down to one tenth."""
+    """Return the factor on the learning rate: linear over the first tenth, then half a cosine down to one tenth."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return (step + 1) / warm_up
@@ -209,7 +209,7 @@ def warm_up_then_cosine(step: int, steps: int) -> float:
 
 
 def random_states(device: torch.device) -> list[Tensor]:
-    """The states of this rank's random generators: the CPU's and, where there is one, the accelerator's."""
+    """Return the states of this rank's random generators: the CPU's and, where there is one, the accelerator's."""
     states = [torch.get_rng_state()]
     if device.type != "cpu":
         states.append(torch.get_device_module(device).get_rng_state(device))
@@ -223,7 +223,7 @@ def set_random_states(states: list[Tensor], device: torch.device) -> None:
 
 
 def kind_of_processor(device: torch.device) -> str:
-    """Another kind may round sums otherwise."""
+    """Return a name of the processor and of torch; a different kind may round sums differently."""
     cpu = device.type == "cpu"
     name = torch.backends.cpu.get_cpu_capability() if cpu else torch.get_device_module(device).get_device_name(device)
     return f"{name}, torch {torch.__version__}"
@@ -231,9 +231,9 @@ def kind_of_processor(device: torch.device) -> str:
 
 @torch.no_grad()
 def loss_on_every_rank(model: nn.Module, batch: Tensor) -> float:
-    """The loss on `batch`, all of which every rank computes by itself, on a CPU in one thread.
+    """Return the loss on all of `batch`, computed by every rank alone, on a CPU in one thread.
 
-    The arithmetic is the same at any number of ranks; so the same parameters give the same number, to the last bit.
+    The arithmetic does not depend on the number of ranks, so the same parameters give the same number, to the last bit.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -245,9 +245,9 @@ def loss_on_every_rank(model: nn.Module, batch: Tensor) -> float:
 
 
 class Checkpoints:
-    """Saves all that a run consists of, and continues from there. With each goes a held batch and the loss on it.
+    """The checkpoints of a run, with a held batch and the loss on it.
 
-    The learning rate is no part of it: it follows from the step.
+    The learning rate is not saved: it follows from the step.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, held: Tensor):
@@ -268,15 +268,15 @@ class Checkpoints:
             print(f"\nsaved {path}, the loss on a held batch is {extra['loss']!r}", flush=True)
 
     def load(self, path: Path) -> int:
-        """The latest in `path`, or the one that it is; returns the number of steps that were done.
+        """Load the latest checkpoint in `path`, or the one at `path`; return the number of steps that were done.
 
-        On the kind of processor that it was saved on, the loss on the held batch has to be what it was.
+        On the kind of processor that saved it, the loss on the held batch must be the same.
         """
         rank, ranks, device = dist.get_rank(), dist.get_world_size(), self.held.device
-        saved = load(path, self.model, self.optimizer)  # what each rank that saved passed as `extra`
+        saved = load(path, self.model, self.optimizer)  # the `extra` of each rank that saved
         extra = saved[rank % len(saved)]
         self.batches.generator.set_state(extra["batches"])
-        if len(saved) == ranks:  # else there are no states for as many ranks: each keeps its own
+        if len(saved) == ranks:  # otherwise there is no state for each rank: all keep their own
             set_random_states(extra["random"], device)
         loss = loss_on_every_rank(self.model, extra["held"].to(device))
         if rank == 0:
@@ -291,13 +291,13 @@ class Checkpoints:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of memory behind `tensors`, each storage counted once."""
+    """Return the bytes of memory behind `tensors`, counting each storage once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
 def bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Bytes that this process holds of each kind in `HELD`."""
+    """Return the bytes that this process holds of each kind in `HELD`."""
     state = [value for per_parameter in optimizer.state.values() for value in per_parameter.values()]
     return [
         storage_bytes(model.parameters()),
@@ -307,7 +307,7 @@ def bytes_held(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
 
 
 def bytes_held_unsharded(model: nn.Module, batch: Tensor) -> list[int]:
-    """`bytes_held` for a plain copy of `model` after one step of training on `batch`."""
+    """Return `bytes_held` for a plain copy of `model` after one step of training on `batch`."""
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model, lr=0.0)
     loss_of(model, batch).backward()
@@ -316,7 +316,7 @@ def bytes_held_unsharded(model: nn.Module, batch: Tensor) -> list[int]:
 
 
 def bytes_received(name: str, arguments: dict[str, Any]) -> int:
-    """Bytes that a rank receives in a call of the collective `name`, if no byte travels more often than it must."""
+    """Return the bytes that a rank receives in a call of the collective `name`, if none travels twice."""
     if name == "batch_isend_irecv":
         return sum(op.tensor.nbytes for op in arguments["p2p_op_list"] if op.op is dist.irecv)
     if name == "all_reduce":  # a reduce-scatter and an all-gather
@@ -327,7 +327,7 @@ def bytes_received(name: str, arguments: dict[str, Any]) -> int:
 
 
 class Traffic:
-    """Counts the calls of `torch.distributed`'s collectives on this rank, and the bytes it receives through them."""
+    """A counter of the calls of `torch.distributed`'s collectives on this rank, and of the bytes that it receives."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -335,7 +335,7 @@ class Traffic:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count while the context is open, by standing in for the functions of `torch.distributed`."""
+        """Count while the context is open, by replacing the functions of `torch.distributed`."""
         names = ["all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"]
         names += ["all_reduce", "batch_isend_irecv"]
         originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
@@ -361,7 +361,7 @@ class Traffic:
 
 
 def save_trace(recorded: Trace, directory: Path) -> None:
-    """Write the step that was recorded into `directory`, a file of each kind for every rank."""
+    """Write the recorded step into `directory`, a file of each kind for every rank."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [recorded.save(directory / name) for name in ("trace.json", "step.svg")]
     if recorded.rank == 0:
@@ -406,7 +406,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator this machine has, if processes can communicate through one; None means the CPU."""
+    """Return the kind of accelerator through which processes can communicate; None means the CPU."""
     if not torch.accelerator.is_available():
         return None
     device = torch.accelerator.current_accelerator()
@@ -414,7 +414,7 @@ def accelerator() -> torch.device | None:
 
 
 def join_ranks() -> torch.device:
-    """Join the other processes; the device this one computes on: an accelerator of its own, or else the CPU."""
+    """Join the process group; return the device of this process: an accelerator of its own, or the CPU."""
     if "LOCAL_RANK" not in os.environ:
         raise SystemExit("train_gpt.py: start it with torchrun --standalone --nproc-per-node N examples/train_gpt.py")
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -509,7 +509,7 @@ def train() -> None:
 
 
 def print_tables(held: dict[str, tuple[int, int]], traffic: Traffic) -> None:
-    """The bytes held of each kind, per rank and unsharded, and what a step sends."""
+    """Print the bytes held of each kind, per rank and unsharded, and the traffic of a step."""
     print("\nbytes held after a step             per rank     unsharded")
     for name, (mine, plain) in held.items():
         print(f"  {name:28s}{mine:14,}{plain:14,}   {mine / plain:6.1%}")

@@ -1,28 +1,34 @@
-"""Measures training steps beside torch's DDP, FSDP1 and FSDP2, in one run, so that the machine's moods meet all alike.
+"""Measure training steps beside torch's DDP, FSDP1 and FSDP2, interleaved in one run.
 
     python scripts/bench.py --ranks 2 --rounds 8 --contenders ddp fsdp1 fsdp2 auto bound
 
-starts ``--ranks`` fresh processes for every contender: ``plain`` (one model per rank, nothing communicated: what the
-machine can do), ``bound`` (the plain model with what sharding cannot do without, see :class:`Bound`), ``ddp``,
-``fsdp1`` and ``fsdp2`` of torch, and this package as ``native``, ``direct``, ``shared`` or ``auto`` (the
-values of ``FSDP_COLLECTIVES``), or as ``coalesced`` (``auto`` with ``coalesce_nbytes`` of 128 KiB). They take turns,
-``--rounds`` times, in ``--steps`` steps of each workload, while the others sleep. A step before these is not counted:
-memory that lay idle is slower, or is not there any more, and in a training steps follow each other.
-The workloads:
+Each contender runs in ``--ranks`` processes of its own. The contenders take turns, ``--rounds`` times, with ``--steps``
+steps of each workload, while the others sleep. One step before each turn is not counted, because the memory of an idle
+process is slower.
+
+Contenders:
+
+* ``plain``: one model per rank, no communication;
+* ``bound``: the plain model and the work that sharding cannot avoid, see :class:`Bound`;
+* ``ddp``, ``fsdp1`` and ``fsdp2``: torch's;
+* ``native``, ``direct``, ``shared`` and ``auto``: this package with that value of ``FSDP_COLLECTIVES``;
+* ``coalesced``: ``auto`` with ``coalesce_nbytes`` of 128 KiB.
+
+Workloads:
 
 * ``compute``: a GPT of 29 million parameters, 256 tokens per rank;
-* ``communication``: one of 118 million, 16 tokens per rank;
+* ``communication``: a GPT of 118 million parameters, 16 tokens per rank;
 * ``tiny``: 121 units of two layers with 2,000 parameters each;
-* ``lora``: one of 63 million that are frozen, with adapters of rank 8, 64 tokens per rank;
-* ``accumulation``: the first one, with four batches of 64 tokens in a step, three of them under ``no_sync``;
-* ``wrapping`` and ``from-meta``: no training, but the second one is made, and wrapping it is timed, once a round. The
-  modules of the last begin on the meta device and are given their values meanwhile: of its own time most is theirs.
+* ``lora``: a frozen GPT of 63 million parameters with adapters of rank 8, 64 tokens per rank;
+* ``accumulation``: the GPT of ``compute``, with four batches of 64 tokens in a step, three of them under ``no_sync``;
+* ``wrapping`` and ``from-meta``: no training. The GPT of ``communication`` is made, and wrapping it is timed, once a
+  round. In ``from-meta`` its modules begin on the meta device and are given their values meanwhile.
 
-Prints for each the median time of a step on the slowest rank, with the fastest and slowest round; processor time, page
-faults and the highest proportional share of memory (PSS) per rank; the collectives of a step and the bytes that a rank
-receives in them; and the time in units of the first contender's, as the median over rounds. ``--json`` writes what was
-measured, ``--plot`` draws it (an SVG), ``--markdown`` prints tables for a README. Host time alone, in a deep chain
-without a network and with up to 4096 ranks, is for ``bench_scale.py``.
+The table has, for each contender: the median time of a step on the slowest rank, with the fastest and slowest round;
+processor time, page faults and the highest proportional share of memory (PSS) per rank; the collectives of a step and
+the bytes that a rank receives in them; and the time in units of the first contender's, as the median over rounds.
+``--json`` writes the measurements, ``--plot`` draws them (an SVG), ``--markdown`` prints tables.
+``bench_scale.py`` measures host time alone, with up to 4096 ranks.
 """
 
 import argparse
@@ -59,10 +65,19 @@ import fsdp.wrap
 
 OURS = ("native", "direct", "shared", "auto", "coalesced")
 CONTENDERS = ("plain", "bound", "ddp", "fsdp1", "fsdp2", *OURS)
+NAMES = {  # of contenders, in the picture
+    "plain": "plain, not sharded",
+    "bound": "bound: one process",
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "auto": "here",
+    "coalesced": "here, coalesced",
+}
 
 
 class Block(nn.Module):
-    """A transformer's."""
+    """A transformer layer."""
 
     attend: nn.Module
     project: nn.Module
@@ -104,7 +119,7 @@ class Tiny(nn.Module):
 
 
 class Adapter(nn.Module):
-    """Of a frozen layer, of rank 8."""
+    """A low-rank update of a frozen layer, of rank 8."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -145,6 +160,13 @@ WORKLOADS = {
     "lora": Workload(lambda: adapted(GPT(768, 8, 4000)), lambda: torch.randint(0, 4000, (1, 64))),
     "accumulation": Workload(lambda: GPT(512, 8, 4000), lambda: torch.randint(0, 4000, (1, 64)), batches=4),
 }
+TITLES = {  # of workloads, in the picture
+    "compute": "GPT of 29 million parameters, 256 tokens",
+    "communication": "118 million, 16 tokens",
+    "tiny": "121 tiny units",
+    "lora": "adapters of rank 8 on a frozen GPT of 63 million",
+    "accumulation": "29 million, four batches of 64 tokens, three of them under no_sync",
+}
 WORKLOADS |= {
     name: WORKLOADS["communication"]._replace(wraps_from=device)
     for name, device in (("wrapping", "cpu"), ("from-meta", "meta"))
@@ -152,9 +174,12 @@ WORKLOADS |= {
 
 
 class Bound(nn.Module):
-    """What a rank does at least with full sharding: the plain model's forward and backward; before each, a copy of what
-    the other ranks have of all parameters (``gather``); after the last backward, this rank's 1/N of the gradients
-    summed over all ranks, and the optimizer for that (``reduce``). Nobody waits, and nothing is scheduled."""
+    """The least work of a rank under full sharding, without any waiting or scheduling.
+
+    It consists of the plain model's forward and backward; before each, a copy of the other ranks' parameters
+    (``gather``); after the last backward, the sum of this rank's 1/N of the gradients over all ranks, and the
+    optimizer's step for that part (``reduce``).
+    """
 
     def __init__(self, model: nn.Module, ranks: int) -> None:
         super().__init__()
@@ -182,7 +207,7 @@ class Bound(nn.Module):
 
 
 def give_values(module: nn.Module) -> None:
-    """To the parameters of its own, which are on the meta device."""
+    """Give values to the module's own parameters, which are on the meta device."""
     module.to_empty(device="cpu", recurse=False)
     if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
         module.reset_parameters()
@@ -218,7 +243,7 @@ def wrapped(model: nn.Module, contender: str, use_orig_params: bool) -> Any:
 
 
 def unsynchronized(model: Any, contender: str) -> AbstractContextManager[None]:
-    """For all batches of a step but the last."""
+    """Return the context for all batches of a step but the last."""
     if contender in ("plain", "bound"):
         return contextlib.nullcontext()
     if contender != "fsdp2":
@@ -234,7 +259,7 @@ def unsynchronized(model: Any, contender: str) -> AbstractContextManager[None]:
 
 
 class Counted(TorchDispatchMode):
-    """The collectives of ``torch.distributed``, below everybody's Python, and the bytes that this rank receives."""
+    """A counter of the collectives that reach torch's C++, and of the bytes that this rank receives in them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +275,7 @@ class Counted(TorchDispatchMode):
 
 
 def traffic(model: nn.Module, contender: str, step: Callable[[], None]) -> tuple[int, float]:
-    """The collectives of a step, and the bytes that this rank receives in them."""
+    """Return the number of collectives of a step, and the bytes that this rank receives in them."""
     if contender in OURS:
         with fsdp.trace(model) as trace:
             step()
@@ -267,7 +292,7 @@ def pss() -> int:
 
 
 def highest_pss(step: Callable[[], None]) -> int:
-    """While ``step`` runs, as far as looking now and then can tell."""
+    """Return the highest PSS while ``step`` runs, sampled every 20 ms."""
     found, over = [pss()], threading.Event()
 
     def watch() -> None:
@@ -364,8 +389,10 @@ def start(options: argparse.Namespace, contender: str, workload: str) -> list[Co
 
 
 def measure(options: argparse.Namespace, workload: str) -> dict[str, list[list[float]]]:
-    """Of each contender, for each round: seconds, processor seconds, page faults, bytes of memory, collectives, bytes
-    received; of the worst rank."""
+    """Return, by contender and round, the values of the worst rank.
+
+    The values are seconds, processor seconds, page faults, bytes of memory, collectives and bytes received.
+    """
     pipes = {contender: start(options, contender, workload) for contender in options.contenders}
     found: dict[str, list[list[float]]] = {contender: [] for contender in pipes}
     for _ in range(options.rounds):
@@ -382,7 +409,7 @@ HEAD = ("ms", "fastest", "slowest", "CPU ms", "faults", "PSS MB", "calls", "MB i
 
 
 def rows(found: dict[str, list[list[float]]]) -> dict[str, list[str]]:
-    """By contender, what :data:`HEAD` says."""
+    """Return the cells of the table's row of each contender, one for each word of :data:`HEAD`."""
     base = next(iter(found.values()))
     shown = {}
     for contender, rounds in found.items():
@@ -411,20 +438,25 @@ def in_markdown(workload: str, found: dict[str, list[list[float]]]) -> str:
 
 
 def drawn(results: dict[str, dict[str, list[list[float]]]]) -> str:
-    """An SVG: for each workload a bar per contender, as long as its step takes (median; the line is from the fastest to
-    the slowest round), on a scale of the workload's own."""
-    height, left, width, y = 18, 110, 620, 0
-    parts = []
+    """Draw an SVG with a bar for each contender of each workload: the median step, on the workload's own scale.
+
+    The line across a bar reaches from the fastest to the slowest round.
+    """
+    height, left, width, y = 18, 150, 620, 18
+    title = (
+        "Milliseconds of a training step: median, with the fastest and slowest round. Each workload has its own scale."
+    )
+    parts = [f'<text x="4" y="14" font-size="12">{title}</text>']
     for workload, found in results.items():
         seconds = {contender: [values[0] for values in rounds] for contender, rounds in found.items()}
         scale = width / max(max(rounds) for rounds in seconds.values())
         y += height + 6
-        parts.append(f'<text x="4" y="{y - 4}" font-weight="bold">{workload}</text>')
+        parts.append(f'<text x="4" y="{y - 4}" font-weight="bold">{TITLES.get(workload, workload)}</text>')
         for contender, rounds in seconds.items():
             median, color = statistics.median(rounds), "#3d6cb9" if contender in OURS else "#999999"
             low, high, middle = left + min(rounds) * scale, left + max(rounds) * scale, y + height / 2 - 1
             parts += [
-                f'<text x="14" y="{y + 12}">{contender}</text>',
+                f'<text x="14" y="{y + 12}">{NAMES.get(contender, contender)}</text>',
                 f'<rect x="{left}" y="{y}" width="{median * scale:.1f}" height="{height - 3}" fill="{color}"/>',
                 f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle}" y2="{middle}" stroke="black"/>',
                 f'<text x="{high + 6:.1f}" y="{y + 12}">{1e3 * median:.0f} ms</text>',

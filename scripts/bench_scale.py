@@ -1,20 +1,25 @@
-"""Measures what a rank's own work costs at many ranks: no network, one process, torch's fake process group.
+"""Measure the host time of one rank among many: no network, one process, torch's fake process group.
 
     python scripts/bench_scale.py --ranks 8 64 512 4096 --contenders fsdp fsdp1 fsdp2
 
-A fresh process for each number of ranks is rank 0 of them. It wraps a chain of ``--units`` units of 12 small parameters
-(and the root, which has none) with this package, with torch's FSDP1 and with torch's FSDP2, and lets them and the plain
-model take turns, ``--rounds`` times. Two things are not the engine's, and are left out: what the plain model takes in
-the same round, and the fake group's own work, which is timed at each collective (it answers at once, but it writes its
-whole output, and so takes longer with more ranks).
+For each number of ranks a fresh process acts as rank 0. It wraps a chain of ``--units`` units of 12 small parameters
+(and a root without parameters) with this package, with torch's FSDP1 and with torch's FSDP2. These and the plain model
+take turns, ``--rounds`` times. Two parts are not the engine's and are subtracted: the plain model's time in the same
+round, and the fake group's own work. That group answers at once, but it writes its whole output, which takes longer
+with more ranks; its work is timed at each collective.
 
-Prints for each the milliseconds of wrapping; those of processor time that sharding adds to a step, by unit (median,
-with the fastest and slowest round), and the group's beside it; the bytes of parameters and gradients that a rank keeps;
-the collectives of a step; the functions that Python calls for a unit and step, as the fake group's tensors leave the
-processor's caches to nobody, and so all is slower at many ranks; and wrapping in units of FSDP1's, and processor time
-in units of FSDP1's and of FSDP2's. That is of a step that finds in the caches what the others have left there; *warm*
-is the one after it, which finds them as in a training.
-``--json`` writes what was measured.
+The table has, for each contender:
+
+* the milliseconds of wrapping;
+* the processor time that sharding adds to a step, in milliseconds per unit (median, fastest and slowest round), and the
+  group's time beside it;
+* the bytes of parameters and gradients that a rank keeps, and the collectives of a step;
+* the functions that Python calls per unit and step. Unlike time, this number does not depend on the processor's caches,
+  which the fake group's output fills at many ranks;
+* wrapping in units of FSDP1's, and processor time in units of FSDP1's and of FSDP2's: of a step right after the other
+  contenders, and (*warm*) of the step after that, which finds the caches as a training does.
+
+``--json`` writes the measurements.
 """
 
 import argparse
@@ -40,7 +45,7 @@ def unit_of(layers: int) -> Any:
 
 
 def wrapped(units: int, contender: str) -> tuple[Any, float]:
-    """The model, and the seconds that wrapping took."""
+    """Return the wrapped model, and the seconds that wrapping took."""
     import torch.distributed as dist
     import torch.distributed.fsdp
     from torch import device, nn
@@ -65,9 +70,11 @@ def wrapped(units: int, contender: str) -> tuple[Any, float]:
 
 
 class GroupTime:
-    """While entered: the seconds and the number of the collectives, between the call of torch's C++ and its return, as
-    what is timed inside of a dispatch mode runs without autograd, and takes the fake group a third less; and the number
-    of functions that Python called for the rest."""
+    """A profiler that counts collectives and their seconds, and the other functions that Python calls.
+
+    A collective is timed between the call of torch's C++ and its return. A dispatch mode would run it without autograd,
+    in which the fake group takes a third less time.
+    """
 
     NAMES = ("allgather", "all_gather", "reduce_scatter", "allreduce", "all_reduce")
 

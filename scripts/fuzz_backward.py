@@ -1,11 +1,11 @@
-"""Trains random models, wrapped in random ways, and compares every gradient and parameter with the plain model's.
+"""Train random models, wrapped in random ways, and compare every gradient and parameter with the plain model's.
 
     python scripts/fuzz_backward.py [--count 300] [--seed 0] [--world-size 2] [--describe]
 
-Each seed is a program of its own: what the model is made of, which modules are units, what is checkpointed, in which
-order forwards and backwards come. `tests/harness/random_models.py` draws them, and says what "equal" means. A seed that
-fails is printed with its program in words and the traceback of the rank that failed first, and can be run alone by
-`--seed S --count 1`. Exits with 0 only if none fails.
+Each seed is one program: the modules of the model, which of them are units or checkpointed, and the order of forwards
+and backwards. `tests/harness/random_models.py` draws the programs and defines "equal". A seed that fails is printed
+with its program in words and the traceback of the rank that failed first; `--seed S --count 1` runs it alone. Exits
+with 0 only if none fails.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECONDS = 60.0  # for one program, on a loaded machine
 
 
 def first_failure(seeds: range, world_size: int) -> tuple[int, str] | None:
-    """The first of `seeds` that fails, and how."""
+    """Return the first of `seeds` that fails, with its message; None if none fails."""
     try:
         pool.run_ranks(world_size, random_programs.check_range, seeds, timeout=SECONDS + 5 * len(seeds))
     except pool.RankFailure as failure:

@@ -1,8 +1,8 @@
-"""Random programs in which one rank differs at one place: every rank has to be told soon, and to go on afterwards.
+"""Run random programs in which one rank differs at one place: every rank must get an error soon, and then continue.
 
     python scripts/fuzz_ranks.py --count 500 --seed 0 [--exits 50]
 
-Prints what is not so, with the program and its seed, and ends with 0 only if nothing is. The programs are those of
+Prints each violation with the program and its seed, and exits with 0 only if there is none. The programs are those of
 `tests/harness/differing.py`; `tests/test_differing_ranks.py` runs some of them.
 """
 
@@ -23,12 +23,12 @@ BATCH = 10  # programs per job
 
 
 def ranks_of(seed: int) -> int:
-    """How many ranks a program runs on: its seed alone tells, and is the same for all of a job."""
+    """Return the number of ranks of a program, which is the same for all seeds of a job."""
     return 3 - seed // BATCH % 2
 
 
 def run(seeds: list[int], *, exits: bool) -> int:
-    """How many of the programs are not as they should be."""
+    """Run the programs; return the number of violations."""
     size = ranks_of(seeds[0])
     try:
         if exits:

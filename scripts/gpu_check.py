@@ -1,33 +1,27 @@
-"""Checks on an accelerator what a CPU cannot show: that streams are ordered right, and that the host never waits.
+"""Check on an accelerator that streams are ordered correctly and that the host never waits.
 
     python scripts/gpu_check.py
 
-runs in two settings: one process that communicates with itself through NCCL (``FSDP_FORCE_SHARDED=1`` has the engine
-gather, reduce and keep separate buffers in a group of one), and two gloo processes that share the device; where there
-are several devices in two more, a process on each, by NCCL alone and by NCCL with gloo beside it. In each, for every
-sharding strategy, both values of ``use_orig_params``, with and without accumulation under ``no_sync``:
+There are two settings: one process that communicates with itself through NCCL (``FSDP_FORCE_SHARDED=1`` makes the
+engine gather, reduce and keep separate buffers in a group of one), and two gloo processes that share the device. With
+several devices there are two more, with one process per device: NCCL alone, and NCCL beside gloo. In each setting, for
+every sharding strategy, both values of ``use_orig_params``, with and without accumulation under ``no_sync``:
 
-* parity: a model trains beside a plain one on the whole batch, in float64, and losses and parameters agree at every
-  step: once as it is, once with every block's compute delayed on the device, once with every collective delayed, so
-  that a missing wait between streams reads what is not there yet or overwrites what is still needed.
+* parity: a model trains beside a plain one on the whole batch, in float64. Losses and parameters agree at every step:
+  undelayed, with every block's compute delayed on the device, and with every collective delayed. A missing wait between
+  streams then reads too early or overwrites too early.
 * memory: the allocator's peak is the same at every step from the second.
-* features: parity with mixed precision, with shards and gradients offloaded to the host, with gradients clipped, with a
-  scaled loss that overflows now and then, with a copy of the model that takes over half way, and with saves in the
-  background of which nothing is lost that is overwritten at once.
+* features: parity with mixed precision, with shards and gradients offloaded to the host, with clipped gradients, with a
+  scaled loss that overflows now and then, with a copy of the model that takes over half way, and with background saves
+  whose source is overwritten at once.
 * host (one process with NCCL): a step neither trips the synchronisation debug mode nor waits for work that was queued
   before it.
 
-Then the situations of ``gpu_situations.py``: low-precision means at 3 and 6 ranks, parameters kept from a forward,
-profilers, training on another stream than the wrap's, a backward that is called on another stream than the forward,
-backwards that fail, host memory that is overwritten at once, offloaded models that fail and are deleted, forks beside
-offloaded shards, every kind of state dict, what a save in the background leaves behind and for how long it blocks,
-overlap and priorities in a trace, the allocator's figures with and without expandable segments, another device being
-current; and each in processes of its own: a rank that leaves a unit out, capturing, and torch's sanitizer.
+Then it runs the situations of ``gpu_situations.py``, those that break their group in processes of their own.
+``scripts/test_device.sh`` runs the checks that need no CUDA on a device in host memory.
 
-``scripts/test_device.sh`` runs those of these checks that need no CUDA on a device in host memory.
-
-Prints one line per check. Exits with 1 if one failed, with 0 if none did or if there is no accelerator, which it says.
-``--device cpu`` runs the parity checks, without delays, where there is none, and the situations that need none.
+Prints one line per check. Exits with 1 if one failed, and with 0 if none did or if there is no accelerator, which it
+prints. Without one ``--device cpu`` runs the parity checks, without delays, and the situations that need none.
 """
 
 import argparse
@@ -65,7 +59,7 @@ WIDTH, HIDDEN, BLOCKS = 257, 515, 4  # a block is 3 MB; no size divides by two
 ROWS = 32  # per rank and pass
 MEMORY_STEPS = 8
 BOUND = 1e-9  # float64: only the order of additions may differ
-MIXED_BOUND = 1e-5  # parameters and gradients are float32, and what computes with them float64
+MIXED_BOUND = 1e-5  # parameters and gradients are float32, the arithmetic is float64
 FEATURES = ("mixed precision", "offload", "clipping", "scaling", "copying", "saving")
 STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
 COLLECTIVES = (
@@ -82,7 +76,7 @@ compute_delay = 0  # device cycles by which each block delays its forward and it
 
 
 class Delay(torch.autograd.Function):
-    """Hands its input through, and keeps the device busy for ``compute_delay`` cycles in forward and in backward."""
+    """An identity that keeps the device busy for ``compute_delay`` cycles in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -127,7 +121,7 @@ class Model(nn.Module):
 
 
 class Recorder:
-    """While ``on``, keeps a copy of every parameter at the moment its module computes with it."""
+    """Copies of every parameter at the moment its module computes with it, made while ``on``."""
 
     def __init__(self, model: nn.Module) -> None:
         self.on = False
@@ -164,7 +158,7 @@ class Training:
         self.steps = 0
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """This step's inputs and targets on the device, a pair per pass; each rank cuts its rows from the same ones."""
+        """Return this step's inputs and targets on the device, one pair per pass."""
         generator = torch.Generator().manual_seed(1000 + self.steps)
         self.steps += 1
         rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -176,7 +170,7 @@ class Training:
         return pairs
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Train on ``batches``; the loss, on the device."""
+        """Train on ``batches``; return the loss, on the device."""
         self.optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for (x, y), synchronised in zip(batches, self.passes, strict=True):
@@ -270,7 +264,7 @@ def check_parity(device: torch.device, passes: tuple[bool, ...], steps: int, opt
             with delayed(what):
                 if step < steps:
                     loss = sharded.step(batches)
-                else:  # one forward more shows what the last step left
+                else:  # one more forward shows the parameters after the last step
                     with torch.no_grad():
                         loss = F.mse_loss(sharded.forward(batches[0][0]), batches[0][1])
             seen = sharded.recorder.seen
@@ -321,7 +315,7 @@ def check_host(device: torch.device, passes: tuple[bool, ...], options: dict[str
 
 
 def check_instruments(device: torch.device) -> str:
-    """That the checks of the host notice a wait."""
+    """Check that a host that waits is noticed."""
     value = torch.ones((), device=device)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -345,7 +339,7 @@ def check_instruments(device: torch.device) -> str:
 
 
 def check(name: str, call: Callable[..., str], *args: Any, words: Any) -> bool:
-    """Run one check on every rank and print its line on rank 0; whether all ranks passed, as they say in ``words``."""
+    """Run one check on every rank, print its line on rank 0, and return whether all ranks passed."""
     problem, remark = None, ""
     try:
         remark = call(*args)
@@ -363,9 +357,9 @@ def check(name: str, call: Callable[..., str], *args: Any, words: Any) -> bool:
 
 @dataclass(frozen=True)
 class Setting:
-    """``world_size`` processes on ``device`` that communicate through ``backend``; with ``spread`` each on its own.
+    """``world_size`` processes on ``device`` that communicate through ``backend``; with ``spread`` on one each.
 
-    They run parity checks and situations, or those of ``only``, with ``environment`` set.
+    They run parity checks and situations, or only the situations of ``only``, with ``environment`` set.
     """
 
     backend: str
@@ -380,7 +374,7 @@ class Setting:
 
 
 def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -> None:
-    """One process of a setting. They meet at the file ``place``; rank 0 puts into ``passed`` whether all checks did."""
+    """Run one process of a setting. They meet at the file ``place``; rank 0 puts the verdict into ``passed``."""
     backend, device = setting.backend, setting.on(rank)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
@@ -393,13 +387,13 @@ def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -
         timeout=timedelta(seconds=60),
         device_id=None if backend == "gloo" else device,
     )
-    words = dist.new_group(backend="gloo")  # for results: a check may leave the other group of no use
+    words = dist.new_group(backend="gloo")  # for results: a check may break the other group
     title = f"{backend} x {setting.world_size}" + "".join(f", {value}" for _, value in setting.environment)
     situations = fitting(TOGETHER if setting.only is None else setting.only, device, backend, setting.world_size)
     results = [check(f"{title}, {s.run.__name__.replace('_', ' ')}", s.run, device, words=words) for s in situations]
     if setting.only is None:
         results += run_parity(setting, device, steps, words)
-        if device.type == "cpu":  # where they spoil nothing
+        if device.type == "cpu":  # where they break nothing
             last = fitting(ALONE, device, backend, setting.world_size)
             results += [check(f"{title}, {s.run.__name__}", s.run, device, words=words) for s in last]
     if rank == 0:
@@ -409,7 +403,7 @@ def run_rank(rank: int, setting: Setting, steps: int, place: str, passed: Any) -
 
 
 def run_parity(setting: Setting, device: torch.device, steps: int, words: Any) -> list[bool]:
-    """Whether each check of parity, memory and the host has passed on all ranks."""
+    """Run the checks of parity, memory and the host; return for each whether it passed on all ranks."""
     backend, title = setting.backend, f"{setting.backend} x {setting.world_size}"
     results = []
     alone = backend == "nccl" and setting.world_size == 1
@@ -442,7 +436,7 @@ def run_parity(setting: Setting, device: torch.device, steps: int, words: Any) -
 
 
 def settings_for(device: torch.device) -> list[Setting]:
-    """What is run on ``device`` and others of its kind."""
+    """Return the settings to run on ``device`` and others of its kind."""
     backend = dist.get_default_backend_for_device(device)
     settings = [Setting(backend, 1, device), Setting("gloo", 2, device)]
     if device.type == "cpu":
@@ -466,7 +460,7 @@ def _placed(group: tuple[str, int, bool], device: torch.device) -> tuple[str, in
 
 
 def _means(device: torch.device, world_size: int) -> list[Setting]:
-    """By NCCL where there is a device for each rank, and by gloo."""
+    """Return the settings of the means: NCCL where there is a device for each rank, and gloo."""
     only = (Situation(means, "any"),)
     spread = device.type != "cpu" and torch.accelerator.device_count() >= world_size
     backends = ["gloo", *([dist.get_default_backend_for_device(device)] if spread else [])]

@@ -1,7 +1,7 @@
-"""Situations that ``gpu_check.py`` runs beside its parity checks: each returns what to print, or raises.
+"""Situations that ``gpu_check.py`` runs beside its parity checks: each returns a line to print, or raises.
 
-Every rank runs them, on its own device. What needs an accelerator, or more ranks or devices than there are, is left out
-by ``fitting``.
+Every rank runs them, on its own device. ``fitting`` leaves out the situations that need an accelerator, more ranks or
+more devices than there are.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def tower(device: torch.device, *, wrapped: bool = True, width: int = WIDTH, **o
 
 
 def train(model: nn.Module, device: torch.device, steps: int, width: int = WIDTH) -> Tensor:
-    """The last loss; every rank has the same batch, so that a plain model beside it has the same gradients."""
+    """Train, and return the last loss. Every rank has the same batch, so a plain model has the same gradients."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(2)
     for _ in range(steps):
@@ -83,7 +83,7 @@ def expect(condition: bool, message: str) -> None:
 
 
 def skipping(device: torch.device) -> str:
-    """One rank leaves a unit out: every rank is told within seconds. The group is of no use afterwards."""
+    """Leave a unit out on one rank: every rank gets an error within seconds. The group is out of sync afterwards."""
     model = tower(device, width=64)
     train(model, device, 3, 64)
     if dist.get_rank() == dist.get_world_size() - 1:
@@ -101,7 +101,7 @@ def skipping(device: torch.device) -> str:
 
 
 def means(device: torch.device) -> str:
-    """bf16 means of gradients are right at numbers of ranks whose inverse is no bf16 number."""
+    """Compare bf16 means of gradients at numbers of ranks whose inverse is no bf16 number."""
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = FSDP(nn.Linear(1, 6000, bias=False), device_id=device, mixed_precision=precision, use_orig_params=True)
     values = torch.linspace(1, 8, 6000, device=device).to(torch.bfloat16)
@@ -115,7 +115,7 @@ def means(device: torch.device) -> str:
 
 
 def kept_leaves(device: torch.device) -> str:
-    """A parameter that is kept from inside a forward is refused, or NaN, when it is read, and crashes nothing."""
+    """Read a parameter that was kept from inside a forward: an error or NaN, and no crash."""
     model, kept = tower(device, width=64), []
     handle = model.module[0].module.inner.register_forward_pre_hook(lambda module, _: kept.append(module.weight))
     train(model, device, 1, 64)
@@ -130,7 +130,7 @@ def kept_leaves(device: torch.device) -> str:
 
 
 def profiler(device: torch.device) -> str:
-    """Profilers that record shapes see released memory and do not stumble over it."""
+    """Profile with shapes and memory: released memory does not disturb the profiler."""
     model = tower(device, width=64)
     with torch.profiler.profile(record_shapes=True, profile_memory=True) as profile:
         train(model, device, 2, 64)
@@ -141,12 +141,12 @@ def profiler(device: torch.device) -> str:
 
 
 def other_streams(device: torch.device) -> str:
-    """Wrapped on one stream, trained on another behind a long queue, then on a third."""
+    """Wrap on one stream, train on another behind a long queue, then on a third."""
     plain = tower(device, wrapped=False)
     wrapping, training, third = (torch.cuda.Stream(device) for _ in range(3))
     torch.cuda.synchronize(device)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch tells of accumulators that are on another stream
+        warnings.simplefilter("error")  # torch warns of accumulators on another stream
         with torch.cuda.stream(wrapping):
             model = tower(device)
         for before, stream in ((wrapping, training), (training, third)):
@@ -162,7 +162,7 @@ def other_streams(device: torch.device) -> str:
 
 
 def offload(device: torch.device) -> str:
-    """Host memory that is overwritten at once does not reach the device, though its copy was queued late."""
+    """Overwrite host memory at once: the device reads the old values, though the copy was queued late."""
     model, x = tower(device, cpu_offload=CPUOffload(offload_params=True)), torch.ones(2, WIDTH, device=device)
     real = streams_module.AcceleratorStreams.upload
 
@@ -199,7 +199,7 @@ def offload(device: torch.device) -> str:
 
 
 def backward_on_another_stream(device: torch.device) -> str:
-    """Forward on one stream behind a long queue, and ``backward()`` called while another one is current."""
+    """Run the forward on one stream behind a long queue, and ``backward()`` on another one."""
     plain, model = tower(device, wrapped=False), tower(device)
     forwards, backwards = torch.cuda.Stream(device), torch.cuda.Stream(device)
     forwards.wait_stream(torch.cuda.current_stream(device))
@@ -224,7 +224,7 @@ def backward_on_another_stream(device: torch.device) -> str:
 
 
 def failing_backwards(device: torch.device) -> str:
-    """A hook raises in 50 backwards while threads are switched often; the training goes on as if none had happened."""
+    """Raise in 50 backwards while threads are switched often; training continues as if none had happened."""
     plain, model, x = tower(device, wrapped=False, width=64), tower(device, width=64), torch.ones(8, 64, device=device)
     block = next(module for module in model.modules() if isinstance(module, Block))
     train(plain, device, 2, 64)
@@ -252,7 +252,7 @@ def failing_backwards(device: torch.device) -> str:
 
 
 def failed_and_deleted(device: torch.device) -> str:
-    """An offloaded model is deleted right after a failed forward: its pages stay until the device has read them."""
+    """Delete an offloaded model right after a failed forward: its pages stay until the device has read them."""
     keep = tower(device, width=64)
     for _ in range(3):
         model = tower(device, cpu_offload=CPUOffload(offload_params=True))
@@ -269,8 +269,7 @@ def failed_and_deleted(device: torch.device) -> str:
 
 
 def forked(device: torch.device) -> str:
-    """A process forks, as workers of a DataLoader do, and the optimizer writes the offloaded shards: the device reads
-    the new values."""
+    """Fork, as workers of a DataLoader do, and write offloaded shards: the device reads the new values."""
     results = []
     for forks in (False, True):
         model = tower(device, width=64, cpu_offload=CPUOffload(offload_params=True))
@@ -288,7 +287,7 @@ def forked(device: torch.device) -> str:
 
 
 def forms_of_state(device: torch.device) -> str:
-    """State dicts of each kind go to another model, with shards on the device and on the host."""
+    """Move state dicts of each kind to another model, with shards on the device and on the host."""
     count = 0
     for kind, uop, offloaded in itertools.product(StateDictType, (False, True), (False, True)):
         offload = CPUOffload(offload_params=offloaded)
@@ -303,7 +302,7 @@ def forms_of_state(device: torch.device) -> str:
 
 
 def contexts() -> list[int]:
-    """The devices on which this process has a context."""
+    """Return the devices on which this process has a context."""
     driver = ctypes.CDLL("libcuda.so.1")
     flags, active = ctypes.c_uint(), ctypes.c_int()
     found = []
@@ -314,13 +313,13 @@ def contexts() -> list[int]:
 
 
 def pinned_bytes() -> int:
-    """Held by torch's allocator of page-locked memory, whose blocks are powers of two and stay."""
+    """Return the bytes held by torch's allocator of page-locked memory, whose blocks are powers of two and stay."""
     stats = torch.cuda.memory.host_memory_stats() if hasattr(torch.cuda.memory, "host_memory_stats") else {}
     return int(stats.get("reserved_bytes.current", stats.get("allocated_bytes.current", 0)))
 
 
 def background_save(device: torch.device) -> str:
-    """Opens no context, keeps no page-locked memory, and does not wait for what the device has queued."""
+    """Save in the background: opens no context, keeps no page-locked memory, and does not wait for queued kernels."""
     model = tower(device)
     train(model, device, 2)
     root = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -343,7 +342,7 @@ def background_save(device: torch.device) -> str:
 
 
 def blocked_by_a_save(device: torch.device) -> str:
-    """The seconds for which ``async_save`` of 1 GB per rank blocks the program, and those of its page-locking alone."""
+    """Return for how long ``async_save`` of 1 GB per rank blocks the program, beside its page-locking alone."""
     root = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(root, src=0, device=device)
     width = int((2**28 * dist.get_world_size() / 16) ** 0.5)  # four blocks of 4 width^2 elements of 4 bytes
@@ -367,7 +366,7 @@ def blocked_by_a_save(device: torch.device) -> str:
 
 
 def overlap(device: torch.device) -> str:
-    """In a trace: how much of the communication has compute beside it, and the priorities of its streams."""
+    """Read from a trace how much communication overlaps with compute, and the priorities of the streams."""
     engine = streams_module.streams_for(device)
     for stream in (engine._gather, engine._reduce):
         raw = torch.cuda.Stream(
@@ -397,7 +396,7 @@ def overlap(device: torch.device) -> str:
 
 
 def allocator(device: torch.device) -> str:
-    """Nothing is retried, and what is reserved does not grow after the second step."""
+    """Count retries (none) and reserved memory, which does not grow after the second step."""
     model, reserved = tower(device), []
     for _ in range(12):
         train(model, device, 1)
@@ -410,7 +409,7 @@ def allocator(device: torch.device) -> str:
 
 
 def sanitized(device: torch.device) -> str:
-    """Under torch's own detector of races between streams, which reads addresses as the tracer of the tests does."""
+    """Train under torch's own detector of races between streams."""
     from torch.cuda import _sanitizer
 
     _sanitizer.enable_cuda_sanitizer()
@@ -420,7 +419,7 @@ def sanitized(device: torch.device) -> str:
 
 
 def other_device(device: torch.device) -> str:
-    """Another device is the current one while the model trains on its own."""
+    """Train while another device than the model's is the current one."""
     expected = train(tower(device, wrapped=False), device, 3)
     other = (device.index + 1) % torch.cuda.device_count()
     with torch.cuda.device(other):
@@ -432,7 +431,7 @@ def other_device(device: torch.device) -> str:
 
 
 def capture(device: torch.device) -> str:
-    """A forward and backward is captured in a graph, or refused in words; training goes on in either case."""
+    """Capture a forward and backward in a graph, or get a clear error; training continues in either case."""
     model, x = tower(device, width=64), torch.ones(2, 64, device=device)
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
@@ -442,7 +441,7 @@ def capture(device: torch.device) -> str:
     torch.cuda.current_stream(device).wait_stream(side)
     model.zero_grad()
     remarks = set()
-    for _ in range(50):  # eager steps between, whose collectives a thread still looks after when the capture begins
+    for _ in range(50):  # eager steps before: a thread still polls their collectives when the capture begins
         graph, remark = torch.cuda.CUDAGraph(), "captured"
         try:
             with torch.cuda.graph(graph, stream=side):
@@ -483,7 +482,7 @@ TOGETHER = (
     Situation(allocator),
     Situation(other_device, devices=2),
 )
-ALONE = (  # what spoils the process or its group for what follows
+ALONE = (  # situations after which the process or its group cannot be used
     Situation(skipping, "any", ranks=2),
     Situation(capture, "nccl"),
     Situation(sanitized),
@@ -491,7 +490,7 @@ ALONE = (  # what spoils the process or its group for what follows
 
 
 def fitting(situations: tuple[Situation, ...], device: torch.device, backend: str, ranks: int) -> list[Situation]:
-    """Those that can be run by so many ranks over ``backend`` on ``device`` and its like."""
+    """Return the situations that can run with so many ranks over ``backend`` on this kind of device."""
     devices = torch.accelerator.device_count() if device.type != "cpu" else 1
     places = {"any", *(["accelerator"] if device.type == "cuda" else []), *(["nccl"] if "nccl" in backend else [])}
     return [s for s in situations if s.on in places and ranks >= s.ranks and devices >= s.devices]
