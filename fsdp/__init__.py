@@ -35,12 +35,8 @@ from fsdp.api import (
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.metadata import BucketInfo, UnitInfo
-from fsdp.fully_sharded_data_parallel import (
-    FullyShardedDataParallel,
-    full_params,
-    register_forward_method,
-    shard_info,
-)
+from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, full_params, shard_info
+from fsdp.names.fsdp2 import UnshardHandle, register_forward_method, register_fsdp_forward_method
 from fsdp.runtime.backward import mark_side_output
 from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
 from fsdp.runtime.uneven_batches import join
@@ -78,6 +74,7 @@ __all__ = [
     "Trace",
     "UnitDescription",
     "UnitInfo",
+    "UnshardHandle",
     "describe",
     "full_grad",
     "full_params",
@@ -89,6 +86,7 @@ __all__ = [
     "param_groups",
     "plan",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "shard_info",
     "trace",
 ]

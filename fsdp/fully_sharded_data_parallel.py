@@ -53,12 +53,14 @@ from fsdp.comm.groups import Groups, check_groups
 from fsdp.comm.nodes import choose_groups
 from fsdp.comm.user_warnings import warn_user
 from fsdp.comm.versions import skip_code
-from fsdp.ddp_names import DDPNames, refuse_unknown_arguments, refused_attribute
 from fsdp.flat.flat_param import FlatParameter, FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, members_of, own_modules
 from fsdp.flat.ownership import Ignored, check_initialisers, check_not_wrapped, has_meta, owned_params
 from fsdp.flat.registration import drop_gradients
 from fsdp.module_groups import has_groups
+from fsdp.names.ddp import DDPNames, refuse_unknown_arguments, refused_attribute
+from fsdp.names.fsdp1 import FSDP1Names, _get_module_fsdp_state_if_fully_sharded_module  # noqa: F401, for tools
+from fsdp.names.fsdp2 import UnshardHandle, register_forward_method, register_fsdp_forward_method
 from fsdp.runtime.autograd_grad import watch_autograd_grad
 from fsdp.runtime.backward import Running
 from fsdp.runtime.build import (
@@ -81,8 +83,6 @@ from fsdp.runtime.nested import to_device
 from fsdp.runtime.policy import UnitPolicy, tree_policy
 from fsdp.runtime.ranges import ranged
 from fsdp.runtime.unit import Phase, units_of
-from fsdp.switches import UnshardHandle
-from fsdp.switches import register_forward_method as register_forward_method
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 
 __all__ = [
@@ -117,6 +117,7 @@ __all__ = [
     "UnshardHandle",
     "full_params",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "shard_info",
 ]
 
@@ -126,7 +127,7 @@ FSDP_PREFIX = f"{WRAPPED_MODULE}."
 ProcessGroupType = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
 
 
-class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
+class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a process group.
 
     Afterwards ``module`` keeps its class and identity, but this rank holds only its shard of the parameters that the
@@ -642,8 +643,3 @@ class FullyShardedDataParallel(DDPNames, StateDictMethods, _State):
 
 
 skip_code(FullyShardedDataParallel.forward.__code__)  # which is no more than where the graph breaks
-
-
-def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> FullyShardedDataParallel | None:
-    """``module`` itself if it is a wrapper, else None; generic tools ask this way."""
-    return module if isinstance(module, FullyShardedDataParallel) else None

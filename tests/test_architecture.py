@@ -28,9 +28,7 @@ FLOORS = [
     ["fsdp/flat/", "fsdp/sharded_grad_scaler.py"],
     ["fsdp/runtime/", "fsdp/wrap.py", "fsdp/module_groups.py"],
     ["fsdp/checkpoint/"],
-    ["fsdp/private_names.py"],
-    ["fsdp/switches.py"],
-    ["fsdp/ddp_names.py"],
+    ["fsdp/names/"],
     ["fsdp/fully_sharded_data_parallel.py"],
     ["fsdp/tools/"],
     ["fsdp/__init__.py"],
@@ -365,8 +363,8 @@ def privates_of_the_wrapper(source: Source) -> list[str]:
     """What is below the wrapper finds units, and asks these."""
     if source.name in (
         "fsdp/fully_sharded_data_parallel.py",
-        "fsdp/private_names.py",
-        "fsdp/switches.py",
+        "fsdp/names/fsdp1.py",
+        "fsdp/names/fsdp2.py",
         "fsdp/flat/names.py",
     ):
         return []
@@ -547,7 +545,7 @@ KEPT: list[tuple[Rule, str, str]] = [
     (hooks_in_hooks, RUNTIME, "hooks.on_gradient(tensor, f)\nmodule.register_state_dict_pre_hook(f)"),
     (names_in_names, RUNTIME, "self._fsdp_wrapped_module = clean(name)"),
     (privates_of_the_wrapper, "fsdp/checkpoint/dcp.py", "unit_of(module).mesh"),
-    (privates_of_the_wrapper, "fsdp/private_names.py", "self._fsdp_unit.handles"),
+    (privates_of_the_wrapper, "fsdp/names/fsdp1.py", "self._fsdp_unit.handles"),
     (hooks_in_hooks, "fsdp/runtime/hooks.py", "tensor.register_hook(f)"),
 ]
 

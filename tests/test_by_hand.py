@@ -21,7 +21,7 @@ from fsdp.api import TrainingState
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import full_gradients, full_parameters
+from tests.harness.sharded import full_gradients, full_parameters, handles_of
 from tests.test_full_params import (
     MODES,
     NO_SHARD,
@@ -110,12 +110,12 @@ def _cast(mode: Mode, cast: str, moment: str) -> None:
     if moment == "trained":
         optimizer.zero_grad()
         plain.optimizer.zero_grad()
-    leaves = [leaf for handle in model._all_handles for leaf in handle.leaves]
+    leaves = [leaf for handle in handles_of(model) for leaf in handle.leaves]
     result: Any = CASTS[cast](model)
     CASTS[cast](plain.module)
     assert result is model
     assert all(a is b for a, b in zip(model.parameters(), held, strict=True))
-    assert all(a is b for a, b in zip([x for h in model._all_handles for x in h.leaves], leaves, strict=True))
+    assert all(a is b for a, b in zip([x for h in handles_of(model) for x in h.leaves], leaves, strict=True))
     assert {p.dtype for p in model.parameters()} == {p.dtype for p in plain.module.parameters()}
     assert model.scale.dtype == plain.module.scale.dtype
     assert all(p.grad is None or p.grad.dtype == p.dtype for p in model.parameters())

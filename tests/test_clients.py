@@ -397,7 +397,10 @@ def verl_metadata(model: nn.Module) -> list[Any]:
         assert flat._local_shard is not flat.data and not flat._local_shard.requires_grad
         assert handle.process_group is model.process_group or dist.get_world_size() == 1
         facts = handle._offload_params, handle.uses_sharded_strategy, handle.needs_unshard()
-        found.append((*facts, handle.rank, handle.world_size))
+        kinds = handle._sharding_strategy.name, handle._training_state.name, handle._use_orig_params
+        dtypes = handle._orig_param_dtype, handle._fwd_bwd_param_dtype, handle._reduce_dtype
+        found.append((*facts, *kinds, *dtypes, handle.rank, handle.world_size, handle.is_sharded(flat.data)))
+        assert handle is not None and model._fully_sharded_module_to_handle[model.module] == model._handle
     assert model._is_root
     return found
 
@@ -539,7 +542,7 @@ def between_phases(device: str) -> None:
                     before = handle.flat_param._local_shard
                     handle.flat_param_to(device, non_blocking=True, copy=True)
                     handle.flat_param._local_shard = handle.flat_param.data
-                    assert before.data_ptr() != handle.flat_param.data_ptr() == handle.shard.data_ptr()
+                    assert before.data_ptr() != handle.flat_param.data_ptr()
                 optimizer.step()
                 optimizer.zero_grad()
             states.append(full_parameters(model))
@@ -562,7 +565,7 @@ def away() -> None:
     model = wrap(ZOO["mlp"], ShardingStrategy.FULL_SHARD, True)
     handle, unit = model._all_handles[0], units_of(model)[0]
     others = [other.flat_param._local_shard for other in model._all_handles[1:]]
-    with mock.patch.object(handle, "replace_shard") as replaced:
+    with mock.patch.object(unit.handles[0], "replace_shard") as replaced:
         handle.flat_param_to("meta", non_blocking=True)
     (new, computed_on, _), _ = replaced.call_args
     assert new.is_meta and new.shape == handle.flat_param.shape and others

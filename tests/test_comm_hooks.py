@@ -31,7 +31,7 @@ from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, assert_close_ulp, rank_batch, run_plain
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
-from tests.harness.sharded import finish_step, full_gradients, full_parameters, wrap
+from tests.harness.sharded import finish_step, full_gradients, full_parameters, handles_of, wrap
 
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 STRATEGIES = (FULL, GRAD_OP, NONE)
@@ -376,7 +376,7 @@ def under_mixed_precision() -> None:
             assert_bit_equal(local_gradients(model), expected, f"{strategy.name}, use_orig_params={orig}, keep={keep}")
             model.zero_grad()
             model.double().float()
-            assert {handle.layout.reduce_dtype for handle in model._all_handles} == {single}
+            assert {handle.layout.reduce_dtype for handle in handles_of(model)} == {single}
             backward(model)
             assert_bit_equal(local_gradients(model), expected, f"{strategy.name}, use_orig_params={orig}, cast")
         model = wrap(CASE, strategy, orig, mixed_precision=MixedPrecision(half, keep_low_precision_grads=True))

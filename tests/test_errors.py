@@ -26,6 +26,7 @@ import fsdp.flat.released as released
 from fsdp import FullyShardedDataParallel, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
 from tests.harness.pool import run_ranks
+from tests.harness.sharded import handles_of
 from tests.test_ownership import Lacking, on_meta
 from tests.test_wrapper import BAD, WIDTH, StandIn, batch, build, error_of, net
 
@@ -202,7 +203,8 @@ def _moved(use_orig_params: bool, first: bool) -> None:
     model = _model(use_orig_params)
     if not first:
         _forward(model)
-    model._handle._shard = model._handle.shard.to("meta")
+    (handle,) = handles_of(model)
+    handle._shard = handle.shard.to("meta")
     _forward(model)
 
 

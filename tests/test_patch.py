@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as torch_dcp
 import torch.distributed.fsdp as torchs
 import torch.distributed.fsdp._common_utils as common
 import torch.distributed.fsdp._runtime_utils as runtime
+import torch.distributed.fsdp._unshard_param_utils as unshard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,6 +39,7 @@ NAMES = {
     "torch.distributed.fsdp.wrap": torchs.wrap,
     "torch.distributed.fsdp._common_utils": common,
     "torch.distributed.fsdp._runtime_utils": runtime,
+    "torch.distributed.fsdp._unshard_param_utils": unshard,
 }
 
 
@@ -67,7 +69,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_names_are_ours_until_it_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     before, early = everything(), client(monkeypatch)
     with patched() as changed:
-        for name in set(fsdp.__all__) & set(torchs.__all__):
+        for name in set(fsdp.__all__) & set(torchs.__all__) - {"UnshardHandle", "register_fsdp_forward_method"}:
             assert getattr(torchs, name) is getattr(fsdp, name), name
         assert torchs.wrap._or_policy is fsdp.wrap._or_policy
         assert torchs.sharded_grad_scaler.ShardedGradScaler is fsdp.sharded_grad_scaler.ShardedGradScaler
@@ -155,6 +157,14 @@ def check_inside() -> None:
             linear._unshard()
             runtime._reshard(linear, linear._handle, True)
             assert linear._handle.needs_unshard()
+            runtime._unshard(linear, linear._handle, None, None)
+            assert not linear._handle.needs_unshard()
+            runtime._reshard(linear, linear._handle, True)
+            assert runtime._root_pre_forward(model, model, (x,), {"y": x}) == ((x,), {"y": x})
+            with unshard._unshard_params_for_summon(
+                linear, linear, writeback=False, rank0_only=False, offload_to_cpu=False, with_grads=False
+            ):
+                assert [param.shape for param in linear.module.parameters()] == [(7, 5), (7,)]
             names = common._get_param_to_fqns(model)
             expected = [["inner.weight", "inner.bias"], ["head.weight", "head.bias"]]
             assert list(names.values()) == ([[n] for both in expected for n in both] if use_orig_params else expected)

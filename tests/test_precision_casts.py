@@ -30,7 +30,7 @@ from fsdp.wrap import CustomPolicy, ModuleWrapPolicy, always_wrap_policy, lambda
 from tests.harness.lockstep import assert_local_gradients
 from tests.harness.oracle import assert_bit_equal, clean_name, named_parameters
 from tests.harness.pool import run_ranks
-from tests.harness.sharded import full_gradients, wrap
+from tests.harness.sharded import full_gradients, handles_of, wrap
 from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
 from tests.test_precision_values import MODES, WIDTH, Pair, assert_no_casts_kept, by_foreach, loss_of, same
 
@@ -81,7 +81,7 @@ def count_casts() -> None:
             what = f"{strategy.name}, {use_orig_params=}"
             policy = CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.bias is not None)
             model = wrap(Funnel(), strategy, use_orig_params, wrap_policy=policy, mixed_precision=MixedPrecision(BF16))
-            shards = {handle.layout.shard_numel for handle in model._all_handles}
+            shards = {handle.layout.shard_numel for handle in handles_of(model)}
             assert len(shards) == 4
             with torch.no_grad():  # the first passes of each kind compare what was gathered with the shards, once
                 model(x)
@@ -115,7 +115,7 @@ def count_casts() -> None:
                 model(x).sum().backward()
                 assert counter.take() == {2 if strategy is FULL else 1}, what  # else gathered once, and kept
                 loss = model(x).sum()
-                kept = [handle._cast is not None for handle in model._all_handles]
+                kept = [handle._cast is not None for handle in handles_of(model)]
                 assert kept == [strategy is FULL and index > 0 for index in range(4)], "the root stays as it is"
                 hook = loss.register_hook(stop)
                 with pytest.raises(ZeroDivisionError):

@@ -27,7 +27,7 @@ from tests.harness.meter import Meter, meter_available
 from tests.harness.oracle import assert_bit_equal, named_parameters
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import delay_collectives
-from tests.harness.sharded import full_gradients, wrap
+from tests.harness.sharded import full_gradients, handles_of, wrap
 from tests.test_precision import BF16, FP16, FP32, FP64, FULL, GRAD_OP, NONE, reduced
 
 STRATEGIES = (FULL, GRAD_OP, NONE)
@@ -160,7 +160,7 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def assert_no_casts_kept(model: FullyShardedDataParallel, what: str) -> None:
     __tracebackhide__ = True
-    assert all(handle._cast is None for handle in model._all_handles), what
+    assert all(handle._cast is None for handle in handles_of(model)), what
 
 
 # -- whatever writes a shard ---------------------------------------------------------------------------------------

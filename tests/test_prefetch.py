@@ -125,7 +125,7 @@ class Tracer:
                 name = clean_name(path).removeprefix("units.") or "R"
                 self._watch(name, module.module)
                 if module is not model:
-                    self._fulls.append(module._handle.full)
+                    self._fulls.append(module._fsdp_unit.handles[0].full)
 
     def _watch(self, name: str, module: nn.Module) -> None:
         """Inside of the unit's own hooks, before any operation of it."""

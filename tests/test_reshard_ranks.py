@@ -24,6 +24,7 @@ from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import impatient
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
+from tests.harness.sharded import handles_of
 from tests.test_switches import GRAD_OP, HYBRID, Layer, Net, per_rank
 
 ALL = (0, 1, 2, 3)
@@ -80,10 +81,10 @@ class Pair:
 
     def parts(self) -> int:
         """The bytes that the one keeps from a forward to its backward."""
-        return sum(h._part.nbytes for h in self.near._all_handles if h._part is not None)
+        return sum(h._part.nbytes for h in handles_of(self.near) if h._part is not None)
 
     def full(self) -> int:
-        return sum(handle.full_nbytes for handle in self.near._all_handles)
+        return sum(handle.full_nbytes for handle in handles_of(self.near))
 
 
 def backward(*numbers: int) -> Steps:
@@ -152,7 +153,7 @@ def _train() -> None:
             loss(5)  # no backward
             with torch.no_grad():
                 loss(6)
-            assert all(handle._part is None for handle in model._all_handles)
+            assert all(handle._part is None for handle in handles_of(model))
             loss(7).backward()
 
         assert count(pair.run(evaluate)) == (3 * UNITS, UNITS)

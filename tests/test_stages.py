@@ -49,7 +49,7 @@ from tests.harness.meter import Meter, meter_available
 from tests.harness.pairs import pairwise
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import current_label
-from tests.harness.sharded import wrap
+from tests.harness.sharded import handles_of, wrap
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = (
     ShardingStrategy.FULL_SHARD,
@@ -704,7 +704,7 @@ def measure_peaks(kind: str, shared: bool, checkpointing: str, reentrant: bool, 
                 stack = Stack(kind, shared, checkpointing, reentrant, use_orig_params)
                 model = wrap(stack, FULL_SHARD, use_orig_params)
                 for unit in (m for m in model.modules() if isinstance(m, FullyShardedDataParallel) and m is not model):
-                    fulls.append(unit._all_handles[-1].full)  # the frozen ones come after the trained ones
+                    fulls.append(handles_of(unit)[-1].full)  # the frozen ones come after the trained ones
                 frozen = [p for p in model.parameters() if not p.requires_grad]
                 for _ in range(steps):
                     peaks.append(Peak(0, 0, 0, 0, 0))

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import assert_bit_equal
 from tests.harness.pool import run_ranks
@@ -501,6 +502,18 @@ def _by_a_hook() -> None:
 
 def test_a_hook_has_the_reduced_gradients() -> None:
     run_ranks(4, _by_a_hook)
+
+
+def test_a_stream_for_the_hook_is_refused_on_cpu() -> None:
+    """CPU has no streams."""
+    run_ranks(2, hook_on_a_stream)
+
+
+def hook_on_a_stream() -> None:
+    model = build()
+    with pytest.raises(ValueError, match=r"set_all_reduce_hook\(stream=...\): the .* unit computes on CPU"):
+        model.set_all_reduce_hook(lambda part: None, stream=object())
+    assert all(unit.all_reduce_hook is None for unit in units_of(model))
 
 
 SWITCHES: dict[str, Callable[[Any], None]] = {

@@ -673,7 +673,7 @@ def test_names_that_tools_look_for(use_orig_params: bool) -> None:
     assert model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE and model.sharding_strategy is FULL_SHARD
     assert (model.rank, model.world_size, model.compute_device) == (0, 2, torch.device("cpu"))
     assert not model.forward_prefetch and model.limit_all_gathers
-    assert model._handle is model._all_handles[0] and model._handle.flat_param is flat
+    assert model._handle == model._all_handles[0] and model._handle.flat_param is flat
     for module in plain.modules():
         assert module._is_fsdp_managed_module and module._fsdp_use_orig_params is use_orig_params
     assert repr(model).startswith("FullyShardedDataParallel(\n  (_fsdp_wrapped_module): Net(")

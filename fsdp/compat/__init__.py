@@ -37,6 +37,7 @@ from torch import nn
 from torch.distributed.fsdp import _common_utils as torchs_common
 from torch.distributed.fsdp import _flat_param as torchs_flat_param
 from torch.distributed.fsdp import _runtime_utils as torchs_runtime
+from torch.distributed.fsdp import _unshard_param_utils as torchs_unshard
 from torch.distributed.fsdp import api as torchs_api
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -49,6 +50,7 @@ from fsdp.comm.groups import default_group
 from fsdp.flat.flat_param import FlatParameter
 from fsdp.flat.names import clean, plain_modules
 from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp.names import fsdp1
 from fsdp.runtime.unit import units_of
 
 with warnings.catch_warnings():
@@ -193,47 +195,6 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     wrapper.register_forward_method(module, method_name)
 
 
-def _get_module_fsdp_state(module: nn.Module) -> Any:
-    return module
-
-
-def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
-    return module
-
-
-def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
-    return state._has_params
-
-
-def _module_handle(state: Any, module: nn.Module) -> Any:
-    return state._handle
-
-
-def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> dict[nn.Parameter, list[str]]:
-    names: dict[nn.Parameter, list[str]] = {}
-    for path, param in model.named_parameters(remove_duplicate=False):
-        name = clean(path)
-        inside: Sequence[str] = vars(param).get("_fqns", ())  # of a flat one
-        found = [name.rpartition("_flat_param")[0] + fqn for fqn in inside] or [name]
-        if param not in names or not dedup_shared_params:
-            names.setdefault(param, []).extend(found)
-    return names
-
-
-def _lazy_init(state: Any, root_module: nn.Module) -> Any:
-    state.check_is_root()  # which decides
-    return state
-
-
-def _reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> None:
-    if handle is not None:
-        handle.reshard(free_unsharded_flat_param)
-
-
-def _post_backward_final_callback(state: Any, module: nn.Module) -> None:
-    state.reset_iter_state()
-
-
 def load_fsdp_optimizer(
     fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, *rest: Any, **options: Any
 ) -> Any:
@@ -334,6 +295,19 @@ class _Change(NamedTuple):
         return f"{self.owner.__name__}.{self.name}"
 
 
+_OF_COMMON_UTILS: list[Callable[..., Any]] = [
+    fsdp1._get_module_fsdp_state,
+    fsdp1._get_module_fsdp_state_if_fully_sharded_module,
+    fsdp1._has_fsdp_params,
+    fsdp1._module_handle,
+]
+_OF_RUNTIME_UTILS: list[Callable[..., Any]] = [
+    fsdp1._lazy_init,
+    fsdp1._root_pre_forward,
+    fsdp1._unshard,
+    fsdp1._reshard,
+    fsdp1._post_backward_final_callback,
+]
 _DETOURS = [
     _Detour(torchs, _get_model_state_dict, _has_model),
     _Detour(torchs, _load_model_state_dict, _has_model),
@@ -343,14 +317,10 @@ _DETOURS = [
 ]
 _INSIDE = [
     _Detour(torchs_fsdp, register_fsdp_forward_method, _is_wrapper),
-    _Detour(torchs_common, _get_module_fsdp_state, _is_wrapper),
-    _Detour(torchs_common, _get_module_fsdp_state_if_fully_sharded_module, _is_wrapper),
-    _Detour(torchs_common, _has_fsdp_params, _is_wrapper),
-    _Detour(torchs_common, _module_handle, _is_wrapper),
-    _Detour(torchs_common, _get_param_to_fqns, _has_wrappers),
-    _Detour(torchs_runtime, _lazy_init, _is_wrapper),
-    _Detour(torchs_runtime, _reshard, _is_wrapper),
-    _Detour(torchs_runtime, _post_backward_final_callback, _is_wrapper),
+    *(_Detour(torchs_common, mine, _is_wrapper) for mine in _OF_COMMON_UTILS),
+    _Detour(torchs_common, fsdp1._get_param_to_fqns, _has_wrappers),
+    *(_Detour(torchs_runtime, mine, _is_wrapper) for mine in _OF_RUNTIME_UTILS),
+    _Detour(torchs_unshard, fsdp1._unshard_params_for_summon, _is_wrapper),
 ]
 _ASKED = ("handle_model", "handle_optim", "submodule_prefixes", "broadcast_from_rank0")  # of what torch calls `info`
 _PUBLIC = {  # of torch's, and where we define what has the same names
@@ -359,7 +329,7 @@ _PUBLIC = {  # of torch's, and where we define what has the same names
     torchs_wrapper: wrapper,
     torchs_scaler: sharded_grad_scaler,
 }
-_PLACES = (torchs_fsdp, *_PUBLIC, torchs_flat_param, torchs_common, torchs_runtime)
+_PLACES = (torchs_fsdp, *_PUBLIC, torchs_flat_param, torchs_common, torchs_runtime, torchs_unshard)
 _LIBRARIES: dict[str, Sequence[Callable[..., Any]]] = {  # and what is called in place of their functions of these names
     "accelerate.utils.fsdp_utils": (load_fsdp_optimizer,),
     "peft.utils.save_and_load": (get_peft_model_state_dict, set_peft_model_state_dict),

@@ -37,7 +37,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -127,14 +127,6 @@ def take_over_data(param: nn.Parameter, shard: torch.Tensor, name: str) -> None:
     param.data = shard
 
 
-class HandleOwner(Protocol):
-    """The unit of a handle, as FSDP1's names of the handle need it."""
-
-    def change_shard(self, handle: FlatParamHandle, change: Callable[[torch.Tensor], torch.Tensor]) -> None: ...
-
-    def reshard_by_hand(self) -> None: ...
-
-
 class FlatParamHandle:
     """One bucket: the parameters of a unit that share a dtype and a ``requires_grad``.
 
@@ -178,7 +170,6 @@ class FlatParamHandle:
         self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
         self._part: torch.Tensor | None = None  # of the full buffer, among the ranks nearby, likewise
         self.unit_name = "its unit"
-        self.owner: Callable[[], HandleOwner | None] = lambda: None  # its unit
 
         self._shard = self._put_at_rest(shard)
         requires_grad = any(param.requires_grad for param in params)
@@ -304,63 +295,6 @@ class FlatParamHandle:
     @property
     def state(self) -> BufferState:
         return self.copy.state
-
-    @property
-    def _orig_param_dtype(self) -> torch.dtype:
-        """The parameters' dtype, by FSDP1's name. Trainers assign to it, and the flat parameter's ``data`` besides, to
-        have parameters in another dtype than they came in."""
-        return self.layout.dtype
-
-    @_orig_param_dtype.setter
-    def _orig_param_dtype(self, dtype: torch.dtype) -> None:
-        self.flat_param_to(dtype)
-
-    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """``flat_param.to(*args, **kwargs)`` by FSDP1's name, and so its gradients, on this rank alone. Trainers have
-        shards in host memory between their phases: what computes with them does it where it did, as with
-        ``CPUOffload``, and an optimizer has to have its state where they are."""
-        owner = self.owner()
-        assert owner is not None
-        owner.change_shard(self, lambda tensor: tensor.to(*args, **kwargs))
-
-    def reshard(self, free_unsharded_flat_param: bool) -> None:
-        """``reshard()`` of the wrapper, by FSDP1's name, for tools that have the handle. With False nothing happens:
-        the modules show shards already while their unit does not run.
-
-        Raises:
-            RuntimeError: a forward or backward of the unit is under way, or the unit is summoned.
-        """
-        owner = self.owner()
-        assert owner is not None
-        if free_unsharded_flat_param:
-            owner.reshard_by_hand()
-
-    @property
-    def _offload_params(self) -> bool:
-        return self.offload.offload_params
-
-    @property
-    def process_group(self) -> Any | None:
-        """The ranks that it is sharded over, else those that it is replicated over; None for one rank alone."""
-        return self.groups.shard if self.groups.sharded else self.groups.replica
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in ``process_group``."""
-        return self.groups.shard_rank if self.groups.sharded else self.groups.replica_rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks in ``process_group``."""
-        return self.groups.shard_size if self.groups.sharded else self.groups.replica_size
-
-    @property
-    def uses_sharded_strategy(self) -> bool:
-        return self.groups.sharded
-
-    def needs_unshard(self) -> bool:
-        """Whether a gather would have to fill the full buffer, by FSDP1's name."""
-        return self.groups.sharded and self.state is BufferState.SHARDED
 
     @property
     def shard(self) -> torch.Tensor:

@@ -114,10 +114,12 @@ def _for_tools(layout: FlatLayout, rank: int) -> dict[str, Any]:
         "_fqns": [record.name for record in layout.params],
         "_num_params": len(layout.params),
         "_shapes": tuple(torch.Size(record.shape) for record in layout.params),
+        "_strides": tuple(tuple(record.stride) for record in layout.params),
         "_numels": tuple(record.numel for record in layout.params),
         "_numels_with_padding": tuple(end - start for start, end, _ in spans),
         "_is_padding_mask": [is_padding for *_, is_padding in spans],
         "_unpadded_unsharded_size": torch.Size([layout.numel]),
+        "_padded_unsharded_size": torch.Size([layout.padded_numel]),
         "_sharded_size": torch.Size([layout.shard_numel]),
         "_shard_numel_padded": layout.shard_numel - (stop - start),
         "_shard_param_infos": tuple(

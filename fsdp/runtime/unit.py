@@ -75,8 +75,6 @@ class Unit(UnitBuffers):
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.units.add(self)
         hooks.watch_optimizers()
-        for handle in self.handles:
-            handle.owner = self.ref
 
     # -- the tree ------------------------------------------------------------------------------------------------------
 

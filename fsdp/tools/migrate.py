@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp import api, fully_sharded_data_parallel, sharded_grad_scaler, wrap
-from fsdp.ddp_names import ARGUMENTS
+from fsdp.names.ddp import ARGUMENTS
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
 _FSDP1 = "torch.distributed.fsdp"

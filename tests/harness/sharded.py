@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 import fsdp
 from fsdp import BucketInfo, FullyShardedDataParallel, ShardingStrategy
 from fsdp.flat.layout import ParamRecord
+from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import Case
 from tests.harness.oracle import MakeOptimizer, Schedule, Step, clean_name, mean_loss, rank_batch
@@ -139,6 +140,11 @@ def _steps(model: nn.Module, taken: list[_Taken], rank0_only: bool = False) -> l
 
 
 # -- full tensors ------------------------------------------------------------------------------------------------
+
+
+def handles_of(model: nn.Module) -> list[Any]:
+    """The engine's handles of all buckets in ``model``, unit by unit."""
+    return [handle for unit in units_of(model) for handle in unit.handles]
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:

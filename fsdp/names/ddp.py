@@ -1,5 +1,4 @@
-"""What scripts for ``DistributedDataParallel`` ask of a wrapped model, by DDP's names: it is answered, or refused with
-what to do instead."""
+"""DistributedDataParallel's names on a wrapped model: each works, or is refused with the remedy."""
 
 from __future__ import annotations
 
@@ -10,13 +9,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from fsdp.names.fsdp2 import FSDP2Names
 from fsdp.runtime.uneven_batches import REMEDY
-from fsdp.switches import Switches
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
-# Arguments of its constructor that this one does not have.
-ARGUMENTS = {
+ARGUMENTS = {  # of DDP's constructor, that FullyShardedDataParallel does not have
     "device_ids": "device_id= is the one device of this process; on CPU leave both out",
     "output_device": "outputs stay where the module computes",
     "dim": "inputs are not scattered",
@@ -29,8 +27,7 @@ ARGUMENTS = {
     "forward_sync_buffers": "broadcast_buffers=True sends rank 0's when a forward begins",
     "skip_all_reduce_unused_params": "with reduce_unused=True what no rank used is not reduced",
 }
-# Names of its instances, of which a wrapped model has not the like.
-_ATTRIBUTES = ARGUMENTS | {
+_ATTRIBUTES = ARGUMENTS | {  # of DDP's instances
     "join": REMEDY,
     "_set_static_graph": ARGUMENTS["static_graph"],
     "reducer": "gradients are reduced unit by unit",
@@ -38,8 +35,11 @@ _ATTRIBUTES = ARGUMENTS | {
 
 
 def refuse_unknown_arguments(constructor: Constructor) -> Constructor:
-    """Decorate the wrapper's constructor: TypeError for keyword arguments that it does not have, and for DDP's second
-    argument in the place of its own. The signature, which type checkers see, stays as it is written."""
+    """Decorate the wrapper's constructor: raise TypeError for unknown keywords, with the remedy.
+
+    A list in the place of ``process_group``, DDP's ``device_ids``, is refused as well. Type checkers see the signature
+    of ``constructor``.
+    """
     names = [name for name in inspect.signature(constructor).parameters if name != "self"]
 
     @functools.wraps(constructor)
@@ -67,18 +67,18 @@ def refuse_unknown_arguments(constructor: Constructor) -> Constructor:
 
 
 def refused_attribute(name: str) -> str:
-    """What to say of an attribute that neither the wrapper nor the wrapped module has; "" where nothing is known."""
+    """Return the error message for an attribute of DDP's instances; "" for any other name."""
     if name not in _ATTRIBUTES:
         return ""
     return f"FullyShardedDataParallel has no {name!r} as DistributedDataParallel has. {_ATTRIBUTES[name]}"
 
 
-class DDPNames(Switches):
-    """What ``FullyShardedDataParallel`` has from here."""
+class DDPNames(FSDP2Names):
+    """Mixin: DDP's attributes of the wrapper."""
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether a backward reduces this unit's gradients; setting it is ``set_requires_gradient_sync``."""
+        """True if a backward reduces this unit's gradients. Assigning calls ``set_requires_gradient_sync``."""
         return all(unit.synchronize for unit in self._units(False))
 
     @require_backward_grad_sync.setter
@@ -87,9 +87,9 @@ class DDPNames(Switches):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """DDP's constructor alone asks for it, before it communicates."""
-        asks = sys._getframe(1)
-        if asks.f_code.co_name == "__init__" and asks.f_globals.get("__name__") == "torch.nn.parallel.distributed":
+        """Refuse DDP around a wrapped model: DDP's constructor reads this attribute before it communicates."""
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == "__init__" and caller.f_globals.get("__name__") == "torch.nn.parallel.distributed":
             raise TypeError(
                 "DistributedDataParallel was given a FullyShardedDataParallel module, whose gradients are reduced "
                 "already, and whose parameters are this rank's shards: use the module as it is"

@@ -1,0 +1,375 @@
+"""FSDP2's methods: units of several modules, unsharding by hand, and switches of single units and of whole trees.
+
+The names are those of ``torch.distributed.fsdp.FSDPModule``. A switch is read when it is needed and keeps its value
+until it is set again. A copy of a model has the same switches, except that it synchronizes its gradients. All ranks
+have to set them alike, since they decide which unit is gathered or reduced when.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.api import as_flag
+from fsdp.checkpoint.state_dict import check_idle
+from fsdp.comm.streams import streams_for
+from fsdp.flat.names import ModuleGroup, members_of
+from fsdp.module_groups import declare_group
+from fsdp.runtime.build import Membership, join
+from fsdp.runtime.unit import Unit, units_of
+
+_NOT_OF_GROUPS = {"module", "auto_wrap_policy", "ignored_modules", "ignored_states", "coalesce_nbytes"}
+_PREFETCH_LISTS = "_fsdp_prefetch_lists"  # key in the wrapper's __dict__, where deepcopy finds the lists
+
+
+class UnshardHandle:
+    """The result of ``unshard(async_op=True)``."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self._wait = wait
+
+    def wait(self) -> None:
+        """Make the current stream (on CPU the host) wait until the parameters are gathered. Idempotent."""
+        self._wait()
+
+
+class FSDP2Names(nn.Module):
+    """Mixin: FSDP2's methods of the wrapper."""
+
+    _fsdp_unit: Unit
+    _membership: Membership
+    _check_root: Callable[..., None]
+    _run: Callable[..., Any]
+    _surround: Callable[[nn.Module, str], None]
+    module: Any
+
+    # -- units of several modules --------------------------------------------------------------------------------------
+
+    @classmethod
+    def group(cls, modules: Iterable[nn.Module], **arguments: Any) -> None:
+        """Declare that ``modules`` become one unit of the model that contains them. Call it before wrapping the model.
+
+        The wrapper around a module that contains all of them puts a wrapper in the place of each, whatever its
+        ``auto_wrap_policy`` says. Modules inside them become units as the policy says. Parameters that the modules
+        share, such as the tied weights of an embedding and a head, are trained as one.
+
+        In forward and in backward the unit is gathered when the first of its modules runs. It is resharded after the
+        last one, at the latest at the end of the pass. Its memory in between is in addition to the limit of the tree.
+        A backward knows only modules with trainable parameters; for others the unit is gathered again. ::
+
+            FSDP.group([model.embed, model.head])
+            model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+        Names stay those of the plain model. With ``use_orig_params=False`` the first of the modules, in the order of
+        the model, has the flat parameters, in ``LOCAL_STATE_DICT`` as well.
+
+        Args:
+            modules: two or more modules, none inside another, none in another group. A group may lie inside a module
+                of another group.
+            arguments: arguments of the constructor for this unit, instead of those of the wrapper around it.
+
+        Raises:
+            TypeError, ValueError: the modules cannot be one unit, or there is no such argument. The wrapper raises
+                ValueError if it does not contain all of them, or one of them is wrapped already.
+        """
+        unknown = set(arguments) - (set(inspect.signature(cls).parameters) - _NOT_OF_GROUPS)
+        if unknown:
+            raise TypeError(f"group() takes no {', '.join(sorted(unknown))}: pass it to the wrapper around the model")
+        declare_group(modules, arguments)
+
+    @classmethod
+    def _around_group(cls, group: ModuleGroup, arguments: dict[str, Any]) -> dict[nn.Module, FSDP2Names]:
+        """Make one unit of ``group``; return a wrapper for each of its modules."""
+        make: Any = cls
+        first, wrappers = make(group, **arguments), dict[nn.Module, FSDP2Names]()
+        for place, member in members_of(group).items():
+            wrapper = wrappers[member] = cls.__new__(cls)
+            nn.Module.__init__(wrapper)
+            wrapper.__dict__.update({name: own for name, own in first.__dict__.items() if name not in wrapper.__dict__})
+            wrapper._surround(member, place)
+        return wrappers
+
+    # -- unshard and reshard by hand -----------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Start gathering this unit's parameters for its next forward. Modules hold them while that forward runs.
+
+        A write to a shard between this call and the forward is not seen by the forward.
+
+        Returns:
+            with ``async_op`` a handle whose ``wait()`` makes the current stream (on CPU the host) wait for the gather;
+            else None, after that wait.
+
+        Raises:
+            AssertionError: during a forward or backward of the unit, or inside ``summon_full_params``.
+        """
+        handle = UnshardHandle(self._fsdp_unit.unshard_by_hand(self._membership.join()))
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    _unshard = unshard  # FSDP1's name
+
+    def reshard(self) -> None:
+        """Release the memory of this unit's full parameters. They are gathered again at their next use.
+
+        Raises:
+            RuntimeError: during a forward or backward of the unit, or inside ``summon_full_params``.
+        """
+        self._fsdp_unit.reshard_by_hand()
+
+    # -- when units are gathered and resharded -------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool | None, recurse: bool = True) -> None:
+        """Choose whether units are resharded after forward and gathered again for backward.
+
+        Args:
+            reshard_after_forward: True: as ``FULL_SHARD``, including the root, over as many ranks as the wrapper was
+                given. False: as ``SHARD_GRAD_OP``. None: all units except the root are resharded.
+            recurse: set all units of this module; False: this unit alone.
+        """
+        given = reshard_after_forward
+        if isinstance(given, int) and not isinstance(given, bool):
+            raise TypeError(f"reshard_after_forward must be a bool or None, got {given}; a number is for the wrapper")
+        self._choose(recurse, reshard_after_forward=None if given is None else as_flag(given, "reshard_after_forward"))
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Choose whether units are resharded after backward.
+
+        With False they stay gathered for the next forward. That forward gathers them again if a shard was written in
+        between, by an optimizer for example. Together with ``set_reshard_after_forward(False)``, all passes of one
+        accumulation share one gather.
+        """
+        self._choose(recurse, reshard_after_backward=as_flag(reshard_after_backward, "reshard_after_backward"))
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Choose whether this unit is gathered for its backward.
+
+        False is for units whose gradients are computed without their parameters, such as an embedding. A backward that
+        reads a parameter of such a unit ends in autograd's error about a variable "at version 1073741824". If nobody
+        catches that error, a hint names the parameter.
+        """
+        self._choose(False, unshard_in_backward=as_flag(unshard_in_backward, "unshard_in_backward"))
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather the units of ``modules``, in this order, before this unit computes in forward.
+
+        The list replaces the units that came next in the last forward. ``limit_all_gathers`` and the prefetch distance
+        do not limit it. An empty list restores the default.
+
+        Raises:
+            TypeError: a module is no ``FullyShardedDataParallel``.
+            ValueError: a module is this one, or is named twice.
+        """
+        self._list(modules, backward=False)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather the units of ``modules`` before this unit's backward; see :meth:`set_modules_to_forward_prefetch`."""
+        self._list(modules, backward=True)
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Choose whether backwards reduce the gradients: ``no_sync`` as a switch, also for single units.
+
+        With False, unsharded gradients are accumulated. The first backward after True is set reduces them.
+        """
+        synchronize, units = as_flag(requires_gradient_sync, "requires_gradient_sync"), self._units(recurse)
+        check_idle(units, "set_requires_gradient_sync()")
+        for unit in units:
+            unit.synchronize = synchronize
+
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = True) -> None:
+        """Set the divisor of the sum of the gradients over all ranks.
+
+        Args:
+            factor: any positive number, such as a count of tokens; 1 for the sum; None for the number of ranks, which
+                gives the mean.
+
+        Raises:
+            TypeError, ValueError: ``factor`` is no positive finite number.
+            RuntimeError: a communication hook reduces the gradients, and divides them itself.
+        """
+        if factor is not None:
+            if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+                raise TypeError(f"the divide factor must be a number or None, got {factor!r}")
+            if not 0 < factor < float("inf"):
+                raise ValueError(f"the divide factor must be positive and finite, got {factor}")
+            if any(unit.comm_hook is not None for unit in self._units(recurse)):
+                raise RuntimeError("set_gradient_divide_factor() with a communication hook, which divides by itself")
+        self._choose(recurse, gradient_divide_factor=None if factor is None else float(factor))
+        for unit in self._units(recurse):
+            unit.follow_divisor()
+
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
+        """Set the divisor of this unit's gradients: the older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor, recurse=False)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Choose whether backwards reduce gradients over the replicas of hybrid sharding.
+
+        With False, gradients are reduced inside the shard groups alone. The results are kept, one shard per unit in
+        the reduce dtype. The first backward after True is set adds them and assigns ``.grad``. So an accumulation costs
+        one reduction between machines. Only such a backward clears the kept shards; ``zero_grad()`` does not.
+
+        Raises:
+            RuntimeError: False with a communication hook, which would be skipped.
+        """
+        required = as_flag(requires_all_reduce, "requires_all_reduce")
+        if not required and any(unit.comm_hook is not None for unit in self._units(recurse)):
+            raise RuntimeError("set_requires_all_reduce(False) with a communication hook, which reduces by itself")
+        self._choose(recurse, requires_all_reduce=required)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], Any] | None, *, stream: Any = None, recurse: bool = True
+    ) -> None:
+        """Call ``hook(shard)`` with each reduced gradient before it is assigned to ``.grad``.
+
+        ``shard`` is this rank's 1-D part of a unit's gradient in the reduce dtype, reduced over all groups. The hook
+        may change it in place, for example reduce it over ranks that this package does not know.
+
+        Args:
+            hook: the function, or None to remove it.
+            stream: accelerator stream to run the hook on; the stream of the reductions by default. Hybrid sharding
+                has a stream of its own for this and takes none; on CPU there are no streams.
+            recurse: set all units of this module; False: this unit alone.
+
+        Raises:
+            TypeError: ``hook`` is not callable.
+            ValueError: ``stream`` with hybrid sharding, or on CPU.
+        """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"the hook must be callable or None, got {hook!r}")
+        units = self._units(recurse)
+        if stream is not None:
+            for unit in units:
+                if unit.device.type == "cpu":
+                    raise ValueError(f"set_all_reduce_hook(stream=...): {unit.name} computes on CPU, without streams")
+                if unit.groups.replica_size > 1 and unit.groups.sharded:
+                    raise ValueError(
+                        f"set_all_reduce_hook(stream=...): {unit.name} is sharded and replicated, and the hook runs on "
+                        "the stream of the replicas' reductions: leave stream out"
+                    )
+        check_idle(units, "set_all_reduce_hook()")
+        for unit in units:
+            unit.all_reduce_hook = hook if hook is None or stream is None else _OnStream(hook, stream, unit.device)
+            unit.follow_divisor()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Choose whether a backward waits, at its end, for the reductions of this tree.
+
+        With False they stay in flight, and ``.grad`` has their results after the next backward that waits.
+
+        Raises:
+            RuntimeError: not called on the root.
+        """
+        self._check_root("set_is_last_backward() should only be called on the root instance")
+        self._choose(False, is_last_backward=as_flag(is_last_backward, "is_last_backward"))
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Set how many full gradients of this tree may wait for their reduction; the next one waits for the oldest.
+
+        The default is 2. ``recurse`` has no effect, since the buffers of the whole tree are counted.
+
+        Raises:
+            RuntimeError: not called on the root.
+            ValueError: not a positive number.
+        """
+        if type(max_input_buffers) is not int or max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive number of buffers, got {max_input_buffers!r}")
+        self._check_root("set_reduce_scatter_max_input_buffers() should only be called on the root instance")
+        self._choose(False, reduce_buffers=max_input_buffers)
+        join(self._fsdp_unit).size_pools()
+
+    # -- implementation ------------------------------------------------------------------------------------------------
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return units_of(self) if recurse else [self._fsdp_unit]
+
+    def _choose(self, recurse: bool, **choices: Any) -> None:
+        units = self._units(recurse)
+        check_idle(units, " and ".join(f"a choice of {name}" for name in choices))
+        for unit in units:
+            unit.choose(**choices)
+
+    def _list(self, modules: Iterable[nn.Module], *, backward: bool) -> None:
+        wrappers = list(modules)
+        for module in wrappers:
+            if not isinstance(module, FSDP2Names):
+                raise TypeError(f"expected FullyShardedDataParallel modules to prefetch, got {type(module).__name__}")
+        if self in wrappers or len(set(wrappers)) < len(wrappers):
+            raise ValueError(f"{self._fsdp_unit.name} can prefetch other units, each once")
+        check_idle([self._fsdp_unit], "a list of modules to prefetch")
+        self.__dict__.setdefault(_PREFETCH_LISTS, {})[backward] = wrappers
+        self._publish_lists()
+
+    def _publish_lists(self) -> None:
+        """Give the unit access to the wrapper's prefetch lists, if there are any."""
+        if _PREFETCH_LISTS in self.__dict__:
+            self._fsdp_unit.listed = functools.partial(_listed, weakref.ref(self))
+
+
+def _listed(wrapper_ref: weakref.ref[FSDP2Names], backward: bool) -> list[Unit] | None:
+    """Return the units of a prefetch list that are in the same tree and have full buffers; None without a list."""
+    wrapper = wrapper_ref()
+    if wrapper is None or not wrapper.__dict__[_PREFETCH_LISTS].get(backward):
+        return None
+    listed = [other._fsdp_unit for other in wrapper.__dict__[_PREFETCH_LISTS][backward]]
+    context = wrapper._fsdp_unit.context
+    return [unit for unit in listed if unit.gathers and unit.context is context]
+
+
+class _OnStream:
+    """A hook that runs on a stream of the user's, between two waits of the streams for each other."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any], stream: Any, device: torch.device) -> None:
+        self._hook, self._stream, self._streams = hook, stream, streams_for(device)
+
+    def __call__(self, shard: torch.Tensor) -> None:
+        with self._streams.joined(self._stream):
+            self._hook(shard)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make ``module.<method_name>()`` run like its forward: with the parameters of its unit gathered.
+
+    Nothing happens if ``module`` is not wrapped, so that model code need not know. ::
+
+        fsdp.register_forward_method(model, "generate")
+
+    Raises:
+        ValueError: the wrapped module has no such method.
+    """
+    if not isinstance(module, FSDP2Names):
+        return
+    method = getattr(module.module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"{type(module.module).__name__} has no method {method_name!r}")
+    module.__dict__[method_name] = functools.update_wrapper(_GatheredMethod(module, method_name), method)
+
+
+register_fsdp_forward_method = register_forward_method  # FSDP2's name
+
+
+class _GatheredMethod:
+    """A method of the wrapped module that runs like its forward."""
+
+    def __init__(self, wrapper: FSDP2Names, name: str) -> None:
+        self._wrapper, self._name = weakref.ref(wrapper), name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        wrapper = self._wrapper()
+        assert wrapper is not None
+        return wrapper._run(getattr(wrapper.module, self._name), args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatheredMethod:
+        copied: Any = _GatheredMethod(memo[id(self._wrapper())], self._name)
+        functools.update_wrapper(copied, self.__wrapped__)  # type: ignore[attr-defined]
+        return copied
