@@ -935,3 +935,44 @@ def _enters_again() -> None:
 def test_a_backward_that_enters_a_unit_again_inside_of_its_backward(all_small: bool) -> None:
     """Each of the two has its gradients told apart from the other's, and the unit reduces when both have passed it."""
     run_ranks(2, with_gradients, all_small, _enters_again)
+
+
+class Penalized(nn.Module):
+    """Its weight gets the gradient of a penalty by a nested backward, which runs after the model's backward has reached
+    the weight and before it reaches the shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.shift = nn.Parameter(torch.full((WIDTH,), 0.5)), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = x + self.shift
+        if shifted.requires_grad:
+            penalty = self.weight.pow(3).sum()
+            shifted.register_hook(lambda grad: penalty.backward())
+        return torch.tanh(shifted * self.weight)
+
+
+def _penalized() -> None:
+    build = seeded(lambda: nn.Sequential(Block(), Penalized(), Block()))
+    for strategy in (FULL, ShardingStrategy.NO_SHARD):
+        plain = build()
+        model = wrap(build(), strategy, True, wrap_policy=ModuleWrapPolicy({Block, Penalized}))
+        for step in range(2):
+            x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step))
+            with record_collectives() as log:
+                for each in (plain, model):
+                    each(x).square().mean().backward()
+            reduced = [record.label for record in log.records if record.label and record.label.startswith("reduce")]
+            assert reduced == [f"reduce unit '{index}'" for index in (2, 1, 0)], (strategy, step, reduced)
+            with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+                for (name, param), of_plain in zip(model.named_parameters(), plain.parameters(), strict=True):
+                    torch.testing.assert_close(param.grad, of_plain.grad, msg=f"{strategy}, {step}, {name}")
+            plain.zero_grad()
+            model.zero_grad()
+
+
+@ALL_SMALL
+def test_gradients_that_a_nested_backward_adds_to_one_that_is_held(all_small: bool) -> None:
+    """The nested backward reaches the leaf without passing an output of the unit."""
+    run_ranks(2, with_gradients, all_small, _penalized)

@@ -42,7 +42,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy, shard_info
 from fsdp.comm import host_memory
-from fsdp.runtime import expected
+from fsdp.runtime import arrivals
 from fsdp.runtime.policy import TreePolicy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.meter import Meter, meter_available
@@ -475,7 +475,7 @@ class Registration:
         assert leaf is not original and leaf.note == original.note, what
         assert leaf.shape == self.values[name].shape and torch.equal(leaf, self.values[name]), what
         its = [self.registered(other) for other in self.originals if self.unit_of(other) == self.unit_of(name)]
-        if self.unit_of(name) == "" or any(each.nbytes > expected.SMALL for each in its):
+        if self.unit_of(name) == "" or any(each.nbytes > arrivals.SMALL for each in its):
             # of an inner unit that has none but small ones, gradients stay there until the backward has passed it
             assert leaf.grad is None, f"{what}: what has arrived is in the slots and nowhere else"
 

@@ -500,7 +500,7 @@ def strays(model: nn.Module, stream: SimulatedStream) -> list[str]:
     return [
         unit.name
         for _, unit, _ in units_in(model)
-        if any(node.metadata["stream"] is not stream for _, node in unit.expected._accumulators.values())
+        if any(node.metadata["stream"] is not stream for _, node in unit.arrivals._accumulators.values())
     ]
 
 

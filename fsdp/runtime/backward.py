@@ -32,11 +32,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fsdp.comm.recording import NOTHING, Told
-from fsdp.comm.versions import set_frame_callback
 from fsdp.flat.common_views import Marks
 from fsdp.runtime import hooks
+from fsdp.runtime.arrivals import Arrivals
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.ranges import profiled, profiler_runs, ranged
 
 
@@ -75,11 +74,13 @@ class CalledUnit(Protocol):
     name: str
     _tree: Callable[[], Any]  # its context
 
-    expected: ExpectedLeaves
+    arrivals: Arrivals
 
     def take_outside(self, context: Any, bucket: int, index: int, grad: torch.Tensor) -> None: ...
 
-    def gradients_ready(self, context: Any, *, comes_by_again: bool) -> None: ...
+    def backward_reached_leaf(self, context: Any) -> None: ...
+
+    def gradients_arrived(self, context: Any) -> None: ...
 
     def backward_failed(self, error: BaseException, event: str) -> None: ...
 
@@ -187,24 +188,27 @@ def context_of(unit: CalledUnit) -> RootContext:
     return context
 
 
-def gradients_arrived(unit_ref: Callable[[], CalledUnit | None]) -> None:
-    """Look at the gradients of a unit that have arrived. Each large one of a step comes by, so this is ``untraced`` by
-    itself."""
-    before = set_frame_callback(None)
+@hooks.untraced
+def leaf_reached(unit_ref: Callable[[], CalledUnit | None]) -> None:
+    """Let the running graph task enter a unit through one of its leaves."""
+    unit = unit_ref()
+    assert unit is not None  # its ``Arrivals`` are there
     try:
-        unit = unit_ref()
-        if unit is not None:
-            _look_at_gradients(unit, comes_by_again=unit.expected.arrived.task is not None)
-    finally:
-        if before is not None:
-            set_frame_callback(before)
+        unit.backward_reached_leaf(context_of(unit))
+    except BaseException as error:
+        unit.backward_failed(error, "gradient of a parameter")
+        raise
 
 
-def _look_at_gradients(unit: CalledUnit, *, comes_by_again: bool = False) -> None:
+@hooks.untraced
+def gradients_arrived(unit_ref: Callable[[], CalledUnit | None]) -> None:
+    """Copy the gradients of a unit that have arrived into their slots."""
+    unit = unit_ref()
+    assert unit is not None  # its ``Arrivals`` are there
     try:
         context = context_of(unit)
         with NOTHING if context.compute is None else context.joined():  # else there is no stream to join
-            unit.gradients_ready(context, comes_by_again=comes_by_again)
+            unit.gradients_arrived(context)
     except BaseException as error:
         unit.backward_failed(error, "gradient of a parameter")
         raise
@@ -260,16 +264,12 @@ _here = _Thread()
 
 
 def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
-    """The backward on this thread is at ``place``: look at the gradients that have arrived, and close the calls of all
-    units that lie behind, except ``but``."""
+    """Close the calls, except ``but``, that the backward on this thread has passed; it is at ``place``."""
     _here.place = place
     for reference in list(_here.entered):
         call = reference()
         if call is not None and call.entered is not None:
-            expected, passed = call.unit.expected, call is not but and place.is_behind(call.start, call.entered)
-            if expected.arrived.gradients or expected.arrived.all_taken:
-                _look_at_gradients(call.unit)
-            if not passed:
+            if call is but or not place.is_behind(call.start, call.entered):
                 continue
             call.entered = None
             call.unit.backward_passed(call)

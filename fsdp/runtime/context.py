@@ -179,7 +179,7 @@ class RootContext:
         if self.compute is None or stream != self.compute:  # a torch.Stream is neither equal nor unequal to None
             self.compute = stream
             for unit in self.units:  # autograd would run the leaves' hooks on another stream, with a warning
-                unit.expected.renew()
+                unit.arrivals.renew()
 
     def joined(self) -> AbstractContextManager[None]:
         """Inside, work goes to the stream that owns the gradients' memory, in order with that of the current one."""

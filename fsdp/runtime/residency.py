@@ -346,7 +346,7 @@ class Residency(Residences[UnitBuffers]):
         """As ``compute_in``, without the buffers."""
         if unit.full_precision is full_precision or not unit.handles:
             return
-        if (unit.is_summoned or unit.expected.seen) and any(handle.casts for handle in unit.handles):
+        if (unit.is_summoned or unit.arrivals.expected) and any(handle.casts for handle in unit.handles):
             raise RuntimeError(
                 f"{unit.name} would have to compute in mixed and in full precision at once. Forwards inside "
                 "summon_full_params, and in eval mode with FSDP_USE_FULL_PREC_IN_EVAL=1, are in full precision: give "
@@ -358,7 +358,7 @@ class Residency(Residences[UnitBuffers]):
         for handle in unit.handles:
             handle.compute_in_full_precision(full_precision)
         unit.full_precision = full_precision
-        unit.expected.watch()
+        unit.arrivals.watch()
 
     def refresh(self, unit: UnitBuffers) -> None:
         """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
@@ -422,7 +422,7 @@ class Residency(Residences[UnitBuffers]):
         if policy.tree.reduce_unused:
             return
         if in_backward and policy.prefetch_after_gradients:
-            under_way = [o for o in self if o.expected and self.of(o) is not Residence.AWAITED]
+            under_way = [o for o in self if o.arrivals.pending and self.of(o) is not Residence.AWAITED]
             if any(other.index not in unit.ancestors for other in under_way):
                 return
         listed = unit.listed(in_backward) if unit.listed is not None else None

@@ -24,10 +24,18 @@ from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.runtime import hooks
 from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed, gradients_arrived, outside_gradient_arrived
+from fsdp.runtime.arrivals import Arrivals
+from fsdp.runtime.backward import (
+    ForwardCall,
+    Place,
+    Running,
+    close_passed,
+    gradients_arrived,
+    leaf_reached,
+    outside_gradient_arrived,
+)
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.context import RootContext
-from fsdp.runtime.expected import ExpectedLeaves
 from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.outside import OutsideUses
 from fsdp.runtime.precision import cast_floating
@@ -71,7 +79,12 @@ class Unit(UnitBuffers):
         self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
         self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
         outside = OutsideUses(self.views, functools.partial(outside_gradient_arrived, self.ref))
-        self.expected = ExpectedLeaves(self.handles, functools.partial(gradients_arrived, self.ref), outside)
+        self.arrivals = Arrivals(
+            self.handles,
+            functools.partial(leaf_reached, self.ref),
+            functools.partial(gradients_arrived, self.ref),
+            outside,
+        )
         self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
         hooks.units.add(self)
         hooks.watch_optimizers()
@@ -145,7 +158,7 @@ class Unit(UnitBuffers):
             context.reset_failed_backward()
         if self._depth > 0:
             return Phase.FORWARD
-        if self._open_calls or (self.expected.of_task and self.expected):
+        if self._open_calls or self.arrivals.pending:
             return Phase.BACKWARD
         return Phase.IDLE if self.summoned is Summoned.NOWHERE else Phase.SUMMONED
 
@@ -216,7 +229,7 @@ class Unit(UnitBuffers):
             views.follow_shard()
             for visible, grad in zip(views.visible, grads):
                 visible.param.grad = None if grad is None else change(grad).detach()
-        self.expected.renew()
+        self.arrivals.renew()
         return self.device
 
     def change_shard(self, handle: FlatParamHandle, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -352,7 +365,7 @@ class Unit(UnitBuffers):
 
     @property
     def _in_backward(self) -> bool:
-        return bool(self._open_calls or self.expected)
+        return bool(self._open_calls) or self.arrivals.pending
 
     def backward_reached(self, call: ForwardCall) -> None:
         """The gradient of an output of ``call`` is there: gather, and note what this backward will bring."""
@@ -369,55 +382,41 @@ class Unit(UnitBuffers):
             context.residency.compute_in(self, call.full_precision)
         self._open_calls.add(call)
         call.enter()
-        self.expected.enter()
+        self.arrivals.enter()
         if self.policy.unshard_in_backward or self.is_gathered:  # what is recomputed inside uses the leaves
             context.residency.unshard(self, refill=False)
         for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
             if views.marks() != before:
-                expected = self.expected.of_this_task()
+                expected = self.arrivals.enter()
                 views.check_unchanged(before, {index for of, index in expected if of == bucket})
         context.residency.prefetch(self, begins=True)
 
-    def gradients_ready(self, context: RootContext, *, comes_by_again: bool) -> None:
-        """Gradients of leaves are complete; with the last of them, reduce, unless the backward ``comes_by_again``."""
-        arrived = self.expected.arrived
-        if arrived.gradients:
-            self._take_gradients(context)
-        if not arrived.all_taken or comes_by_again:
+    def backward_reached_leaf(self, context: RootContext) -> None:
+        """Enter the backward of the running graph task, which has reached a leaf before an output of the unit."""
+        context.enter_backward(self)
+        self.arrivals.enter()
+
+    def gradients_arrived(self, context: RootContext) -> None:
+        """Copy the gradients that have arrived into their slots. With the last expected one, reduce."""
+        self._copy_gradients(context)
+        if self.arrivals.pending:
             return
-        arrived.all_taken = False
-        context.residency.prefetch(self)  # before the reduction: somebody waits for a gather
+        context.residency.prefetch(self)  # before the reduction: a gather is waited for sooner
         with profiled("_post_backward_hook", self.name):
             self.finish_gradients(context, at_end=False)
             if self._maybe_reshard(context):
                 context.residency.prefetch(self)
 
-    def _take_gradients(self, context: RootContext) -> None:
-        """Move the gradients that are complete to their slots."""
-        expected, task = self.expected, self.expected.arrived.task
-        if task is None:
-            task = hooks.current_backward()
-        arrived, is_new = expected.arrived.take(), task not in expected.of_task
-        if is_new:  # else the backward has been here
-            context.enter_backward(self)
-        by_bucket: dict[int, dict[int, torch.Tensor]] = {}
-        for (bucket, index), grad in arrived:
-            if grad is not None:
-                by_bucket.setdefault(bucket, {})[index] = grad
-        for bucket, grads in by_bucket.items():
+    def _copy_gradients(self, context: RootContext) -> None:
+        grads_of = self.arrivals.take()
+        for bucket, grads in grads_of.items():
             self.gradients[bucket].check(grads, reads_parameters=self.policy.unshard_in_backward)
-        if is_new:
-            if not by_bucket:
-                return
-            expected.of_this_task()
-        expected.came(task, arrived)
-        for bucket, grads in sorted(by_bucket.items()) if len(by_bucket) > 1 else by_bucket.items():
+        for bucket, grads in sorted(grads_of.items()):
             gradients = self.gradients[bucket]
             if gradients.target is None:
                 gradients.open(context.reductions, synchronize=self.synchronize)
-            if self.gradient_weight:  # else their slots count as some that nobody wrote
+            if self.gradient_weight:  # else their slots count as unwritten
                 gradients.add(grads, self.gradient_weight)
-        expected.arrived.all_taken = not expected
 
     def take_outside(self, context: RootContext, bucket: int, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of a parameter that was used outside of forward; see ``outside.py``."""
@@ -442,20 +441,18 @@ class Unit(UnitBuffers):
         their own."""
         context: RootContext = self._tree() or call.context
         self._open_calls.discard(call)
-        if not self._open_calls:
-            self.expected.arrived.task = None  # nothing tells whether the backward comes by again
         if not self._maybe_reshard(context) and len(self._ran) > 1 and not self._open_calls and self._depth == 0:
             context.residency.keep_to_others(self)
 
     def _maybe_reshard(self, context: RootContext) -> bool:
         """Reshard if the backward is over for the unit; returns whether it is."""
-        if self._open_calls or self._depth > 0 or any(self.expected.of_task.values()):
+        if self._open_calls or self._depth > 0 or self.arrivals.pending:
             return False
         context.residency.end_backward(self)
         return True
 
     def _forget_backward(self) -> None:
-        self.expected.forget()
+        self.arrivals.forget()
         for call in self._open_calls:
             call.entered = None
         self._open_calls.clear()
@@ -520,17 +517,14 @@ class Unit(UnitBuffers):
 
     def end_backward(self) -> None:
         context: RootContext = self._tree()
-        busy = self._depth or self._open_calls or self.expected.arrived.gradients
-        if not (busy or self.expected or any(map(_waits_of, self.gradients))):
-            self.expected.forget()  # nearly always: it is through
+        busy = self._depth or self._open_calls or self.arrivals.held
+        if not (busy or self.arrivals.pending or any(map(_waits_of, self.gradients))):
+            self.arrivals.forget()  # nearly always: it is through
             if not self.groups.sharded or context.residency.of(self) is not Residence.SHARDED:
                 context.residency.end_backward(self)
             return
-        if self.expected.arrived.gradients:
-            self._take_gradients(context)
-        if self.expected.arrived.all_taken:
-            with profiled("_post_backward_hook", self.name):
-                self.finish_gradients(context, at_end=False)
+        if self.arrivals.held:
+            self._copy_gradients(context)
         if self.synchronize and not self._has_written:
             for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
                 if gradients.accumulates:

@@ -24,7 +24,7 @@ from fsdp.flat.full_copy import BufferState
 from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE, Member
-from fsdp.runtime.expected import ExpectedLeaves
+from fsdp.runtime.arrivals import Arrivals
 from fsdp.runtime.policy import UnitPolicy
 from fsdp.runtime.precision import UnitPrecision
 
@@ -49,7 +49,7 @@ class UnitBuffers(Member):
     device: torch.device  # where it computes
     policy: UnitPolicy
     precision: UnitPrecision
-    expected: ExpectedLeaves = field(init=False)  # the gradients that are still to come
+    arrivals: Arrivals = field(init=False)  # the gradients that are still to come
     synchronize: bool = field(default=True, init=False)  # whether a backward, when it runs, reduces its gradients
     gradient_weight: float = field(default=1.0, init=False)  # what this rank's gradients count, as they come
     full_precision: bool = field(default=False, init=False)  # whether it computes and reduces in the shards' dtypes
@@ -209,7 +209,7 @@ class UnitBuffers(Member):
             if not view.is_as_left:
                 changed = view.refresh() or changed
         if changed:
-            self.expected.watch()
+            self.arrivals.watch()
 
     def follow_flags(self) -> bool:
         """Freeze and unfreeze the leaves as the visible parameters are now that a backward begins; returns whether some
@@ -219,7 +219,7 @@ class UnitBuffers(Member):
             if not view.flags_are_as_left:
                 changed = view.follow_flags() or changed
         if changed:
-            self.expected.watch(awaits_unfrozen=True)
+            self.arrivals.watch(awaits_unfrozen=True)
         return changed
 
     def check_unfrozen(self) -> None:
@@ -228,7 +228,7 @@ class UnitBuffers(Member):
         Autograd does so with the gradient of a leaf that is frozen when it arrives, and the leaves follow the visible
         parameters only when the backward first comes to an output of a unit.
         """
-        for bucket, index in sorted(self.expected.lost):
+        for bucket, index in sorted(self.arrivals.lost):
             raise RuntimeError(
                 f"the gradient of parameter {self.handles[bucket].name_of(index)!r} of {self.name} is lost. The "
                 "parameter was frozen during the last forward and unfrozen after it, and the backward reached the "

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp
-from fsdp.runtime import expected
+from fsdp.runtime import arrivals
 from fsdp.runtime.unit import units_in
 from tests.harness.oracle import MakeOptimizer, assert_bit_equal, assert_close_ulp, named_parameters, sgd_of_halves
 from tests.harness.sharded import _in_memory_order
@@ -305,8 +305,8 @@ ALL_SMALL = pytest.mark.parametrize("all_small", [False, True], ids=["mixed", "s
 def with_gradients(all_small: bool, function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function`` on a rank, where units that it makes have gradients that are ``all_small``, and stay on their
     leaves; else they have some of each kind."""
-    before, expected.SMALL = expected.SMALL, (1 << 16 if all_small else expected.SMALL)
+    before, arrivals.SMALL = arrivals.SMALL, (1 << 16 if all_small else arrivals.SMALL)
     try:
         return function(*args)
     finally:
-        expected.SMALL = before
+        arrivals.SMALL = before

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.runtime import expected
+from fsdp.runtime import arrivals
 from tests.harness.pool import STACK_SIGNAL, TIDY_UP, Failed, Returned
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     torch.set_num_threads(1)
     # Only a loss of power shows what has come to the disk: tests that lose it have a disk that knows what was synced.
     os.fsync = os.fstat  # type: ignore[assignment]
-    expected.SMALL = 64  # bytes: models of tests have gradients of both kinds
+    arrivals.SMALL = 64  # bytes: models of tests have gradients of both kinds
     seed_the_cpu_only()
     dist.set_debug_level_from_env()  # torch has read it in the template
     connection = Connection(pipe)
