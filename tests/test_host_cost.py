@@ -55,12 +55,13 @@ def chain(units: int, layers: int, **options: Any) -> nn.Module:
 
 @contextmanager
 def counting(measured: bool) -> Iterator[list[str]]:
-    """The package's functions that are called inside, if it is ``measured``."""
+    """The package's functions that are called inside, if it is ``measured``; comprehensions are part of a function."""
     calls: list[str] = []
 
     def count(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            calls.append(frame.f_code.co_name)
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_name.startswith("<"):
+            calls.append(code.co_name)
 
     sys.setprofile(count if measured else None)
     try:
@@ -83,10 +84,10 @@ def calls_of_a_step(model: nn.Module) -> int:
 
 # a unit of one layer, and each further layer of two parameters
 BOUNDS = {
-    (FULL_SHARD, True): (194, 2),
-    (FULL_SHARD, False): (193, 2),
-    (SHARD_GRAD_OP, True): (184, 2),
-    (NO_SHARD, True): (156, 8),
+    (FULL_SHARD, True): (190, 2),
+    (FULL_SHARD, False): (190, 2),
+    (SHARD_GRAD_OP, True): (176, 2),
+    (NO_SHARD, True): (143, 6),
 }
 
 
@@ -143,7 +144,7 @@ class Block(nn.Sequential):
     pass
 
 
-@pytest.mark.parametrize(("use_orig_params", "bounds"), [(True, (356, 82)), (False, (376, 79))])
+@pytest.mark.parametrize(("use_orig_params", "bounds"), [(True, (260, 62)), (False, (268, 60))])
 def test_calls_of_wrapping(group_of_eight: None, use_orig_params: bool, bounds: tuple[int, int]) -> None:
     few, some, many = (calls_of_wrapping(units, 1, use_orig_params=use_orig_params) for units in (4, 8, 12))
     assert many - some == some - few, "what a unit costs grows with the number of units"
