@@ -5,18 +5,11 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
-from fsdp.api import (
-    CPUOffload,
-    FlatParamKey,
-    MixedPrecision,
-    ShardingStrategy,
-)
 from fsdp.comm import beginning
 from fsdp.comm.groups import Groups
 from fsdp.comm.shared_memory import known_channel
@@ -41,23 +34,10 @@ from fsdp.runtime.context import RootContext
 from fsdp.runtime.explain import explain_uncaught_errors
 from fsdp.runtime.hooks import forward_refused, own_operations
 from fsdp.runtime.mistakes import check_variables, warn_of_hooks
-from fsdp.runtime.policy import TreePolicy, UnitPolicy
+from fsdp.runtime.options import WrapOptions
+from fsdp.runtime.policy import TreePolicy
 from fsdp.runtime.precision import UnitPrecision
 from fsdp.runtime.unit import Unit, units_below, units_in, units_of
-
-
-@dataclass(frozen=True)
-class UnitOptions:
-    """What a unit is to be like; see the arguments of ``FullyShardedDataParallel``."""
-
-    groups: Groups
-    policy: UnitPolicy
-    mixed_precision: MixedPrecision
-    cpu_offload: CPUOffload
-    param_init_fn: Callable[[nn.Module], None] | None
-    device_id: int | str | torch.device | None
-    synchronized: bool  # whether all start with the values of the first rank; otherwise each has its own
-    flat_param_key: FlatParamKey | None = None
 
 
 def inside_checkpoint(module: nn.Module) -> nn.Module:
@@ -81,25 +61,14 @@ def warn_without_forward(module: nn.Module) -> None:
             )
 
 
-def strategy_in_use(strategy: ShardingStrategy, groups: Groups) -> ShardingStrategy:
-    """Return ``strategy``, or ``NO_SHARD`` with a warning where a group of one rank leaves nothing to shard over."""
-    if groups.shard_size > 1 or strategy is ShardingStrategy.NO_SHARD or groups.forced:
-        return strategy
-    warn_user(
-        f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} works like "
-        f"NO_SHARD here{', over the replica group' if groups.replica is not None else ''}"
-    )
-    return ShardingStrategy.NO_SHARD
-
-
-def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOptions) -> Unit:
+def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOptions) -> Unit:
     """The unit of ``module``, whose parameters are given values, moved, flattened and sharded; the wrapper calls.
 
     Raises: as the constructor of ``FullyShardedDataParallel``.
     """
     check_variables()
     explain_uncaught_errors()
-    use_orig_params = options.policy.tree.use_orig_params
+    use_orig_params = options.use_orig_params
     inner = units_of(module)
     for unit in inner:
         unit.parent_is_built = True
@@ -114,20 +83,20 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
     count_writes(owned)
     group = options.groups.shard or options.groups.replica
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner], group)
-    if options.synchronized:
+    if options.sync_module_states:
         several = [group for group in (options.groups.replica, options.groups.shard) if group is not None]
         beginning.prepare(several, device, "a model with the values of rank 0")
         synchronize([item.param.detach() for item in owned] + own_buffers(module), options.groups)
         beginning.settled(several)
     home = None if use_orig_params else Home.of(module, outermost_of(module)[0])
     buckets: list[BucketViews] = []
-    compares = not options.synchronized and options.groups.data_parallel_size > 1
+    compares = not options.sync_module_states and options.groups.data_parallel_size > 1
     initial: list[InitialValues] = []
     for layout, members in bucket_layouts(
         owned,
         options.groups.shard_size,
         device.type == "cpu",
-        options.mixed_precision,
+        options.precision,
         use_orig_params=use_orig_params,
         key=options.flat_param_key,
     ):
@@ -157,7 +126,7 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: UnitOpti
         if not use_orig_params:
             item.param = None  # type: ignore[assignment]
     precision = UnitPrecision(
-        module, options.mixed_precision, ignored.modules, full_in_eval=options.policy.tree.use_full_prec_in_eval
+        module, options.precision, ignored.modules, full_in_eval=options.policy.tree.use_full_prec_in_eval
     )
     for submodule in module.modules():  # torch.compile and tools look for these two
         if submodule not in ignored.modules:

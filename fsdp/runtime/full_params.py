@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import assign_grad
 from fsdp.flat.full_copy import BufferState, parameter_views
 from fsdp.flat.names import joined, path_of
@@ -56,6 +57,11 @@ def summon(units: Sequence[tuple[Unit, RootContext]], options: SummonOptions) ->
     Raises:
         AssertionError: a unit is in its forward or backward, or shown already.
     """
+    if options.offload_to_cpu and not options.rank0_only:
+        warn_user(
+            "summon_full_params(offload_to_cpu=True) without rank0_only=True makes a CPU copy of the full parameters "
+            "on every rank"
+        )
     for unit, _ in units:
         unit.check_idle(
             "Cannot manually unshard parameters during forward/backward, nor while they are shown already",

@@ -1,0 +1,135 @@
+"""The arguments of one wrapper, validated once, with the groups and the policy that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FlatParamKey,
+    MixedPrecision,
+    ShardingStrategy,
+    as_backward_prefetch,
+    as_cpu_offload,
+    as_flag,
+    as_flat_param_key,
+    as_mixed_precision,
+    as_sharding_strategy,
+)
+from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES, Groups, check_groups
+from fsdp.comm.nodes import choose_groups
+from fsdp.comm.user_warnings import warn_user
+from fsdp.runtime.policy import UnitPolicy, tree_policy
+
+
+@dataclass(frozen=True)
+class WrapOptions:
+    """The options of one unit: the arguments of ``FullyShardedDataParallel``, which documents them.
+
+    Attributes:
+        process_group: the shard group; with hybrid strategies the pair (shard group, replica group).
+        mixed_precision: None where the user passed None.
+        groups: the ranks and groups that the unit communicates over.
+        policy: when the unit is gathered, resharded and reduced.
+    """
+
+    process_group: Any
+    device_mesh: DeviceMesh | None
+    sharding_strategy: ShardingStrategy
+    cpu_offload: CPUOffload
+    backward_prefetch: BackwardPrefetch | None
+    mixed_precision: MixedPrecision | None
+    param_init_fn: Callable[[nn.Module], None] | None
+    device_id: int | str | torch.device | None
+    sync_module_states: bool
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    use_orig_params: bool
+    reduce_unused: bool
+    forward_prefetch_distance: int
+    backward_prefetch_distance: int
+    reshard_after_forward: bool | int | None
+    keep_gathered_nbytes: int
+    broadcast_buffers: bool
+    coalesce_nbytes: int
+    flat_param_key: FlatParamKey | None
+    groups: Groups
+    policy: UnitPolicy
+
+    @staticmethod
+    def of(*, auto_wrap_policy: Any, **arguments: Any) -> WrapOptions:
+        """Validate the arguments of a wrapper, then choose its process groups. Hybrid strategies and
+        ``reshard_after_forward=<number>`` create groups here, on all ranks together.
+
+        Raises:
+            TypeError, ValueError: an argument is of the wrong kind, or two arguments contradict each other.
+            RuntimeError: there is no process group.
+            NotImplementedError: a combination that is not supported.
+        """
+        strategy = as_sharding_strategy(arguments["sharding_strategy"])
+        prefetch = as_backward_prefetch(arguments["backward_prefetch"])
+        precision = as_mixed_precision(arguments["mixed_precision"])
+        if arguments["param_init_fn"] is not None and not callable(arguments["param_init_fn"]):
+            raise ValueError(f"Expected param_init_fn to be callable but got {type(arguments['param_init_fn'])}")
+        validated = arguments | {
+            "sharding_strategy": strategy,
+            "backward_prefetch": prefetch,
+            "mixed_precision": None if arguments["mixed_precision"] is None else precision,
+            "cpu_offload": as_cpu_offload(arguments["cpu_offload"]),
+            "flat_param_key": as_flat_param_key(arguments["flat_param_key"], arguments["use_orig_params"]),
+            "forward_prefetch": as_flag(arguments["forward_prefetch"], "forward_prefetch"),
+            "limit_all_gathers": as_flag(arguments["limit_all_gathers"], "limit_all_gathers"),
+        }
+        names = ("use_orig_params", "limit_all_gathers", "reduce_unused", "broadcast_buffers", "keep_gathered_nbytes")
+        policy = UnitPolicy.chosen(
+            tree_policy(**{name: validated[name] for name in names}),
+            strategy,
+            prefetch,
+            reshard_after_forward=validated["reshard_after_forward"],
+            distances=(validated["forward_prefetch_distance"], validated["backward_prefetch_distance"]),
+            forward_prefetch=validated["forward_prefetch"],
+        )
+        check_groups(strategy, validated["process_group"], validated["device_mesh"], auto_wrap_policy)
+        validated["process_group"] = choose_groups(strategy, validated["process_group"], validated["device_mesh"])
+        if strategy in HYBRID_SHARDING_STRATEGIES:
+            groups = Groups.of_pair(*validated["process_group"])
+        else:
+            groups = Groups.of(validated["process_group"], replicate=strategy is ShardingStrategy.NO_SHARD)
+        return WrapOptions(**validated, groups=groups, policy=policy.within(groups))
+
+    @property
+    def precision(self) -> MixedPrecision:
+        """``mixed_precision``, with all defaults in the place of None."""
+        return self.mixed_precision or MixedPrecision()
+
+    def for_inner_units(self, ignored_params: Iterable[nn.Parameter]) -> dict[str, Any]:
+        """Return the constructor's arguments for the units that a policy makes inside of this one.
+
+        They cast no outputs: ``output_dtype`` is about the output of the module that the user wraps.
+        """
+        arguments = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        del arguments["groups"], arguments["policy"]
+        if self.device_mesh is not None:
+            arguments["process_group"] = None
+        if self.mixed_precision is not None:
+            arguments["mixed_precision"] = dataclasses.replace(self.mixed_precision, output_dtype=None)
+        return {**arguments, "ignored_states": ignored_params}
+
+    def strategy_in_use(self) -> ShardingStrategy:
+        """Return the strategy, or ``NO_SHARD`` with a warning if a group of one rank leaves nothing to shard over."""
+        strategy, groups = self.sharding_strategy, self.groups
+        if groups.shard_size > 1 or strategy is ShardingStrategy.NO_SHARD or groups.forced:
+            return strategy
+        warn_user(
+            f"FullyShardedDataParallel: the group has one rank, so there is nothing to shard over; {strategy} works "
+            f"like NO_SHARD here{', over the replica group' if groups.replica is not None else ''}"
+        )
+        return ShardingStrategy.NO_SHARD
