@@ -4,11 +4,11 @@
 
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
-Each wrapped module is a *unit*. Its parameters are flattened into one vector per dtype, of which every rank keeps a
-shard; the optimizer works on the shards. While a unit computes, the vector is gathered into a full buffer, and the
-modules compute with *leaves*: parameters over that buffer. Their gradients are written into a second buffer and
-reduce-scattered as soon as the unit's last one is there. :mod:`fsdp.runtime.unit` tells that story,
-:mod:`fsdp.flat.layout` the arithmetic.
+Each wrapped module is a *unit*. The parameters of a unit are flattened into one vector per dtype, and every rank keeps
+a shard of each vector; the optimizer works on the shards. While a unit computes, the vector is gathered into a full
+buffer, and the modules compute with *leaves*, parameters that are views of that buffer. Gradients are copied into a
+second buffer, which is reduce-scattered when the unit's last gradient has arrived. ``fsdp/README.md`` describes the
+implementation.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from fsdp.tools.describe import Description, UnitDescription, describe
     from fsdp.tools.plan import Plan, StrategyPlan, plan
     from fsdp.tools.trace import Trace, trace
+
+__version__ = "0.1.0"
 
 __all__ = [
     "BackwardPrefetch",
@@ -96,11 +98,16 @@ _TOOLS = ("Description", "Plan", "StrategyPlan", "Trace", "UnitDescription", "de
 
 
 def __getattr__(name: str) -> Any:
-    """The tools, which training does not need: when one is first asked for."""
+    """Import the tools at the first use of one; training does not need them."""
     if name not in _TOOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from fsdp.tools import describe, plan, trace
 
-    here = {**vars(describe), **vars(plan), **vars(trace)}
-    globals().update({tool: here[tool] for tool in _TOOLS})
+    loaded = {**vars(describe), **vars(plan), **vars(trace)}
+    globals().update({tool: loaded[tool] for tool in _TOOLS})
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """List the public names, including tools that are not imported yet."""
+    return sorted([*__all__, "__version__", "checkpoint", "wrap"])

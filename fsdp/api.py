@@ -1,11 +1,11 @@
-"""What a user may ask for: sharding strategies, prefetching, precision, offload and kinds of state dict.
+"""The configuration types: sharding strategies, prefetching, precision, offload and kinds of state dict.
 
 Names, members, values, fields and defaults are those of ``torch.distributed.fsdp``: callers build members from integers
 (``ShardingStrategy(1)``) and from names (``ShardingStrategy["FULL_SHARD"]``).
 
-The ``as_*`` functions turn what a caller passed into these types. They also take torch's own enum members and
-dataclasses, recognised by class name and by member or field names, because a program may have imported those before it
-imported this package. What they cannot take, they refuse with an error that names the argument.
+The ``as_*`` functions convert a caller's argument to these types. They also accept torch's own enum members and
+dataclasses, recognised by class name and by member or field names, because a program may have imported torch's types
+before this package. For anything else they raise an error that names the argument.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class ShardingStrategy(enum.Enum):
-    """What each rank holds, and for how long.
+    """The sharding of parameters, gradients and optimizer state, and the lifetime of gathered parameters.
 
     * ``FULL_SHARD``: parameters, gradients and optimizer state are sharded; the gathered parameters are released after
       forward and gathered again for backward.
@@ -59,8 +59,8 @@ class ShardingStrategy(enum.Enum):
 
 
 class BackwardPrefetch(enum.Enum):
-    """When backward gathers the next unit: before the current unit's gradients are computed (``BACKWARD_PRE``: most
-    overlap, most memory) or after (``BACKWARD_POST``)."""
+    """The time when backward gathers the next unit: before the current unit's gradients are computed (``BACKWARD_PRE``,
+    most overlap and most memory) or after (``BACKWARD_POST``)."""
 
     BACKWARD_PRE = 1
     BACKWARD_POST = 2
@@ -71,7 +71,7 @@ class MixedPrecision:
     """The dtypes of compute, reduction and buffers. ``None`` leaves the respective dtype alone.
 
     Attributes:
-        param_dtype: dtype of the gathered parameters, so of forward, backward and the all-gather. The sharded
+        param_dtype: dtype of the gathered parameters, and so of forward, backward and all-gather. The sharded
             parameters that the optimizer sees keep their own dtype.
         reduce_dtype: dtype of the gradient reduction; ``None`` means ``param_dtype``, else the parameters' own.
         buffer_dtype: dtype that floating point buffers are cast to, once.
@@ -79,11 +79,11 @@ class MixedPrecision:
         cast_forward_inputs: each unit casts its own floating point inputs to its ``param_dtype``.
         cast_root_forward_inputs: the root casts its floating point inputs to its ``param_dtype``.
         _module_classes_to_ignore: modules of these classes are kept in full precision when a policy wraps the model.
-        output_dtype: dtype that the unit casts the floating point tensors of its output to. A policy gives it to no
-            unit that it makes: the output of the module being wrapped is meant.
+        output_dtype: dtype of the floating point tensors in the unit's output. It applies to the module being wrapped
+            and not to units that a policy makes inside it.
 
-    Two values are equal if their fields are. Creating one checks nothing; :meth:`validate` does. A unit goes by what it
-    was given when it was made: what is changed in it later has no effect.
+    Two objects are equal if their fields are. The constructor checks nothing; :meth:`validate` does. A unit reads the
+    object when it is built; later changes have no effect.
     """
 
     param_dtype: torch.dtype | None = None
@@ -96,11 +96,12 @@ class MixedPrecision:
     output_dtype: torch.dtype | None = None
 
     def validate(self) -> None:
-        """Returns if every field can be used.
+        """Check all fields.
 
         Raises:
-            TypeError: a dtype is not a ``torch.dtype``, or ``_module_classes_to_ignore`` does not hold classes.
-            ValueError: a dtype is not a (real) floating point one.
+            TypeError: a dtype is not a ``torch.dtype``, or ``_module_classes_to_ignore`` holds something else than
+                classes.
+            ValueError: a dtype is not a (real) floating point dtype.
         """
         for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
             dtype = getattr(self, name)
@@ -120,23 +121,23 @@ class MixedPrecision:
             )
 
     def compute_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """What parameters of ``dtype`` are computed in; only floating point ones are cast."""
+        """Return the compute dtype of parameters of ``dtype``. Only floating point parameters are cast."""
         return (self.param_dtype or dtype) if dtype.is_floating_point else dtype
 
     def reduce_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """What the gradients of parameters of ``dtype`` are reduced in."""
+        """Return the reduction dtype for gradients of parameters of ``dtype``."""
         return (self.reduce_dtype or self.param_dtype or dtype) if dtype.is_floating_point else dtype
 
 
 @dataclasses.dataclass
 class CPUOffload:
-    """What lives in CPU memory while the unit does not compute. On a unit that computes on the CPU nothing changes.
+    """The tensors kept in CPU memory while the unit does not compute. Units that compute on the CPU ignore it.
 
     Attributes:
-        offload_params: the shards, so that the optimizer steps on the CPU.
-        offload_gradients: the reduced gradients; None means as ``offload_params``. The optimizers of torch want a
-            parameter and its gradient on one device: use another value only with one that does not.
-        pin_memory: keep them in page-locked memory, which copies without blocking the host.
+        offload_params: keep the shards there; the optimizer then steps on the CPU.
+        offload_gradients: keep the reduced gradients there; None means as ``offload_params``. Torch's optimizers need
+            a parameter and its gradient on one device, and so None.
+        pin_memory: use page-locked memory, which is copied without blocking the host.
     """
 
     offload_params: bool = False
@@ -145,13 +146,13 @@ class CPUOffload:
 
     @property
     def gradients(self) -> bool:
-        """Whether reduced gradients are offloaded."""
+        """True if reduced gradients are offloaded."""
         return self.offload_params if self.offload_gradients is None else self.offload_gradients
 
 
 class StateDictType(enum.Enum):
-    """What ``state_dict()`` returns: whole tensors under the original names (``FULL_STATE_DICT``), this rank's flat
-    shards (``LOCAL_STATE_DICT``), or sharded tensors under the original names (``SHARDED_STATE_DICT``)."""
+    """The form of ``state_dict()``: full tensors under the original names (``FULL_STATE_DICT``), the flat shards of
+    this rank (``LOCAL_STATE_DICT``), or sharded tensors under the original names (``SHARDED_STATE_DICT``)."""
 
     FULL_STATE_DICT = 1
     LOCAL_STATE_DICT = 2
@@ -160,14 +161,14 @@ class StateDictType(enum.Enum):
 
 @dataclasses.dataclass
 class StateDictConfig:
-    """Options that every kind of model state dict has. ``offload_to_cpu``: the tensors returned are in CPU memory."""
+    """Options of all forms of model state dicts. ``offload_to_cpu``: return tensors in CPU memory."""
 
     offload_to_cpu: bool = False
 
 
 @dataclasses.dataclass
 class FullStateDictConfig(StateDictConfig):
-    """``rank0_only``: only rank 0 gets the parameters."""
+    """Options of a full state dict. ``rank0_only``: return the parameters on rank 0 only."""
 
     rank0_only: bool = False
 
@@ -179,57 +180,60 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclasses.dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """``_use_dtensor``: values are ``DTensor`` instead of ``ShardedTensor``; set where a device mesh was given."""
+    """Options of a sharded state dict. ``_use_dtensor``: values are ``DTensor``, not ``ShardedTensor``; set for models
+    that were wrapped with a device mesh."""
 
     _use_dtensor: bool = False
 
 
 @dataclasses.dataclass
 class RaggedStateDictConfig(ShardedStateDictConfig):
-    """For a sharded state dict without communication: values are :class:`fsdp.checkpoint.ragged.RaggedTensor`, each
-    with the part of the parameter that lies in this rank's shard, for ``torch.distributed.checkpoint`` to save and to
-    load into at any number of ranks. Under every strategy, ``NO_SHARD`` included. The values lie in the memory of model
-    and optimizer unless they are moved to CPU from elsewhere: save or copy them before the next step. ``_use_dtensor``
-    means nothing here.
+    """Options of a sharded state dict that needs no communication, under every strategy.
+
+    Each value is a :class:`fsdp.checkpoint.ragged.RaggedTensor` with the part of the parameter in this rank's shard.
+    ``torch.distributed.checkpoint`` saves it, and loads into it at any number of ranks. Values share memory with model
+    and optimizer unless ``offload_to_cpu`` copies them from an accelerator: save or copy them before the next step.
+    ``_use_dtensor`` has no effect.
     """
 
 
 @dataclasses.dataclass
 class OptimStateDictConfig:
-    """Options that every kind of optimizer state dict has. The default differs from the model's: state goes to CPU."""
+    """Options of all forms of optimizer state dicts. Tensors go to CPU by default, unlike the model's."""
 
     offload_to_cpu: bool = True
 
 
 @dataclasses.dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """``rank0_only``: only rank 0 gets the state."""
+    """Options of a full optimizer state dict. ``rank0_only``: return the state on rank 0 only."""
 
     rank0_only: bool = False
 
 
 @dataclasses.dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a local optimizer state dict. It stays where it is unless asked otherwise."""
+    """Options of a local optimizer state dict. Tensors stay on their device by default."""
 
     offload_to_cpu: bool = False
 
 
 @dataclasses.dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """``_use_dtensor``: values are ``DTensor`` instead of ``ShardedTensor``; set where a device mesh was given."""
+    """Options of a sharded state dict. ``_use_dtensor``: values are ``DTensor``, not ``ShardedTensor``; set for models
+    that were wrapped with a device mesh."""
 
     _use_dtensor: bool = False
 
 
 @dataclasses.dataclass
 class RaggedOptimStateDictConfig(ShardedOptimStateDictConfig):
-    """As :class:`RaggedStateDictConfig`, for the optimizer's state."""
+    """Options of an optimizer state dict without communication; see :class:`RaggedStateDictConfig`."""
 
 
 @dataclasses.dataclass
 class StateDictSettings:
-    """The kind of state dict in force, with its options for the model and for the optimizer."""
+    """The form of state dict in force, with its options for the model and for the optimizer."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig
@@ -237,14 +241,14 @@ class StateDictSettings:
 
 
 class OptimStateKeyType(enum.Enum):
-    """How an optimizer state dict names parameters: by fully qualified name, or by position as plain optimizers do."""
+    """The keys of parameters in an optimizer state dict: full names, or positions as in plain optimizers."""
 
     PARAM_NAME = 1
     PARAM_ID = 2
 
 
 class TrainingState(enum.Enum):
-    """What a wrapped module is doing."""
+    """The activity of a wrapped module."""
 
     IDLE = 1
     FORWARD_BACKWARD = 2
@@ -252,7 +256,7 @@ class TrainingState(enum.Enum):
 
 
 class HandleTrainingState(enum.Enum):
-    """What a flat parameter is used for."""
+    """The activity that uses a flat parameter."""
 
     IDLE = 1
     FORWARD = 2
@@ -272,20 +276,20 @@ class HandleShardingStrategy(enum.Enum):
 
 
 def as_sharding_strategy(value: Any) -> ShardingStrategy:
-    """The strategy that ``value`` names; ``FULL_SHARD`` for None. Errors: see the module's docstring."""
+    """Convert ``value`` to a strategy; None is ``FULL_SHARD``. Errors: see the module's docstring."""
     return ShardingStrategy.FULL_SHARD if value is None else _as_member(ShardingStrategy, value, "sharding_strategy")
 
 
 def as_backward_prefetch(value: Any) -> BackwardPrefetch | None:
-    """The kind of prefetch that ``value`` names; None means none. Errors: see the module's docstring."""
+    """Convert ``value`` to a kind of prefetch; None means no prefetch. Errors: see the module's docstring."""
     return None if value is None else _as_member(BackwardPrefetch, value, "backward_prefetch")
 
 
 def as_flag(value: Any, argument: str) -> bool:
-    """``value`` as a bool, if it equals one.
+    """Convert ``value`` to a bool.
 
     Raises:
-        TypeError: it does not.
+        TypeError: ``value`` is neither a bool nor equal to one.
     """
     if isinstance(value, torch.Tensor) or value not in (False, True):
         raise TypeError(f"{argument} must be a bool, but got {_described(value)}")
@@ -293,12 +297,13 @@ def as_flag(value: Any, argument: str) -> bool:
 
 
 def as_resharding(value: Any, strategy: ShardingStrategy) -> tuple[bool | None, int]:
-    """(whether units are resharded after forward, over how many ranks): what ``value`` says, or ``strategy`` where that
-    is None. None: all but the root are; 0: over all ranks.
+    """Convert ``reshard_after_forward`` to the pair (units are resharded after forward, number of ranks).
+
+    The strategy decides if ``value`` is None. In the result None means all units except the root, and 0 all ranks.
 
     Raises:
-        TypeError: it is no bool, no number and not None.
-        ValueError: it is not what ``strategy`` says, or less than one rank.
+        TypeError: ``value`` is no bool, no number and not None.
+        ValueError: ``value`` contradicts ``strategy``, or is less than one rank.
     """
     keeps = strategy in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
     if value is None:
@@ -315,11 +320,11 @@ def as_resharding(value: Any, strategy: ShardingStrategy) -> tuple[bool | None, 
 
 
 def as_count(value: Any, argument: str, of: str) -> int:
-    """``value`` as a number of units, or of what else it counts.
+    """Check a number of units or bytes (``of``) and return it.
 
     Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative.
+        TypeError: ``value`` is no integer.
+        ValueError: ``value`` is negative.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{argument} must be an int, a number of {of}, but got {_described(value)}")
@@ -352,9 +357,10 @@ def as_flat_param_key(value: Any, use_orig_params: bool) -> FlatParamKey | None:
 
 
 def as_mixed_precision(value: Any) -> MixedPrecision:
-    """``value`` as a validated :class:`MixedPrecision` (one of ours is returned itself); all defaults for None.
+    """Convert ``value`` to a validated :class:`MixedPrecision`; None gives all defaults.
 
-    Raises TypeError or ValueError as :meth:`MixedPrecision.validate` does, and TypeError for another type.
+    Raises:
+        TypeError, ValueError: see :meth:`MixedPrecision.validate`; TypeError for another type.
     """
     precision = MixedPrecision() if value is None else _as_record(MixedPrecision, value, "mixed_precision")
     precision.validate()
@@ -362,7 +368,7 @@ def as_mixed_precision(value: Any) -> MixedPrecision:
 
 
 def as_cpu_offload(value: Any) -> CPUOffload:
-    """``value`` as a :class:`CPUOffload` (one of ours is returned itself); no offload for None."""
+    """Convert ``value`` to a :class:`CPUOffload`; None is no offload."""
     return CPUOffload() if value is None else _as_record(CPUOffload, value, "cpu_offload")
 
 
@@ -374,11 +380,11 @@ _STATE_DICT_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[Optim
 
 
 def as_state_dict_settings(state_dict_type: Any, config: Any = None, optim_config: Any = None) -> StateDictSettings:
-    """The kind of state dict with its options; None for either config means its defaults for that kind.
+    """Convert a form of state dict and its two configurations; None for a configuration means all defaults.
 
     Raises:
         TypeError, ValueError: ``state_dict_type`` is no member of :class:`StateDictType`.
-        RuntimeError: a config is of another kind of state dict.
+        RuntimeError: a configuration belongs to another form.
     """
     kind = _as_member(StateDictType, state_dict_type, "state_dict_type")
     configs: list[Any] = []
@@ -397,7 +403,7 @@ _Record = TypeVar("_Record")
 
 
 def _as_member(cls: type[_Member], value: Any, argument: str) -> _Member:
-    """``value`` as a member of ``cls``; a member of another enum of the same class name counts by its own name."""
+    """Convert ``value`` to a member of ``cls``. A member of another enum with the same class name counts by name."""
     if isinstance(value, cls):
         return value
     expected = f"{argument} must be a {cls.__name__} ({', '.join(cls.__members__)})"
@@ -409,8 +415,11 @@ def _as_member(cls: type[_Member], value: Any, argument: str) -> _Member:
 
 
 def _as_record(cls: type[_Record], value: Any, argument: str) -> _Record:
-    """``value`` as an instance of the dataclass ``cls``; an instance of another dataclass of the same class name, or of
-    a subclass of one, is copied field by field (fields it lacks keep our default)."""
+    """Convert ``value`` to the dataclass ``cls``.
+
+    An instance of another dataclass with the same class name, or of a subclass of one, is copied field by field. Fields
+    that it lacks keep their defaults.
+    """
     if isinstance(value, cls):
         return value
     names = [base.__name__ for base in type(value).__mro__]

@@ -1,4 +1,4 @@
-"""The environment variables of the package: the one place that reads them, and says what values they may have."""
+"""The environment variables of the package, with their values. No other file reads them."""
 
 from __future__ import annotations
 
@@ -34,23 +34,25 @@ FOREIGN = {
 
 
 class Variable(Generic[_T]):
-    """One environment variable, which is read whenever it is asked for. One that is empty counts as not set.
+    """One environment variable. It is read at each use; an empty value counts as not set.
 
     Attributes:
-        name: of the variable.
-        alike: whether all ranks have to have the same value.
+        name: the variable's name.
+        alike: True if all ranks need the same value.
     """
 
     def __init__(self, name: str, default: _T, parse: Callable[[str], _T], values: str, *, alike: bool = True) -> None:
-        """``parse`` raises ValueError or KeyError for what is none of the ``values``, which these words describe."""
+        """``values`` describes the allowed values in error messages; ``parse`` raises ValueError or KeyError for
+        others."""
         self.name, self.alike = name, alike
         self._default, self._parse, self._values = default, parse, values
 
     @property
     def value(self) -> _T:
-        """
+        """Parse the variable's value.
+
         Raises:
-            ValueError: the variable has a value that it may not have.
+            ValueError: the value is not allowed.
         """
         text = os.environ.get(self.name, "")
         if not text:
@@ -97,16 +99,17 @@ VARIABLES: list[Variable[bool] | Variable[str] | Variable[int | None]] = [
 
 
 def check() -> None:
-    """
+    """Parse all variables.
+
     Raises:
-        ValueError: a variable has a value that it may not have.
+        ValueError: a value is not allowed.
     """
     for variable in VARIABLES:
-        variable.value  # noqa: B018  # it raises
+        variable.value  # noqa: B018, the property raises
 
 
 def unknown() -> list[str]:
-    """A message for each variable whose name begins like those of this package, and is none that is known."""
+    """Return a message for each variable that begins with ``FSDP_`` and is unknown."""
     names = [variable.name for variable in VARIABLES]
     found = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in FOREIGN.union(names))
     messages = []
@@ -118,7 +121,7 @@ def unknown() -> list[str]:
 
 
 def alike() -> dict[str, str]:
-    """The values that have to be the same on all ranks, by name, as they would be set; "" for what has none."""
+    """Map each variable that needs the same value on all ranks to the value as text; "" if unset."""
     words: dict[object, str] = {None: "", False: "0", True: "1"}
     values = {variable.name: variable.value for variable in VARIABLES if variable.alike}
     return {name: value if isinstance(value, str) else words.get(value, str(value)) for name, value in values.items()}

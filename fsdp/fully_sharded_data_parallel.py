@@ -120,7 +120,7 @@ ProcessGroupType = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
 class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     """A module whose parameters, gradients and optimizer state are sharded over the ranks of a process group.
 
-    ``module`` keeps its class and identity. This rank holds only its shard of the unit's parameters: those of the
+    ``module`` keeps its class and identity. This rank holds only a shard of the unit's parameters: those of the
     subtree that no nested ``FullyShardedDataParallel`` owns. They are gathered while the unit computes, in forward and
     in backward. Gradients arrive in ``.grad``, averaged over the ranks and sharded.
 
@@ -129,7 +129,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     ``.grad`` holds the reduced gradient, on the ranks that have a part of the parameter.
 
     Build the optimizer after wrapping; with ``use_orig_params=True`` it may also be built before. Call the wrapped
-    module and not its parts. Run the same units in the same order on every rank.
+    module and not the modules inside it. Run the same units in the same order on every rank.
 
     Args:
         module: the module to wrap, in place.
@@ -157,7 +157,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         ignored_states: parameters or modules to leave alone.
         reduce_unused: allow ranks to run different units, in any order and number, in forward and backward: branches
             that depend on the data, experts without input. Without it that is an error. Ranks agree before each gather
-            and reduction; a rank that does not run the unit contributes zeros. A unit that no rank runs keeps its
+            and reduction; a rank that does not run the unit contributes zeros. A unit that no rank runs keeps the
             gradients; with ``use_orig_params`` so does a parameter, unless a hook or optimizer waits for it during the
             backward. Passes, ``no_sync()`` and ``requires_grad`` have to be the same on every rank, and the process
             group the same in the whole tree. The price: no prefetch; the host waits for an all-reduce of 24 bytes per
@@ -167,7 +167,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             reverse order of the pair of groups.
         forward_prefetch_distance, backward_prefetch_distance: number of units to gather ahead while a unit computes, in
             the order of the last forward or backward. The first pass has no order, and gathers each unit when it runs.
-            0: least memory. 1 hides a gather behind one unit's compute. Each further unit costs its memory, and hides a
+            0: least memory. 1 hides a gather behind one unit's compute. Each further unit costs memory, and hides a
             slower network or very small units.
         reshard_after_forward: True: reshard all units after forward, the root too. False: keep them, as
             ``SHARD_GRAD_OP``. None: as the strategy says, which exempts the root. A number of ranks that divides the
@@ -287,7 +287,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         watch_autograd_grad()
 
     def _surround(self, module: nn.Module, place: str) -> None:
-        """Wrap ``module``; ``place`` is its prefix in the names of the unit's parameters."""
+        """Wrap ``module``; ``place`` is the prefix of the module in the names of the unit's parameters."""
         self._fsdp_wrapped_module, self._fsdp_place = module, place
         self._fsdp_loading.register([self])
 
@@ -315,7 +315,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         return self.module[key]  # type: ignore[index]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered. The root moves tensor arguments to its device."""
+        """Run the wrapped module with the parameters gathered. The root moves tensor arguments to the device."""
         module: Any = self._modules[WRAPPED_MODULE]  # faster than through __getattr__
         return self._run(module, args, kwargs)
 
@@ -339,7 +339,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         return context, Running(call, unit.name), args, kwargs
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply ``fn`` to each module with its unit's full parameters, and write them back to the shards.
+        """Apply ``fn`` to each module with the full parameters, and write them back to the shards.
 
         Raises:
             ValueError: during a forward or backward.
@@ -376,7 +376,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         return self._membership.join()
 
     def check_is_root(self) -> bool:
-        """Return True if this is the root of its tree. Without a tree this instance becomes a root."""
+        """Return True if this is the root of a tree. Without a tree this instance becomes a root."""
         self._join_context()
         return bool(self._is_root)
 
@@ -418,7 +418,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
 
         Args:
             recurse: include all instances below; else only ``module`` itself, if it is one.
-            writeback: on exit each rank writes its own part back to its shard. Without it changes are lost, except
+            writeback: on exit each rank writes back to the shard. Without it changes are lost, except
                 under ``NO_SHARD``, where the live tensors are shown.
             rank0_only: show them on rank 0 of each shard group only; other ranks see shards.
             offload_to_cpu: show copies on CPU.
@@ -509,7 +509,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce the gradients of every unit by ``hook``, in place of the collective and the division.
 
-        The hook runs when a unit's gradients are complete, on the stream of the reductions. It has to finish its work,
+        The hook runs when a unit's gradients are complete, on the stream of the reductions. It has to finish the work,
         in the order of that stream, before it returns None. Values that it leaves in the padding are dropped.
 
         * sharded: ``hook(state, grad, shard)`` writes this rank's part of the reduced gradient into ``shard``. ``grad``
@@ -525,7 +525,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             AssertionError: not called on the root, or a hook is registered already.
             RuntimeError: ``set_gradient_divide_factor`` or ``set_requires_all_reduce(False)`` is in force.
             ValueError: ``hook`` is not callable.
-            TypeError: ``hook`` does not take the arguments of its strategy.
+            TypeError: ``hook`` does not take the arguments of the strategy.
         """
         self._check_root("register_comm_hook() can only be called on a root instance", AssertionError)
         register_comm_hook(units_of(self), state, hook)

@@ -1,4 +1,4 @@
-"""Several modules that become one unit: those that users say, and neighbours whose units would be tiny."""
+"""Several modules in one unit: groups that users declare, and neighbours whose units would be tiny."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _ModuleGroups = list[tuple[ModuleGroup, dict[str, Any]]]  # with the arguments o
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Modules that are to be one unit, and the arguments of their wrappers that are not those of the tree's."""
+    """A declared group, with the arguments that differ from those of the wrapper around it."""
 
     modules: tuple[nn.Module, ...]
     arguments: dict[str, Any]
 
 
-_GROUP = "_fsdp_group"  # what its modules have theirs as, until they are wrapped; so it is copied with them
+_GROUP = "_fsdp_group"  # key in the modules' __dict__ until they are wrapped; deepcopy copies it with them
 
 
 def declare_group(modules: Iterable[nn.Module], arguments: dict[str, Any]) -> None:
-    """Let ``modules`` be one unit, made with ``arguments``; see ``FullyShardedDataParallel.group``.
+    """Declare ``modules`` as one unit with ``arguments``; see ``FullyShardedDataParallel.group``.
 
     Raises:
-        TypeError, ValueError: they cannot be one. Nothing was changed.
+        TypeError, ValueError: the modules cannot be one unit. Nothing was changed.
     """
     if isinstance(modules, nn.Module) and not isinstance(modules, Iterable):
         raise TypeError(f"group() expects a list of modules, [model.embed, model.head], got {_kinds([modules])}")
@@ -58,21 +58,21 @@ def declare_group(modules: Iterable[nn.Module], arguments: dict[str, Any]) -> No
 
 
 def has_groups(module: nn.Module) -> bool:
-    """Whether a group is declared of modules in ``module``."""
+    """Return True if a group of modules in ``module`` is declared."""
     return any(_GROUP in below.__dict__ for below in module.modules())
 
 
 def forget(group: ModuleGroup) -> None:
-    """What its modules have as their group: they are about to be wrapped."""
+    """Remove the declaration from the modules of ``group``, which are about to be wrapped."""
     for member in members_of(group).values():
         member.__dict__.pop(_GROUP, None)
 
 
 def groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> _ModuleGroups:
-    """The groups of modules below ``root_module``, with their arguments, in the order of the model.
+    """Return the declared groups below ``root_module``, with their arguments, in the order of the model.
 
     Raises:
-        ValueError: not all modules of one are there, or are to be wrapped.
+        ValueError: a module of a group is missing or ignored.
     """
     found: dict[_Group, dict[str, nn.Module]] = {}
     for path, module in own_modules(root_module):
@@ -90,10 +90,10 @@ def groups_in(root_module: nn.Module, ignored: Collection[nn.Module]) -> _Module
 
 
 def inner_first(groups: _ModuleGroups) -> _ModuleGroups:
-    """``groups``, each after those that have a module inside of one of its own.
+    """Sort ``groups`` so that each comes after the groups inside the modules of that group.
 
     Raises:
-        ValueError: of two groups each has a module inside of the other's.
+        ValueError: two groups are inside each other.
     """
     members = [list(members_of(group).values()) for group, _ in groups]
     place = {member: i for i, several in enumerate(members) for member in several}
@@ -114,9 +114,12 @@ def inner_first(groups: _ModuleGroups) -> _ModuleGroups:
 def coalesced(
     root_module: nn.Module, targets: dict[nn.Module, dict[str, Any]], ignored_params: Collection[nn.Parameter]
 ) -> _ModuleGroups:
-    """Groups of neighbours among ``targets``, with their arguments: children of one module, one after the other, that
-    have the same arguments, contain no units, and together no more bytes than their ``coalesce_nbytes``, which is no
-    argument any more. What lies between them is no unit and contains none."""
+    """Return groups of neighbours among ``targets``, with their arguments, as ``coalesce_nbytes`` asks for.
+
+    Neighbours are consecutive children of one module with equal arguments. They contain no units and together have at
+    most ``coalesce_nbytes`` bytes. Modules between them neither are nor contain units. ``coalesce_nbytes`` is removed
+    from the arguments.
+    """
     limits = {m: as_count(own.pop("coalesce_nbytes", 0), "coalesce_nbytes", "bytes") for m, own in targets.items()}
     if not any(limits.values()):
         return []
@@ -145,7 +148,7 @@ def coalesced(
 
 
 def _same_arguments(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Parameters that are ignored are compared by identity: tensors do not tell whether they are equal."""
+    """Compare arguments; ``ignored_states`` by identity, because ``==`` of tensors is no bool."""
     return one.keys() == other.keys() and all(
         one[name] is other[name] or (name != "ignored_states" and bool(one[name] == other[name])) for name in one
     )

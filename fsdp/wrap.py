@@ -1,14 +1,14 @@
-"""Auto-wrap policies: which submodules become units, and the walk that wraps them.
+"""Auto-wrap policies, which choose the submodules that become units, and the walk that wraps them.
 
 There are two kinds of policy. A *policy object* (:class:`ModuleWrapPolicy`, :class:`CustomPolicy`) maps modules to the
-keyword arguments they are wrapped with. A *callable policy* is asked module by module, by keyword::
+keyword arguments of their wrappers. A *callable policy* is called for each module, with keywords::
 
-    policy(module=module, recurse=True, nonwrapped_numel=n)   # n elements in the subtree: look inside it?
-    policy(module=module, recurse=False, nonwrapped_numel=n)  # n elements not in a unit below: make this one a unit?
+    policy(module=module, recurse=True, nonwrapped_numel=n)   # n elements in the subtree: visit the children?
+    policy(module=module, recurse=False, nonwrapped_numel=n)  # n elements outside of units below: make this a unit?
 
-Wrapping has two steps for both kinds: first choose, on the untouched tree, then replace, children before parents. So a
-policy never sees a half-wrapped tree, and one that raises leaves the model as it was. A module that is reachable from
-several parents is wrapped once, and that wrapper takes its place at every one of them.
+Wrapping has two steps: choose on the untouched tree, then replace, children before parents. So a policy never sees a
+half-wrapped tree, and a policy that raises leaves the model unchanged. A module with several parents is wrapped once;
+the wrapper replaces it in all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
     "wrap",
 ]
 
-# The modules that become units, each with the keyword arguments of its wrapper.
+# The modules that become units, with the keyword arguments of their wrappers.
 _Targets = dict[nn.Module, dict[str, Any]]
 _POLICY_ARGUMENTS = ("module", "recurse", "nonwrapped_numel")
 
@@ -49,20 +49,23 @@ _POLICY_ARGUMENTS = ("module", "recurse", "nonwrapped_numel")
 
 
 class _Policy(ABC):
-    """A policy that says for a whole tree at once which modules are wrapped, and with what."""
+    """Base of policies that choose for a whole tree at once."""
 
     @abstractmethod
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules of ``root_module``'s tree to wrap, ``ignored_modules`` never among them, each with a new dict of
-        the wrapper's keyword arguments. The root may be among them; it is not for the policy to leave it out."""
+        """Map the modules to wrap to new dicts of keyword arguments. They may include the root, which the caller leaves
+        out, but none of ``ignored_modules``."""
 
 
 class ModuleWrapPolicy(_Policy):
-    """Wraps every module that is an instance of one of ``module_classes``. Also usable as a callable policy.
+    """Policy that wraps the instances of ``module_classes``, such as ``ModuleWrapPolicy({Block})``.
 
-    Raises TypeError unless ``module_classes`` is an iterable of classes.
+    Also usable as a callable policy.
+
+    Raises:
+        TypeError: ``module_classes`` is no iterable of classes.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -92,12 +95,14 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Wraps what ``lambda_fn(module)`` says: False or an empty dict, not; True, with the root's keyword arguments; a
-    dict, with the root's keyword arguments overridden by it.
+    """Policy that calls ``lambda_fn(module)`` for each module.
 
-    Also usable as a callable policy. It can only answer yes or no then, so the contents of a dict do not count.
+    False or an empty dict: no unit. True: a unit with the root's keyword arguments. A dict: a unit with the root's
+    keyword arguments, overridden by the dict. Also usable as a callable policy, where the contents of a dict are
+    ignored.
 
-    Raises ValueError, when it is run, if ``lambda_fn`` returns anything else.
+    Raises:
+        ValueError: ``lambda_fn`` returns something else (raised during wrapping).
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
@@ -117,7 +122,7 @@ class CustomPolicy(_Policy):
         return recurse or self._overrides(module) is not None
 
     def _overrides(self, module: nn.Module) -> dict[str, Any] | None:
-        """The overrides to wrap ``module`` with, None if it is not to be wrapped."""
+        """Return the overrides of ``module``'s arguments, or None if it becomes no unit."""
         result = self._lambda_fn(module)
         if not isinstance(result, (bool, dict)):
             raise ValueError(
@@ -133,21 +138,21 @@ class CustomPolicy(_Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wraps every module."""
+    """Choose every module."""
     return True
 
 
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
-    """Wraps the modules for which ``lambda_fn(module)`` is true. To be used through ``functools.partial``."""
+    """Choose the modules for which ``lambda_fn(module)`` is true. Use it through ``functools.partial``."""
     return True if recurse else lambda_fn(module)
 
 
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """Wraps the instances of ``transformer_layer_cls``. To be used through ``functools.partial``."""
+    """Choose the instances of ``transformer_layer_cls``. Use it through ``functools.partial``."""
     return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
 
 
@@ -159,10 +164,10 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """Wraps modules with at least ``min_num_params`` elements that are not in a unit below.
+    """Choose modules with at least ``min_num_params`` elements outside of units below.
 
-    ``force_leaf_modules`` are not looked into, ``exclude_wrap_modules`` not wrapped themselves; their defaults are this
-    function's attributes ``FORCE_LEAF_MODULES`` and ``EXCLUDE_WRAP_MODULES``.
+    Children of ``force_leaf_modules`` are not visited, and ``exclude_wrap_modules`` are not wrapped themselves. The
+    defaults are this function's attributes ``FORCE_LEAF_MODULES`` and ``EXCLUDE_WRAP_MODULES``.
     """
     if nonwrapped_numel < min_num_params:
         return False
@@ -174,8 +179,8 @@ def size_based_auto_wrap_policy(
     return not isinstance(module, tuple(excluded))
 
 
-# A multi-head attention reads the weights of its projections itself instead of calling them; a list or dict of modules
-# has no forward that would gather it.
+# A multi-head attention reads the weights of nested projections instead of calling these. A list or dict of modules has
+# no forward that would gather parameters.
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
@@ -195,7 +200,7 @@ def _wrap_module_cls_individually(
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Whether any of the callable ``policies`` says yes."""
+    """Return True if any of the callable ``policies`` returns True."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -203,7 +208,7 @@ def _or_policy(
 
 
 class _ConfigAutoWrap:
-    """The wrapper and keyword arguments that :func:`wrap` applies, for the whole process: see :func:`enable_wrap`."""
+    """The wrapper class and keyword arguments of :func:`wrap`, for the whole process; see :func:`enable_wrap`."""
 
     in_autowrap_context: ClassVar[bool] = False
     wrapper_cls: ClassVar[Callable[..., nn.Module] | None] = None
@@ -237,18 +242,21 @@ class _ConfigAutoWrap:
 
 @contextlib.contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside, ``wrap(module, **overrides)`` returns ``wrapper_cls(module, **{**wrapper_kwargs, **overrides})``.
+    """Make ``wrap(module, **overrides)`` return ``wrapper_cls(module, **{**wrapper_kwargs, **overrides})`` inside.
 
-    The context is one for the whole process. NotImplementedError if one is entered inside another.
+    The context applies to the whole process.
+
+    Raises:
+        NotImplementedError: inside another such context.
     """
     with _ConfigAutoWrap(wrapper_cls=wrapper_cls, **wrapper_kwargs):
         yield
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """``module`` wrapped as the surrounding :func:`enable_wrap` says; ``module`` itself where there is none.
+    """Wrap ``module`` with the arguments of the surrounding :func:`enable_wrap`; without one return ``module``.
 
-    A dict attribute ``_wrap_overrides`` of the module wins over ``wrap_overrides``, which win over the context's.
+    A dict attribute ``_wrap_overrides`` of the module overrides ``wrap_overrides``, which override the context's.
     """
     if _ConfigAutoWrap.wrapper_cls is None:
         return module
@@ -271,20 +279,26 @@ def auto_wrap(
     wrapper_cls: type[nn.Module],
     root_kwargs: dict[str, Any],
 ) -> int:
-    """Wraps submodules of ``root_module`` as ``policy`` says (None: none), and what users have made groups of; returns
-    how many units that gives. The root itself is never wrapped.
+    """Wrap the submodules of ``root_module`` that ``policy`` chooses, and declared groups. The root is not wrapped.
 
-    Afterwards each chosen module is replaced, at every place it had, by one ``wrapper_cls(module, **kwargs)``. The
-    arguments are ``root_kwargs`` as the policy changed them, and ``auto_wrap_policy=None`` besides for a policy object.
-    ``ignored_modules`` (name every descendant) are not wrapped, ``ignored_params`` not counted. Warns if the policy
-    chose nothing, since the whole model is then one unit. Modules of the classes that a ``mixed_precision`` among
-    ``root_kwargs`` leaves out become units of their own, in full precision, with a warning. With ``coalesce_nbytes`` in
-    a module's arguments, which wrappers do not get, it may become one unit with its neighbours: see ``coalesced``.
+    Each chosen module is replaced, in all parents, by one ``wrapper_cls(module, **kwargs)``. The arguments are
+    ``root_kwargs`` as changed by the policy, and for a policy object ``auto_wrap_policy=None`` besides. A policy that
+    chooses nothing is warned of, since the whole model is then one unit. Modules of the classes that
+    ``mixed_precision`` excludes become units in full precision, with a warning. ``coalesce_nbytes`` among the arguments
+    merges neighbours (see ``coalesced``) and is not passed on.
+
+    Args:
+        policy: a policy of either kind; None wraps declared groups alone.
+        ignored_modules: modules that are not wrapped; every descendant has to be named.
+        ignored_params: parameters that are not counted.
+
+    Returns:
+        the number of units.
 
     Raises:
-        ValueError: the tree holds a ``wrapper_cls`` already, or ``policy`` is not a policy, or a group cannot be one
-            unit. Nothing was changed.
-        TypeError: ``policy`` needs arguments that it is not given.
+        ValueError: the tree contains a ``wrapper_cls`` already, ``policy`` is no policy, or a group cannot be one unit.
+            Nothing was changed.
+        TypeError: ``policy`` has further required arguments.
     """
     if policy is None and root_kwargs.get("coalesce_nbytes"):
         raise ValueError("coalesce_nbytes is about the units of an auto_wrap_policy: pass one, or use group()")
@@ -301,7 +315,7 @@ def auto_wrap(
         choice = _Choice(policy, ignored_modules, ignored_params, grouped)
         choice.visit(root_module, only_children=True)
         targets = {module: _with_own_overrides(module, root_kwargs) for module in choice.modules}
-        del choice  # its references would keep the memory of the original parameters while they are being replaced
+        del choice  # it would keep the original parameters alive during wrapping
     else:
         raise ValueError(
             "expected auto_wrap_policy to be callable, a function or a policy object such as "
@@ -335,7 +349,7 @@ def auto_wrap(
         _post_order_apply(root_module, lambda module: wrapped(module) if module in modules else None)
         done.update(modules)
 
-    for group, arguments in groups:  # before the units around their members, and after those in them
+    for group, arguments in groups:  # before the units around the group's modules, after the units inside them
         wrap_in({module for member in members_of(group).values() for module in member.modules()} - done)
         forget(group)
         wrappers = around._around_group(group, {**root_kwargs, **arguments})
@@ -345,7 +359,7 @@ def auto_wrap(
 
 
 def _check_callable(policy: Callable[..., bool]) -> None:
-    """Raises TypeError if ``policy`` needs arguments that no policy is given, as one without ``functools.partial``."""
+    """Raise TypeError if ``policy`` has further required arguments, as without ``functools.partial``."""
     try:
         params = inspect.signature(policy).parameters
     except (TypeError, ValueError):  # a callable of C, which has no signature
@@ -362,7 +376,7 @@ def _check_callable(policy: Callable[..., bool]) -> None:
 
 
 def _in_full_precision(root_module: nn.Module, precision: Any, ignored_modules: set[nn.Module]) -> list[nn.Module]:
-    """The modules that ``precision`` says to keep in full precision, and so in units of their own; warns of them."""
+    """Return the modules that ``precision`` excludes, which become units in full precision; warn if there are any."""
     if precision is None:
         return []
     classes = tuple(precision._module_classes_to_ignore)
@@ -378,7 +392,7 @@ def _in_full_precision(root_module: nn.Module, precision: Any, ignored_modules: 
 
 
 class _CastAround:
-    """Runs a module in float32 within a model of another precision: casts its inputs, and its outputs back."""
+    """Forward hooks that run a module in float32 inside a model of another precision, and cast the output back."""
 
     def __init__(self, module: nn.Module) -> None:
         self._dtype: torch.dtype | None = None  # of the inputs of the forward under way
@@ -408,8 +422,10 @@ def _check_ties(
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
 ) -> None:
-    """Raises ValueError if a parameter would belong to two units, with its two names. A shared module is one unit.
-    ``targets`` says of which module the unit will be that one is wrapped for: itself, or its group."""
+    """Raise ValueError if a parameter would belong to two units, with both names. A shared module is one unit.
+
+    ``targets`` maps each chosen module to the module that the unit wraps: the same one, or a group.
+    """
     homes: dict[nn.Parameter, tuple[nn.Module, str]] = {}
     pending = [(root_module, root_module, "")]
     while pending:
@@ -439,23 +455,28 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wraps ``module`` (unless ``only_wrap_children``) and its submodules as a callable policy says.
+    """Wrap ``module`` (unless ``only_wrap_children``) and submodules as a callable policy chooses.
 
-    ``wrapper_cls`` may be any function of a module and ``kwargs``. Returns what stands in ``module``'s place now, and
-    the number of elements inside wrappers. ValueError if ``wrapper_cls`` is a class with instances in the tree.
+    ``wrapper_cls`` may be any function of a module and ``kwargs``.
+
+    Returns:
+        the wrapper of ``module``, or ``module``; and the number of elements inside wrappers.
+
+    Raises:
+        ValueError: ``wrapper_cls`` is a class with instances in the tree.
     """
     if isinstance(wrapper_cls, type):
         _check_not_wrapped(module, wrapper_cls)
     choice = _Choice(auto_wrap_policy, ignored_modules, ignored_params)
     numel = _numel(choice.visit(module, only_wrap_children))
     targets = {target: _with_own_overrides(target, kwargs) for target in choice.modules}
-    del choice  # its references would keep the memory of the original parameters while they are being replaced
+    del choice  # it would keep the original parameters alive during wrapping
     _post_order_apply(module, _construct_wrap_fn(module, targets, wrapper_cls))
     return (wrapper_cls(module, **targets[module]) if module in targets else module), numel
 
 
 class _Choice:
-    """What a callable policy chooses in a tree: ``modules``, children before parents."""
+    """The choice of a callable policy in a tree: ``modules``, children before parents."""
 
     def __init__(
         self,
@@ -464,17 +485,17 @@ class _Choice:
         ignored_params: set[nn.Parameter],
         grouped: Collection[nn.Module] = (),
     ) -> None:
-        """``grouped`` modules are chosen already, what lies in them is not."""
+        """``grouped`` modules are chosen already; modules inside them are not."""
         self.modules: list[nn.Module] = []
         self._grouped = grouped
         self._policy = policy
         self._ignored_params = ignored_params
-        # Of each module that needs no visit (any more): the parameters in its subtree that are in chosen modules.
+        # For each visited or ignored module: the parameters of the subtree that are in chosen modules.
         self._covered: dict[nn.Module, set[nn.Parameter]] = {module: set() for module in ignored_modules}
 
     def visit(self, module: nn.Module, only_children: bool = False) -> set[nn.Parameter]:
-        """Asks the policy about ``module`` (unless ``only_children``) and what is below it. Returns the parameters in
-        the subtree that are in chosen modules."""
+        """Call the policy for ``module`` (unless ``only_children``) and the subtree. Return the parameters
+        that are in chosen modules."""
         covered = self._covered[module] = set()
         params = [param for param in module.parameters() if param not in self._ignored_params]
         if self._policy(module=module, recurse=True, nonwrapped_numel=_numel(params)):
@@ -511,7 +532,7 @@ def _check_not_wrapped(root_module: nn.Module, wrapper_cls: type) -> None:
 def _construct_wrap_fn(
     root_module: nn.Module, target_module_to_kwargs: _Targets, fsdp_fn: Callable[..., nn.Module]
 ) -> Callable[[nn.Module], nn.Module | None]:
-    """The function for :func:`_post_order_apply` that wraps the targets, except the root, by ``fsdp_fn``."""
+    """Return a function for :func:`_post_order_apply` that wraps the targets, except the root, by ``fsdp_fn``."""
 
     def wrapped(module: nn.Module) -> nn.Module | None:
         if module is root_module or module not in target_module_to_kwargs:
@@ -522,8 +543,12 @@ def _construct_wrap_fn(
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Calls ``fn`` once on each module of the tree, children first, and puts what it returns, unless None, at every
-    place the module had in the tree. ValueError if it returns something for the root, which has no place."""
+    """Call ``fn`` once for each module of the tree, children first. A result other than None replaces the module in
+    all parents.
+
+    Raises:
+        ValueError: ``fn`` returns a module for the root, which has no parent.
+    """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {root_module: []}
     for parent in root_module.modules():
         for name, child in parent._modules.items():  # not named_children(): it gives a child's first name only

@@ -16,6 +16,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingSt
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
+import fsdp
 import fsdp.api as api
 from fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
@@ -209,3 +210,9 @@ def test_the_ragged_configs_are_sharded_ones() -> None:
     )
     assert type(settings.state_dict_config) is api.RaggedStateDictConfig
     assert type(settings.optim_state_dict_config) is api.RaggedOptimStateDictConfig
+
+
+def test_dir_lists_the_public_names() -> None:
+    """Tab completion offers the tools before one of them is imported, and no implementation detail."""
+    assert set(dir(fsdp)) == {*fsdp.__all__, "__version__", "checkpoint", "wrap"}
+    assert all(hasattr(fsdp, name) for name in dir(fsdp))

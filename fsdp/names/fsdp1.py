@@ -81,12 +81,12 @@ class FSDP1Names(nn.Module):
 
     @property
     def _is_root(self) -> bool | None:
-        """True if this instance is the root of its tree; None before the tree exists."""
+        """True if this instance is the root of a tree; None before the tree exists."""
         return self._membership.is_root
 
     @_is_root.setter
     def _is_root(self, value: bool | None) -> None:
-        """Make this instance a root (True), or dissolve its tree if it is a root (False, None).
+        """Make this instance a root (True), or dissolve the tree of a root (False, None).
 
         Tools assign this around ``summon_full_params()`` of an inner instance, which FSDP1 would make a root. For an
         instance inside another one nothing changes.
@@ -236,7 +236,7 @@ class HandleNames:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Gather the unit's parameters for its next forward, and wait for them.
+        """Gather the unit's parameters for the next forward, and wait.
 
         Raises:
             AssertionError: during a forward or backward of the unit, or inside ``summon_full_params``.
@@ -268,10 +268,10 @@ class HandleNames:
         return self.uses_sharded_strategy and tensor.numel() == self._bucket.layout.shard_numel
 
     def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
-        """Apply ``.to(*args, **kwargs)`` to the flat parameter and its gradients, on this rank alone.
+        """Apply ``.to(*args, **kwargs)`` to the flat parameter and the gradients, on this rank alone.
 
-        Trainers move shards to host memory between their phases. The unit computes on its device as before, as with
-        ``CPUOffload``. The optimizer's state has to be moved too.
+        Trainers move shards to host memory between their phases. The unit computes on the same device as before, as
+        with ``CPUOffload``. The optimizer's state has to be moved too.
         """
         self._state._fsdp_unit.change_shard(self._bucket, lambda tensor: tensor.to(*args, **kwargs))
 
@@ -361,7 +361,7 @@ def _module_handle(state: Any, module: nn.Module) -> Any:
 
 
 def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> dict[nn.Parameter, list[str]]:
-    """Map each parameter of ``model`` to its names in the plain model; a flat parameter has those of its members."""
+    """Map each parameter of ``model`` to the names in the plain model; a flat parameter has those of its members."""
     names: dict[nn.Parameter, list[str]] = {}
     for path, param in model.named_parameters(remove_duplicate=False):
         name = clean(path)
@@ -379,7 +379,7 @@ def _lazy_init(state: Any, root_module: nn.Module) -> Any:
 
 
 def _root_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Build the tree of ``state``; move the inputs of a root to its device. Its forward casts them."""
+    """Build the tree of ``state``; move the inputs of a root to the device. The forward casts them."""
     if state.check_is_root():
         args, kwargs = to_device(args, state.compute_device), to_device(kwargs, state.compute_device)
     return args, kwargs

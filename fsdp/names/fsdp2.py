@@ -1,7 +1,7 @@
 """FSDP2's methods: units of several modules, unsharding by hand, and switches of single units and of whole trees.
 
-The names are those of ``torch.distributed.fsdp.FSDPModule``. A switch is read when it is needed and keeps its value
-until it is set again. A copy of a model has the same switches, except that it synchronizes its gradients. All ranks
+The names are those of ``torch.distributed.fsdp.FSDPModule``. A switch is read when it is needed and keeps the value
+until it is set again. A copy of a model has the same switches, except that it synchronizes gradients. All ranks
 have to set them alike, since they decide which unit is gathered or reduced when.
 """
 
@@ -59,7 +59,7 @@ class FSDP2Names(nn.Module):
         ``auto_wrap_policy`` says. Modules inside them become units as the policy says. Parameters that the modules
         share, such as the tied weights of an embedding and a head, are trained as one.
 
-        In forward and in backward the unit is gathered when the first of its modules runs. It is resharded after the
+        In forward and in backward the unit is gathered when the first module runs. It is resharded after the
         last one, at the latest at the end of the pass. Its memory in between is in addition to the limit of the tree.
         A backward knows only modules with trainable parameters; for others the unit is gathered again. ::
 
@@ -85,7 +85,7 @@ class FSDP2Names(nn.Module):
 
     @classmethod
     def _around_group(cls, group: ModuleGroup, arguments: dict[str, Any]) -> dict[nn.Module, FSDP2Names]:
-        """Make one unit of ``group``; return a wrapper for each of its modules."""
+        """Make one unit of ``group``; return a wrapper for each module."""
         make: Any = cls
         first, wrappers = make(group, **arguments), dict[nn.Module, FSDP2Names]()
         for place, member in members_of(group).items():
@@ -98,7 +98,7 @@ class FSDP2Names(nn.Module):
     # -- unshard and reshard by hand -----------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Start gathering this unit's parameters for its next forward. Modules hold them while that forward runs.
+        """Start gathering this unit's parameters for the next forward. Modules hold them while that forward runs.
 
         A write to a shard between this call and the forward is not seen by the forward.
 
@@ -150,7 +150,7 @@ class FSDP2Names(nn.Module):
         self._choose(recurse, reshard_after_backward=as_flag(reshard_after_backward, "reshard_after_backward"))
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Choose whether this unit is gathered for its backward.
+        """Choose whether this unit is gathered for backward.
 
         False is for units whose gradients are computed without their parameters, such as an embedding. A backward that
         reads a parameter of such a unit ends in autograd's error about a variable "at version 1073741824". If nobody
@@ -263,7 +263,7 @@ class FSDP2Names(nn.Module):
             unit.follow_divisor()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Choose whether a backward waits, at its end, for the reductions of this tree.
+        """Choose whether a backward waits, at the end, for the reductions of this tree.
 
         With False they stay in flight, and ``.grad`` has their results after the next backward that waits.
 
@@ -338,7 +338,7 @@ class _OnStream:
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make ``module.<method_name>()`` run like its forward: with the parameters of its unit gathered.
+    """Make ``module.<method_name>()`` run like a forward: with the parameters of the unit gathered.
 
     Nothing happens if ``module`` is not wrapped, so that model code need not know. ::
 
@@ -359,7 +359,7 @@ register_fsdp_forward_method = register_forward_method  # FSDP2's name
 
 
 class _GatheredMethod:
-    """A method of the wrapped module that runs like its forward."""
+    """A method of the wrapped module that runs like a forward."""
 
     def __init__(self, wrapper: FSDP2Names, name: str) -> None:
         self._wrapper, self._name = weakref.ref(wrapper), name
