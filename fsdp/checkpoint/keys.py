@@ -1,8 +1,8 @@
-"""Under which keys a checkpoint has what: the model's state by its own keys, the optimizer's by names of parameters.
+"""Keys of a checkpoint: those of the model's state dict, and those of optimizer states by parameter name.
 
-``model.<key>``, ``optim.state.<parameter>.<state>``, ``optim.param_groups``, and ``optim.others`` for what belongs to
-no parameter. Names of states may be any strings and integers: these are written ``%i<number>``, and dots and percent
-signs in strings ``%2E`` and ``%25``, so that what stands behind the last dot is always all of the state's name.
+``model.<key>``, ``optim.state.<parameter>.<state>``, ``optim.param_groups``, and ``optim.others`` for entries of no
+parameter. Names of states may be any strings and integers. Integers are written ``%i<number>``, and dots and percent
+signs in strings ``%2E`` and ``%25``, so that the part behind the last dot is the whole name of the state.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _NUMBER = re.compile(r"%i(-?\d+)")
 
 
 def state_key(param: str, state: Any) -> str:
-    """The key of a state of a parameter.
+    """Return the key of a parameter's state.
 
     Raises:
-        TypeError: the state's name is neither a string nor a number.
+        TypeError: the state's name is neither a string nor an integer.
     """
     if type(state) is int:
         return f"{STATE}{param}.%i{state}"
@@ -30,7 +30,7 @@ def state_key(param: str, state: Any) -> str:
 
 
 def param_and_state(key: str) -> tuple[str, Any]:
-    """What ``state_key`` made a key of."""
+    """Split a key of ``state_key`` into the parameter's name and the state's name."""
     param, _, state = key.removeprefix(STATE).rpartition(".")
     number = _NUMBER.fullmatch(state)
     return param, int(number[1]) if number else state.replace("%2E", ".").replace("%25", "%")

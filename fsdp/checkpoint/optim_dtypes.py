@@ -1,12 +1,11 @@
-"""``Optimizer.load_state_dict`` without its wrong casts: states keep the dtypes that they were saved with.
+"""``Optimizer.load_state_dict`` without its wrong casts: states keep the dtypes of the state dict.
 
-torch casts each state to its parameter's dtype, on the assumption that it has that anyway. It is not so for scalars
-(NAdam's ``mu_product``, ASGD's ``eta`` and ``mu`` are float32 whatever the parameter is), nor for other people's
-optimizers, which may keep float32 states for parameters of 16 bits. The bits are gone then, without an error. A string
-is gone as well: torch takes it for a sequence of states, and gives back the text of a generator.
+torch casts each state to the dtype of the parameter. That is wrong for scalars (NAdam's ``mu_product``, ASGD's ``eta``
+and ``mu`` are always float32), and for optimizers that keep float32 states for parameters of 16 bits: bits are lost
+without an error. A string is lost as well: torch takes it for a sequence of states and returns the text of a generator.
 
-The assumption holds for what torch's own optimizers have of each element. That is cast: where the parameters had
-another dtype when it was saved, they could not step with it otherwise.
+The cast is right for element-wise states of torch's own optimizers, which must have the parameter's dtype in a step. If
+the dtype of the parameter has changed since the save, only the cast lets the optimizer step.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _kept: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def keep_dtypes(optimizer: Any) -> None:
-    """From now on, states that ``optimizer`` loads have the dtypes that they have in the state dict. They go to the
-    parameters' devices as always, and ``step`` becomes what ``capturable`` and ``fused`` optimizers need."""
-    while "_optimizer_load_state_dict_pre_hooks" not in vars(optimizer):  # what wraps an optimizer loads into that
+    """Make ``optimizer`` keep the dtypes of states that it loads. States still move to the parameters' devices, and
+    ``step`` becomes the tensor that ``capturable`` and ``fused`` optimizers need."""
+    while "_optimizer_load_state_dict_pre_hooks" not in vars(optimizer):  # a wrapper of an optimizer
         optimizer = vars(optimizer).get("optimizer", vars(optimizer).get("_optimizer"))
         if optimizer is None:
             return
@@ -52,8 +51,8 @@ def _with_dtypes_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     def sealed(name: Any, value: Any, param: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor):
             return _Sealed(value) if isinstance(value, Iterable) else value
-        of_elements = torchs and name not in scalars and (value.dim() > 0 or param.dim() == 0)
-        return value if name == _CAST_RIGHTLY or of_elements or value.dtype == param.dtype else _Sealed(value)
+        elementwise = torchs and name not in scalars and (value.dim() > 0 or param.dim() == 0)
+        return value if name == _CAST_RIGHTLY or elementwise or value.dtype == param.dtype else _Sealed(value)
 
     for key, param in pairs:
         states[key] = {name: sealed(name, value, param) for name, value in states[key].items()}
@@ -61,7 +60,7 @@ def _with_dtypes_kept(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
 
 
 class _Sealed(torch.Tensor):
-    """A state on its way through ``Optimizer.load_state_dict``, of which ``to()`` changes the device only."""
+    """A state on its way through ``Optimizer.load_state_dict`` whose ``to()`` changes only the device."""
 
     @staticmethod
     def __new__(cls, value: Any) -> _Sealed:

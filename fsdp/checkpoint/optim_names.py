@@ -1,7 +1,7 @@
-"""Whose state is whose: the parameters that an optimizer holds, their keys in its state dict, their names and groups.
+"""Parameters of an optimizer, their keys in its state dict, their names in the plain model, and their groups.
 
-An optimizer knows flat parameters, or originals that are cut to a rank's part, and numbers them. Outside, state belongs
-to the names that the parameters have in the plain model. This room maps one to the other; it moves no tensors.
+An optimizer holds flat parameters, or original parameters cut to a rank's part, and numbers them. State dicts go by the
+names of the parameters in the plain model. This file maps one to the other; it moves no tensors.
 """
 
 from __future__ import annotations
@@ -34,8 +34,14 @@ OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """An original parameter: its names in the model, the first of which is its own, its place in the bucket's layout,
-    and its whole shape, of which the layout has with tensor parallelism this rank's part."""
+    """An original parameter in a bucket.
+
+    Attributes:
+        names: all names in the model, the parameter's own first.
+        index: position in the bucket's layout.
+        record: entry of the layout; with tensor parallelism that of this rank's part.
+        shape: shape of the whole parameter.
+    """
 
     names: tuple[str, ...]
     index: int
@@ -49,11 +55,11 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Holder:
-    """A parameter that optimizers hold, and the original parameters that its state belongs to: itself, or, for a flat
+    """A parameter that optimizers hold, with the original parameters that its state belongs to: one, or, for a flat
     parameter, all of its bucket.
 
     Attributes:
-        is_flat: whether it is a flat parameter (``use_orig_params=False``).
+        is_flat: True for a flat parameter (``use_orig_params=False``).
     """
 
     param: nn.Parameter
@@ -68,25 +74,25 @@ class Holder:
 
     @property
     def is_cut(self) -> bool:
-        """Whether tensor parallelism has cut it: no rank of a shard group has all of it then."""
+        """True if tensor parallelism has cut the parameter: then no shard group holds all of it."""
         return any(self.handle.is_cut(member.index) for member in self.members)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is one parameter, of which every rank has all."""
+        """True for one parameter of which every rank holds all elements."""
         return not (self.is_flat or self.sharded or self.is_cut)
 
     @property
     def rank(self) -> int:
-        """This process's rank among those that the parameter is sharded over."""
+        """This process's rank in the group over which the parameter is sharded."""
         return self.unit.groups.shard_rank
 
     def held(self, member: Member, state: torch.Tensor) -> Held:
-        """What the ranks hold of an element-wise state of ``member``, of which this one's is (a part of) ``state``."""
+        """Describe an element-wise state of ``member`` on the ranks; ``state`` is this rank's tensor."""
         return held_param(self.handle, member.index, self.part(member, state))
 
     def empty(self, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for an element-wise state on this rank; only what no element belongs to has values, zeros."""
+        """Allocate an element-wise state on this rank. Only the elements of padding are initialized, to zero."""
         if not self.is_flat and not self.sharded:
             record = self.members[0].record
             return torch.empty_strided(record.shape, record.stride, dtype=dtype, device=self.param.device)
@@ -97,8 +103,8 @@ class Holder:
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The ranks whose optimizer has state for it, if any has: those that hold elements of it; none
-        where tensor parallelism has left them no part."""
+        """The ranks whose optimizer has state for the parameter: those that hold elements of it. Empty where tensor
+        parallelism has left the shard group no part."""
         ranks = tuple(range(self.handle.layout.world_size))
         if self.is_flat:
             return ranks
@@ -107,7 +113,7 @@ class Holder:
 
     @cached_property
     def tp_owners(self) -> tuple[int, ...]:
-        """The ranks of tensor parallelism that hold elements of it, if it has cut it so that some hold none."""
+        """The ranks of tensor parallelism that hold elements of the parameter, if some hold none; else empty."""
         several = [] if self.is_flat or not self.is_cut else [self.handle.tp[member.index] for member in self.members]
         group: Any = self.unit.groups.tp
         ranks = range(group.size() if several else 0)
@@ -116,14 +122,15 @@ class Holder:
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of an element-wise state on this rank, whatever stage the parameter itself is in."""
+        """The shape of an element-wise state on this rank, whether the unit is unsharded or not."""
         if not self.is_flat and not self.sharded:
             return self.members[0].record.shape
         record, layout = self.members[0], self.handle.layout
         return (layout.shard_numel if self.is_flat else layout.piece(record.index, self.rank).numel,)
 
     def part(self, member: Member, state: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of ``member`` in an element-wise state: 1-D, in memory order, a view where it can be."""
+        """Return this rank's elements of ``member`` in an element-wise state, 1-D and in memory order; a view if
+        possible."""
         if not self.is_flat:
             return state if self.sharded else elements_of(state, member.record.stride)
         piece = self.handle.layout.piece(member.index, self.rank)
@@ -134,12 +141,11 @@ class Holder:
 
 
 def holders_of(unit: Unit, prefix: str = "") -> Iterator[Holder]:
-    """Describe each parameter of ``unit`` that optimizers hold. ``prefix`` is the unit's path in the model, which its
-    names are relative to."""
+    """Describe each parameter of ``unit`` that optimizers hold. ``prefix`` is the path of the unit in the model."""
     for handle, views in zip(unit.handles, unit.views):
         for one in views.visible:
             members = []
-            for index in one.members[: len(handle.layout.params)]:  # the flat vector may be one more
+            for index in one.members[: len(handle.layout.params)]:  # the flat vector may follow
                 record = handle.layout.params[index]
                 names = tuple(clean(joined(prefix, name)) for name in (record.name, *record.aliases))
                 members.append(Member(names, index, record, (handle.tp[index] or record).shape))
@@ -150,22 +156,23 @@ class ModelParams:
     """The parameters of a model as optimizers see them.
 
     Attributes:
-        units: all units, depth first, and what to call them.
-        holders: what stands for managed parameters, by parameter, in the order of units and layouts.
-        others: the names of the parameters that no unit owns.
-        use_orig_params: of all units.
-        device: where they can communicate.
+        units: all units, depth first, each with its name in messages.
+        holders: parameters of units, in the order of units and layouts.
+        others: names of the parameters that no unit owns.
+        use_orig_params: the setting of all units.
+        device: where the units compute.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """
+        """Look up all parameters of ``model``.
+
         Raises:
-            AssertionError: the model's units differ in ``use_orig_params``.
+            AssertionError: the units differ in ``use_orig_params``.
         """
         self.units: dict[Unit, str] = {}
         self.holders: dict[nn.Parameter, Holder] = {}
         modes = set()
-        stands_for: dict[nn.Parameter, nn.Parameter] = {}  # what a unit that runs shows, and which flat parameter it is
+        stands_for: dict[nn.Parameter, nn.Parameter] = {}  # parameter of an unsharded unit -> its flat parameter
         for path, module in model.named_modules():
             unit = unit_of(module)
             if unit is None or unit in self.units:
@@ -183,7 +190,7 @@ class ModelParams:
         self._current_names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             self._current_names.setdefault(stands_for.get(param, param), []).append(name)
-        # a unit that is gathered shows other objects under the names of its own
+        # An unsharded unit has other parameters registered under the same names.
         self.others = {
             param: clean(names[0])
             for param, names in self._current_names.items()
@@ -196,14 +203,17 @@ class ModelParams:
 
     @property
     def in_order(self) -> list[nn.Parameter]:
-        """All parameters, in the order of the model's, and last those that it does not show now."""
+        """All parameters, in the order of ``model.parameters()``; hidden ones last."""
         return list(
             dict.fromkeys([*(p for p in self._current_names if p in self.holders or p in self.others), *self.holders])
         )
 
     def names(self, param: nn.Parameter) -> list[str]:
-        """The names in the plain model of the parameters that ``param`` stands for; KeyError if it is not in the
-        model."""
+        """Return the names in the plain model of the parameters behind ``param``.
+
+        Raises:
+            KeyError: ``param`` is not in the model.
+        """
         if param in self.holders:
             return [member.name for member in self.holders[param].members]
         if param in self.others:
@@ -218,11 +228,13 @@ class ModelParams:
         return [name for param in params for name in self.names(param)]
 
     def key_of_named(self, param: nn.Parameter) -> str:
-        """The key of ``param`` in the state of an optimizer that goes by names: its name now, wrapper parts and all."""
+        """Return the key of ``param`` for an optimizer that goes by names: the present name, wrappers' parts
+        included."""
         return self._current_names[param][0]
 
     def by_current_name(self) -> dict[Key, nn.Parameter]:
-        """Names now, wrapper parts and all, and where these lead nowhere else names in the plain model."""
+        """Map present names, with the wrappers' parts, to parameters, and also the names in the plain model if
+        unambiguous."""
         now: dict[Key, nn.Parameter] = {n: param for param, names in self._current_names.items() for n in names}
         return {clean(str(name)): param for name, param in reversed(now.items())} | now
 
@@ -231,19 +243,19 @@ class ModelParams:
 
 
 def params_by_id(model: nn.Module, groups: Sequence[Group] | None) -> dict[Key, nn.Parameter]:
-    """Each parameter's number in the state dict of the optimizer that has these groups; None for one built from
-    ``model.parameters()``."""
+    """Map each number in the state dict of the optimizer with these groups to the parameter. ``groups`` is None for an
+    optimizer built from ``model.parameters()``."""
     if groups is None:
         return dict(enumerate(model.parameters()))
     return dict(enumerate(param for group in groups for param in group["params"]))
 
 
 def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequence[Group] | None:
-    """The parameter groups of ``optim``, or of an optimizer built from ``optim_input``; None if both are None.
+    """Return the parameter groups of ``optim``, or of an optimizer built from ``optim_input``; None if both are None.
 
     Raises:
         TypeError: ``optim_input`` is not iterable, or mixes parameters and groups.
-        ValueError: it is empty, or a group has no "params".
+        ValueError: ``optim_input`` is empty, or a group has no "params".
     """
     if optim_input is None:
         return None if optim is None else optim.param_groups
@@ -266,7 +278,7 @@ def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequen
 
 
 def same_value(value: Any, other: Any) -> bool:
-    """Whether two values in a state dict are equal, dtypes included; lists of tensors, as LBFGS has, by element."""
+    """Compare two values of a state dict, dtypes included; lists of tensors, as LBFGS has, by element."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
         return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
     if type(value) is not type(other):
@@ -279,25 +291,25 @@ def same_value(value: Any, other: Any) -> bool:
 
 
 def is_named(optim_state_dict: Mapping[str, Any]) -> bool:
-    """Whether parameters have names for keys, as in torch's ``_NamedOptimizer``. The state may have other keys as well,
-    for what belongs to no parameter."""
+    """Return True if the keys of parameters are names, as in torch's ``_NamedOptimizer``. Entries of no parameter may
+    have other keys."""
     groups = optim_state_dict.get("param_groups")
     keys = [key for group in groups for key in group["params"]] if groups else list(optim_state_dict.get("state") or ())
     return bool(keys) and all(isinstance(key, str) for key in keys)
 
 
 def state_order(name: Any) -> tuple[str, str]:
-    """To sort names of states by, which may be strings and numbers: the same on all ranks."""
+    """Return a sort key for names of states, which may be strings and numbers: the same order on all ranks."""
     return type(name).__name__, str(name)
 
 
 # -- parameter groups --------------------------------------------------------------------------------------------------
 
-# ``Optimizer.load_state_dict`` goes by positions: the first group gets what the first group of the dict says, and the
-# first parameter the state of the first key. So what it is given has the optimizer's own groups, in their order, each
-# with the settings that were saved for its parameters.
+# ``Optimizer.load_state_dict`` goes by position: the first group gets the settings of the dict's first group, and the
+# first parameter the state of the first key. So the dict must have the optimizer's own groups, in their order, each
+# with the settings that were saved for the parameters in it.
 
-_BY_PARAMETER = ("params", "param_names")  # what groups say of each parameter; the rest holds for all of them
+_BY_PARAMETER = ("params", "param_names")  # lists with an entry for each parameter; the other keys are settings
 
 
 def lay_out(
@@ -308,19 +320,21 @@ def lay_out(
     *,
     strict: bool,
 ) -> list[dict[str, Any]]:
-    """The groups ``own`` of an optimizer, with the settings that the groups ``saved`` have for their parameters; those
-    saved, if its own are not known.
+    """Lay out the groups of a loaded dict like the optimizer's ``own`` groups, with the settings saved for their
+    parameters.
+
+    Without ``own`` the saved groups are returned.
 
     Args:
-        own: "params" are parameters.
-        saved: "params" are names.
-        key_of: what stands for a parameter in the result.
-        strict: leave out parameters that no group of ``saved`` has, as torch does: ``Optimizer.load_state_dict``
-            refuses the result, unless the program adds them. Without it they and their groups keep their own settings.
+        own: groups of the optimizer; "params" are parameters.
+        saved: groups of the dict; "params" are names.
+        key_of: the key of each parameter in the result.
+        strict: leave out parameters that no saved group contains, as torch does: ``Optimizer.load_state_dict`` refuses
+            the result, unless the program adds them. Without it they and their groups keep their own settings.
 
     Raises:
-        KeyError: a name is not one of the parameters that have keys.
-        ValueError: parameters of one group were saved in groups with other settings.
+        KeyError: a name belongs to no parameter with a key.
+        ValueError: parameters of one group were saved in groups with different settings.
     """
     group_of = {name: group for group in saved for name in group["params"]}
     keys = {name: key_of[param] for param in params.in_order if param in key_of for name in params.names(param)}
@@ -336,28 +350,32 @@ def lay_out(
         empty = []
     result = []
     for group, of_group in zip(own, names):
-        its_params = group["params"]
+        kept_params = group["params"]
         if strict:
-            its_params = [p for p, some in zip(its_params, of_group) if any(name in group_of for name in some)]
-            if group["params"] and not its_params:
+            kept_params = [p for p, some in zip(kept_params, of_group) if any(name in group_of for name in some)]
+            if group["params"] and not kept_params:
                 continue
-        if its_params:
-            said = _settings([name for some in of_group for name in some], group_of)
+        if kept_params:
+            loaded = _settings([name for some in of_group for name in some], group_of)
         else:
-            said = _without_params(empty.pop(0)) if empty else None
+            loaded = _without_params(empty.pop(0)) if empty else None
         kept = _without_params(group)
-        settings = copy.deepcopy(kept if said is None else said)
+        settings = copy.deepcopy(kept if loaded is None else loaded)
         for key, value in settings.items():  # capturable optimizers have rates that are tensors on the device
             if isinstance(value, torch.Tensor) and isinstance(kept.get(key), torch.Tensor):
                 settings[key] = value.to(kept[key].device)
         if "param_names" in group:
             settings["param_names"] = list(group["param_names"])
-        result.append({**settings, "params": sorted(key_of[param] for param in its_params)})
+        result.append({**settings, "params": sorted(key_of[param] for param in kept_params)})
     return result
 
 
 def _settings(names: Iterable[str], group_of: Mapping[str, Group]) -> dict[str, Any] | None:
-    """What the groups that were saved say of the parameters ``names``; None if they know none of them."""
+    """Return the saved settings of the parameters ``names``; None if no saved group contains one of them.
+
+    Raises:
+        ValueError: they were saved in groups with different settings.
+    """
     first: tuple[str, Group] | None = None
     for name, group in {id(group): (name, group) for name in names if (group := group_of.get(name))}.values():
         if first is None:
@@ -385,10 +403,10 @@ def _without_params(group: Group) -> dict[str, Any]:
 
 
 def param_to_name(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's clean name; the first one of a shared parameter.
+    """Map each parameter to its name in the plain model; for a shared parameter the first.
 
     Raises:
-        RuntimeError: one stands for several: it is a flat parameter.
+        RuntimeError: a flat parameter stands for several parameters.
     """
     names: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters(remove_duplicate=True):
@@ -417,10 +435,10 @@ def rekey(
     optim: Optimizer | None,
     optim_input: OptimInput | None,
 ) -> dict[str, Any]:
-    """See ``FullyShardedDataParallel.rekey_optim_state_dict``."""
+    """Implement ``FullyShardedDataParallel.rekey_optim_state_dict``."""
     groups = copy.deepcopy(optim_state_dict.get("param_groups"))
     named = [key for group in groups or () for key in group["params"]]
-    if not named:  # else what no group has belongs to no parameter
+    if not named:  # with groups, other entries belong to no parameter
         named = list(optim_state_dict["state"])
     kinds = {type(key) for key in named}
     wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int

@@ -1,7 +1,7 @@
-"""Values beside tensors in a checkpoint: which of them ``torch.load(weights_only=True)`` takes, and errors for others.
+"""Values beside tensors in a checkpoint: checks that ``torch.load(weights_only=True)`` accepts them.
 
-A save refuses a value that the default load would refuse, and says where it is. NumPy scalars become Python numbers:
-learning rates are NumPy scalars as soon as a schedule uses NumPy.
+A save refuses a value that the default load would refuse, and names its place. NumPy scalars become Python numbers,
+because learning rates are NumPy scalars as soon as a schedule uses NumPy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 
 def without_numpy_scalars(value: Any) -> Any:
-    """Copy lists, tuples and dicts in ``value``, with each NumPy scalar in them as the Python value that it equals."""
+    """Copy lists, tuples and dicts in ``value``, and replace each NumPy scalar in them by the equal Python value."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None:
         return value
@@ -31,14 +31,14 @@ def without_numpy_scalars(value: Any) -> Any:
 
 
 def check_loadable(values: Mapping[str, Any], remedy: str = "") -> None:
-    """Check that everything in ``values`` can be loaded without running code from the file.
+    """Check that all of ``values`` can be loaded without running code from the file.
 
     Args:
-        values: by the words that name each of them in the error.
-        remedy: what else can be done about it.
+        values: values by the words that name each of them in an error.
+        remedy: an additional remedy, appended to the error.
 
     Raises:
-        TypeError: something cannot, with its path, its type and a remedy.
+        TypeError: a value is refused; the message has its path, its type and a remedy.
     """
     if _is_loadable(dict(values)):
         return
@@ -51,7 +51,7 @@ def check_loadable(values: Mapping[str, Any], remedy: str = "") -> None:
 
 
 def _is_loadable(value: Any) -> bool:
-    """Whether ``torch.load(weights_only=True)`` takes what ``torch.save`` makes of it. Tensors are not copied."""
+    """Return True if ``torch.load(weights_only=True)`` accepts a saved ``value``. Tensors are not copied."""
     buffer = io.BytesIO()
     try:
         torch.save(tree_map(_without_elements, value), buffer)
@@ -67,7 +67,7 @@ def _without_elements(value: Any) -> Any:
 
 
 def _first_refused(value: Any, path: str) -> tuple[str, Any] | None:
-    """The innermost value that is refused, in the order of the values, and its path."""
+    """Return the innermost value that is refused, in the order of the values, and its path; None without one."""
     if _is_loadable(value):
         return None
     for inner_path, inner in _inner(value, path):

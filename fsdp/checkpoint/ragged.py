@@ -1,9 +1,9 @@
-"""A flat interval of a tensor as rectangles: sharded state without communication.
+"""A shard's part of a tensor as rectangles: sharded state without communication.
 
-A rank's shard of a flat vector holds one interval of a parameter's elements, which is a few rectangles of it (see
-:mod:`fsdp.placement.boxes`). ``torch.distributed.checkpoint`` saves and loads rectangles, and on loading reads
-from any cover of a tensor any other, so each rank can write what it holds and read what it needs, and no two ranks have
-to talk about tensor data. :class:`RaggedTensor` is what stands in a state dict for a parameter then.
+A rank's shard of a flat vector contains one interval of a parameter's elements, which is a few rectangles of the
+parameter (see :mod:`fsdp.placement.boxes`). ``torch.distributed.checkpoint`` saves rectangles, and loads any rectangle
+from any set of rectangles that covers it. So each rank writes its own elements and reads the elements that it needs,
+without communication of tensor data. :class:`RaggedTensor` is the value in a state dict for such a parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from fsdp.flat.layout import contiguous_stride
 from fsdp.placement.boxes import Box, Part, box_view, rectangles
 
-if TYPE_CHECKING:  # importing it loads torch's FSDP; whoever calls what needs it here has done so
+if TYPE_CHECKING:  # imports torch's FSDP; the callers of the methods below have imported it
     import torch.distributed.checkpoint
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
@@ -27,13 +27,13 @@ if TYPE_CHECKING:  # importing it loads torch's FSDP; whoever calls what needs i
 class RaggedTensor(torch.Tensor):
     """A tensor of which this rank holds the elements of one flat interval, counted in memory order.
 
-    It has the shape, dtype and device of the whole; ``local`` (1-D) are the elements ``start`` to ``end``.
-    ``torch.distributed.checkpoint`` saves the rectangles of ``boxes`` and loads them in place, so into whatever
-    memory ``local`` lies in. Copies (``detach``, ``clone``, ``to``, ``copy_`` from one of the same interval,
-    ``copy.deepcopy``) work on ``local``. Everything else raises, since the rest of the elements is on other ranks.
+    Shape, dtype and device are those of the whole tensor; ``local`` (1-D) contains the elements ``start`` to ``end``.
+    ``torch.distributed.checkpoint`` saves the rectangles in ``boxes`` and loads into the memory of ``local``. Copies
+    (``detach``, ``clone``, ``to``, ``copy_`` from a tensor of the same interval, ``copy.deepcopy``) work on ``local``.
+    Every other operation raises, since the remaining elements are on other ranks.
 
-    With tensor parallelism the interval is one of the box ``within``, a part of the whole; and what several ranks of it
-    have alike is ``saved_elsewhere`` but on the first.
+    With tensor parallelism the interval counts the elements of the box ``within``, a part of the whole tensor.
+    ``saved_elsewhere`` is true on all but the first of the ranks of tensor parallelism that hold equal values.
     """
 
     local: torch.Tensor
@@ -55,8 +55,11 @@ class RaggedTensor(torch.Tensor):
         within: Box | None = None,
         saved_elsewhere: bool = False,
     ) -> RaggedTensor:
-        """``local`` is kept, not copied. ``stride`` is that of the whole; None means row-major. ``origin`` is whatever
-        the maker wants to know the tensor by; copies keep it.
+        """Wrap ``local``, which is kept, not copied.
+
+        Args:
+            stride: strides of the whole tensor; None means row-major.
+            origin: any object that identifies the tensor for its maker; copies keep it.
 
         Raises:
             ValueError: ``local`` is not 1-D, or the interval does not lie in the tensor.
@@ -77,7 +80,7 @@ class RaggedTensor(torch.Tensor):
         return self
 
     def with_local(self, local: torch.Tensor, origin: Any = None) -> RaggedTensor:
-        """The same interval, of which this rank's elements are ``local``."""
+        """Return a tensor of the same interval whose elements on this rank are ``local``."""
         within, elsewhere = self.within, self.saved_elsewhere
         return RaggedTensor(
             local, self.shape, self.start, self.stride(), origin, within=within, saved_elsewhere=elsewhere
@@ -89,7 +92,7 @@ class RaggedTensor(torch.Tensor):
 
     @property
     def interval(self) -> tuple[Any, ...]:
-        """Which elements these are, of tensors of which shape and memory order."""
+        """The identity of these elements: shape, memory order and box of the tensor, start and end."""
         return self.shape, self.stride(), self.within, self.start, self.end
 
     def same_interval(self, other: RaggedTensor) -> bool:
@@ -97,7 +100,7 @@ class RaggedTensor(torch.Tensor):
 
     @property
     def parts(self) -> list[Part]:
-        """``boxes``, each with its elements, in the box's shape, as a view of ``local``."""
+        """Each box of ``boxes`` with a view of ``local`` in the shape of the box."""
         starts = accumulate((box.numel for box in self.boxes), initial=0)
         return [(box, box_view(self.local, box, start, self.stride())) for box, start in zip(self.boxes, starts)]
 
@@ -106,7 +109,7 @@ class RaggedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
-        if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):  # what async_save copies into
+        if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):  # the staging copy of async_save
             func, args = _aten.empty_like.default, args[:1]
         tensors = [value for value in args if isinstance(value, torch.Tensor)]
         ragged: list[RaggedTensor] = [value for value in tensors if isinstance(value, RaggedTensor)]
@@ -130,7 +133,7 @@ class RaggedTensor(torch.Tensor):
             f"elements {self.start} to {self.end})"
         )
 
-    # -- what torch.distributed.checkpoint asks for --------------------------------------------------------------------
+    # -- the protocol of torch.distributed.checkpoint ------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, tensor: Any) -> list[WriteItem]:
         metadata, planner = torch.distributed.checkpoint.metadata, torch.distributed.checkpoint.planner
@@ -158,7 +161,7 @@ class RaggedTensor(torch.Tensor):
 
     @property
     def _saved_parts(self) -> list[Part]:
-        """``parts``; of a tensor without elements itself, so that it is in a checkpoint at all."""
+        """``parts``, or one empty part for a tensor without elements, so that a checkpoint contains it."""
         return self.parts if self.numel() else [(Box.whole(self.shape), self.local.view(self.shape))]
 
 

@@ -1,4 +1,4 @@
-"""torch's own sharded tensors: which ranks have what of a ``DTensor`` or a ``ShardedTensor``, and how one is made."""
+"""torch's sharded tensors (``DTensor`` and ``ShardedTensor``): making them, and finding the rows of each rank."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from fsdp.runtime.unit import Unit
 
 
 def group_of(groups: Groups) -> Any:
-    """The group whose ranks have a unit's chunks: those that it is sharded over, or else replicated over."""
+    """Return the group over which a unit's sharded state is cut: the shard group, or else the replica group."""
     return groups.shard or groups.replica or default_group()
 
 
 def one_chunk_each(
     local: torch.Tensor, ranges: Sequence[tuple[int, int]], shape: Sequence[int], group: Any
 ) -> ShardedTensor:
-    """A ``ShardedTensor`` of ``shape`` of which rank i of ``group`` has the rows of ``ranges[i]``, an empty range
-    nothing. ``local`` are this rank's rows; they are not copied."""
+    """Make a ``ShardedTensor`` of ``shape`` in which rank i of ``group`` holds the rows of ``ranges[i]`` (empty: no
+    chunk). ``local`` contains this rank's rows and is not copied."""
     metadata = []
     for rank, (start, end) in enumerate(ranges):
         if start < end:
@@ -56,33 +56,33 @@ def one_chunk_each(
 
 
 def _placement(rank: int, device: torch.device, *, own: bool) -> str:
-    """The placement of a shard on ``rank``, whose ``device`` is known of this rank's ``own`` shard alone: for the
-    others it is the usual one."""
+    """Describe the placement of a shard on ``rank``. ``device`` is that of this rank's ``own`` shard; for other ranks
+    the usual device is assumed."""
     if device.type == "cpu" or own:
         return f"rank:{rank}/{device}"
     return f"rank:{rank}/{device.type}:{rank % _get_device_module(device.type).device_count()}"
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether ``value`` is one of torch's sharded tensors, of which this rank has not all."""
+    """Return True for a tensor of torch's sharded types of which this rank holds only a part."""
     if not isinstance(value, DTensor):
         return isinstance(value, ShardedTensor)
     return bool(cut_dims(value))
 
 
 def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape of a tensor, or of what a sharded one is a part of."""
-    if isinstance(value, ShardedTensor):  # its own methods warn that it is deprecated
+    """Return the dtype and the whole shape of a tensor, sharded or not."""
+    if isinstance(value, ShardedTensor):  # its methods warn of deprecation
         return value.metadata().tensor_properties.dtype, tuple(value.metadata().size)
     return value.dtype, tuple(value.shape)
 
 
 def rows_on(mesh: DeviceMesh, group: Any) -> tuple[DeviceMesh, int]:
-    """The dimension that has the ranks of ``group``: of the mesh that ``mesh`` is a slice of, as in torch's FSDP1, or
-    of itself, where several dimensions were made one.
+    """Find the mesh dimension with the ranks of ``group``: in the root mesh of ``mesh``, as torch's FSDP1 does, or in
+    ``mesh`` itself, where several dimensions were flattened into one.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: no dimension has these ranks.
     """
     for one in (root_of(mesh), mesh):
         if (dim := dim_of(one, group)) is not None:
@@ -92,28 +92,29 @@ def rows_on(mesh: DeviceMesh, group: Any) -> tuple[DeviceMesh, int]:
 
 
 def dim_of(mesh: DeviceMesh, group: Any) -> int | None:
-    """The dimension of ``mesh`` that has the ranks of ``group``."""
+    """Return the dimension of ``mesh`` with the ranks of ``group``, or None."""
     ranks = group_ranks(group)
     return next((dim for dim in range(mesh.ndim) if group_ranks(mesh.get_group(dim)) == ranks), None)
 
 
 def check_no_mesh(unit: Unit) -> None:
-    """
+    """Check that the unit has no device mesh, which local state dicts do not support.
+
     Raises:
-        RuntimeError: the unit has a device mesh, of which flat parameters know nothing.
+        RuntimeError: the unit has a device mesh.
     """
     if unit.mesh is not None:
         raise RuntimeError("DeviceMesh is not compatible with LOCAL_STATE_DICT; use SHARDED_STATE_DICT")
 
 
 def cut_dims(tensor: DTensor) -> list[int]:
-    """The dimensions of its mesh along which not every rank has the same of it."""
+    """List the mesh dimensions along which the ranks hold different parts of ``tensor``."""
     mesh, several = tensor.device_mesh, enumerate(tensor.placements)
-    return [dim for dim, its in several if not its.is_replicate() and mesh.size(dim) > 1]
+    return [dim for dim, placement in several if not placement.is_replicate() and mesh.size(dim) > 1]
 
 
 def dims_of_tp(value: DTensor, groups: Groups) -> list[int]:
-    """Those of the dimensions along which it is cut that have the ranks of the unit's tensor parallelism."""
+    """List the dimensions of ``cut_dims`` that have the ranks of the unit's tensor parallelism."""
     if groups.tp is None or not {type(placement) for placement in value.placements} <= {ShardOf, Replicate}:
         return []
     ranks = group_ranks(groups.tp)
@@ -121,7 +122,7 @@ def dims_of_tp(value: DTensor, groups: Groups) -> list[int]:
 
 
 def box_at(value: DTensor, position: Mapping[int, int], dims: Sequence[int]) -> tuple[Box, ...]:
-    """What the rank at this position of the mesh has of ``value`` if it is cut along these dimensions of it alone."""
+    """Return the box of ``value`` at this ``position`` of the mesh if only the dimensions ``dims`` cut the tensor."""
     box = Box.whole(value.shape)
     for dim in dims:
         placement: Any = value.placements[dim]
@@ -133,11 +134,10 @@ def box_at(value: DTensor, position: Mapping[int, int], dims: Sequence[int]) -> 
 
 
 def group_that_has(value: Any, groups: Groups) -> Any:
-    """The group whose ranks have the rows of ``value``, which goes to a unit of ``groups``: the one that has its chunks
-    if they are the same.
+    """Return the group whose ranks hold the rows of ``value``, a sharded value for a unit of ``groups``.
 
     Raises:
-        AssertionError: not rows; or of others than the unit's ranks, which do not take part.
+        AssertionError: ``value`` is not cut into rows, or ranks that do not take part hold some.
     """
     if isinstance(value, DTensor):
         mesh, cut = value.device_mesh, cut_dims(value)
@@ -158,11 +158,11 @@ def group_that_has(value: Any, groups: Groups) -> Any:
         return group
     if isinstance(value, DTensor):
         raise AssertionError(f"a DTensor over the ranks {ranks}, which are not those of the parameter")
-    return own  # what was loaded from a file is of the default group
+    return own  # tensors from files are in the default group
 
 
 def rows_of_shards(tensor: Any, group: Any) -> tuple[list[tuple[int, int]], torch.Tensor]:
-    """Which rows of a ``ShardedTensor``, whoever made it, each rank of ``group`` has, and this rank's."""
+    """Return the rows (start, end) of a ``ShardedTensor`` on each rank of ``group``, and this rank's rows."""
     dtype, shape = kind_of(tensor)
     shards = tensor.local_shards()
     if len(shards) > 1:
