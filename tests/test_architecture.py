@@ -514,8 +514,8 @@ BROKEN: list[tuple[Rule, str, str]] = [
     (registrations_in_registration, VIEWS, "module._parameters[name] = p"),
     (hooks_in_hooks, RUNTIME, "Variable._execution_engine.queue_callback(f)"),
     (names_in_names, RUNTIME, "part == '_orig_mod'"),
-    (names_in_names, "fsdp/checkpoint/dcp.py", "getattr(module, '_checkpoint_wrapped_module', module)"),
-    (privates_of_the_wrapper, "fsdp/checkpoint/dcp.py", "unit = wrapper._fsdp_unit"),
+    (names_in_names, "fsdp/checkpoint/torch_state_dict.py", "getattr(module, '_checkpoint_wrapped_module', module)"),
+    (privates_of_the_wrapper, "fsdp/checkpoint/torch_state_dict.py", "unit = wrapper._fsdp_unit"),
     (privates_of_the_wrapper, "fsdp/runtime/unit.py", "module.__dict__.get('_fsdp_unit')"),
     (hooks_in_hooks, VIEWS, "from torch.autograd.graph import saved_tensors_hooks\nuse = saved_tensors_hooks(f, g)"),
 ]
@@ -544,7 +544,7 @@ KEPT: list[tuple[Rule, str, str]] = [
     (registrations_in_registration, "fsdp/flat/registration.py", "module._parameters[name] = p"),
     (hooks_in_hooks, RUNTIME, "hooks.on_gradient(tensor, f)\nmodule.register_state_dict_pre_hook(f)"),
     (names_in_names, RUNTIME, "self._fsdp_wrapped_module = clean(name)"),
-    (privates_of_the_wrapper, "fsdp/checkpoint/dcp.py", "unit_of(module).mesh"),
+    (privates_of_the_wrapper, "fsdp/checkpoint/torch_state_dict.py", "unit_of(module).mesh"),
     (privates_of_the_wrapper, "fsdp/names/fsdp1.py", "self._fsdp_unit.handles"),
     (hooks_in_hooks, "fsdp/runtime/hooks.py", "tensor.register_hook(f)"),
 ]

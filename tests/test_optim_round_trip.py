@@ -30,7 +30,7 @@ from fsdp import (
     StateDictType,
 )
 from fsdp.checkpoint import get_optimizer_state_dict, load, save, set_optimizer_state_dict
-from fsdp.checkpoint.dcp import StateDictOptions
+from fsdp.checkpoint.torch_state_dict import StateDictOptions
 from tests.harness.pool import run_ranks
 
 FSDP = FullyShardedDataParallel

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fsdp.checkpoint.dcp import (
+from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,

@@ -27,7 +27,13 @@ from torch.optim import Optimizer
 
 from fsdp.checkpoint import checksums, files, index
 from fsdp.checkpoint.checksums import Entry
-from fsdp.checkpoint.dcp import (
+from fsdp.checkpoint.files import Manifest
+from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
+from fsdp.checkpoint.load_state_dict import Loading
+from fsdp.checkpoint.progress import bar
+from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.save_checkpoint import held_nbytes
+from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
     get_model_state_dict,
     kept_if_it_fails,
@@ -35,12 +41,6 @@ from fsdp.checkpoint.dcp import (
     prepare_model_state_dict,
     trained_parts,
 )
-from fsdp.checkpoint.files import Manifest
-from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state
-from fsdp.checkpoint.load_state_dict import Loading
-from fsdp.checkpoint.progress import bar
-from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.checkpoint.save_checkpoint import held_nbytes
 from fsdp.checkpoint.torch_storage import LoadPlanner, VerifiedFiles
 from fsdp.comm.consensus import Ranks
 from fsdp.placement.boxes import Box

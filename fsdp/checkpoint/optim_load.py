@@ -1,15 +1,15 @@
-"""Optimizer state on its way in: from parameter names to what this rank's optimizer holds.
+"""Loading optimizer state: from tensors by parameter name to this rank's part of the optimizer's state.
 
-A full dict gives each rank the elements that its shard holds, without communication. What rank 0 alone has, or what
-lies in chunks of rows on all ranks, is sent to whom it belongs: one collective per unit, large units in several parts
-as on the way out. Everything is checked before anything moves, on every rank by the same description of the dict, so
-that all of them raise or none.
+Each rank takes the elements of its shard from a full dict, without communication. Values on rank 0 alone, and chunks of
+rows on all ranks, are sent to their ranks: one collective per unit, in several batches for large units. Every check
+precedes all communication of tensors, on every rank with an equal description of the dict, so that all ranks raise or
+none.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,11 +22,10 @@ from fsdp.checkpoint.forms import Held, Source, fill_each, fill_from_first, read
 from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
+    Group,
     Holder,
     Member,
     ModelParams,
-    OptimInput,
-    groups_of,
     lay_out,
     params_by_id,
     same_value,
@@ -42,7 +41,7 @@ from fsdp.runtime.unit import Unit
 
 
 class Whole(NamedTuple):
-    """A tensor with dimensions, whoever has its elements."""
+    """Dtype and shape of a whole tensor with dimensions."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,11 +49,11 @@ class Whole(NamedTuple):
 
 @dataclass
 class Contents:
-    """What a dict to load holds. Equal on all ranks.
+    """A description of a dict to load. Equal on all ranks.
 
     Attributes:
-        states: by name of parameter and state; ``Whole`` for tensors with dimensions, other values as they are.
-        others: what belongs to no parameter, as it is.
+        states: by name of parameter and state; ``Whole`` for tensors with dimensions, and other values themselves.
+        others: entries of no parameter.
         groups: the parameter groups; None if the dict has none.
     """
 
@@ -64,15 +63,16 @@ class Contents:
 
     @cached_property
     def known(self) -> set[str]:
-        """The parameters that the dict has, with state or without."""
+        """Names of the parameters in the dict, with state or without."""
         return {*self.states, *(name for group in self.groups or () for name in group["params"])}
 
 
 def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams, *, full: bool) -> Contents:
-    """
+    """Describe a dict to load.
+
     Raises:
-        ValueError: there is no "state", or its keys are no names of this model's parameters but look like some; or it
-            has to be ``full``, and states are sharded.
+        ValueError: there is no "state", or a key is similar to a parameter's name but is none; or the dict has to be
+            ``full``, and states are sharded.
     """
     if optim_state_dict is None or "state" not in optim_state_dict:
         raise ValueError('expected an optimizer state dict with the key "state", but it has none')
@@ -106,7 +106,8 @@ def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams
 
 
 def _described_value(value: Any) -> Any:
-    """A tensor with dimensions as ``Whole``; any other value as it is, and of a ragged one the element that is here."""
+    """Return ``Whole`` for a tensor with dimensions, the local element of a ragged scalar, and any other value
+    itself."""
     if not isinstance(value, torch.Tensor):
         return value
     dtype, shape = kind_of(value)
@@ -115,35 +116,37 @@ def _described_value(value: Any) -> Any:
     return value.local.view(()) if isinstance(value, RaggedTensor) and value.local.numel() == 1 else value
 
 
-# -- what this rank will hold ------------------------------------------------------------------------------------------
+# -- the plan ------------------------------------------------------------------------------------------
 
 
 class _Arrival(NamedTuple):
-    """One state of one original parameter, and where the ranks hold it, with this rank's memory for its part."""
+    """One state of one original parameter, with its place on the ranks and this rank's memory for it."""
 
     name: str
     state: str
-    what: Whole
+    whole: Whole
     held: Held
 
 
 class _Plan:
-    """What each parameter's state will be on this rank, with memory for it, and what has to arrive there."""
+    """The state of each parameter on this rank after the load, with memory for it, and the transfers into that
+    memory."""
 
     def __init__(self, params: ModelParams, contents: Contents, kept: Mapping[Any, Mapping[Any, Any]]) -> None:
-        """
+        """Plan the load of ``contents``.
+
         Args:
-            kept: the optimizer's present state, where parameters that the dict does not know are to keep it.
+            kept: the optimizer's present state, if parameters that are not in the dict keep theirs.
 
         Raises:
-            ValueError: a state does not fit the parameter, or, for a flat one, the states of its members differ.
+            ValueError: a state does not fit the parameter, or the states of a flat parameter's members differ.
         """
         self.local: dict[nn.Parameter, dict[str, Any]] = {}
         self.arrivals: dict[Unit, list[_Arrival]] = {}
         self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, its name, state)
         self._problems: list[str] = []
         self._kept, self._contents = kept, contents
-        # states that have no dimensions although their parameter has
+        # states without dimensions of parameters that have dimensions
         self._scalars = {"step"} | {
             key
             for name, states in contents.states.items()
@@ -178,7 +181,7 @@ class _Plan:
             )
             return
         local: dict[str, Any] = {}
-        for state in sorted(names, key=state_order):  # the same order on all ranks, whatever that of their dicts is
+        for state in sorted(names, key=state_order):  # the same order on all ranks
             values = [states[member][state] for member in present]
             if not all(isinstance(value, Whole) for value in values):
                 local[state] = self._common(holder, present, state, values)
@@ -191,7 +194,7 @@ class _Plan:
             self.local[holder.param] = {state: local[state] for state in names}
 
     def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
-        """Its states; as ``Whole`` also what is an element-wise state of a parameter without dimensions."""
+        """Return the states of ``member``; element-wise states of a parameter without dimensions as ``Whole``, too."""
         states = dict(self._contents.states[member.name])
         if member.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
@@ -200,7 +203,8 @@ class _Plan:
         return states
 
     def _memory(self, holder: Holder, present: list[Member], state: str, values: list[Whole]) -> torch.Tensor:
-        """For this rank's part of an element-wise state, with what does not have to arrive."""
+        """Allocate this rank's part of an element-wise state, fill in the parts that are not loaded, and note the
+        transfers of the others."""
         dtypes = {value.dtype for value in values}
         if len(dtypes) > 1:
             self._problems.append(f"state {state!r} of {holder} needs one dtype, but has {sorted(map(str, dtypes))}")
@@ -219,12 +223,12 @@ class _Plan:
         return memory
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
-        """What the optimizer has now, and keeps, of a member of a flat parameter; None for nothing."""
+        """Return the optimizer's present state of a member of a flat parameter if it is kept; otherwise None."""
         value = None if member.name in self._contents.known else self._kept.get(holder.param, {}).get(state)
         return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
-        """The value that all members share."""
+        """Return the value that all members share."""
         lacking = [
             member.name
             for member in holder.members
@@ -242,22 +246,23 @@ class _Plan:
 
 
 def _is_whole_by_nature(value: Whole, member: Member) -> bool:
-    """Whether a state may be another thing than one element per element, as rows and columns are."""
+    """Return True if a state may have another meaning than one element per element, as factored rows and columns
+    have."""
     shape, of_param = value.shape, member.shape
     if shape == of_param:
         return False
     return len(shape) != len(of_param) or all(a in (1, b) for a, b in zip(shape, of_param))
 
 
-# -- moving ------------------------------------------------------------------------------------------------------------
+# -- transfers ---------------------------------------------------------------------------------------------------------
 
 
 def _source(arrival: _Arrival, states: Mapping[str, Mapping[str, Any]], unit: Unit) -> Source:
-    """What this rank has of it.
+    """Return this rank's part of the value that is to be loaded.
 
     Raises:
         AssertionError: a sharded value is not cut into chunks of rows, over ranks that share the unit.
-        ValueError: it has no values, or not those that this rank needs.
+        ValueError: the value has no elements, or not those that this rank needs.
     """
     try:
         return read(states[arrival.name][arrival.state], arrival.held, unit.groups)
@@ -265,59 +270,61 @@ def _source(arrival: _Arrival, states: Mapping[str, Mapping[str, Any]], unit: Un
         raise type(error)(f"state {arrival.state!r} of {arrival.name!r}: {error}") from error
 
 
-def _of_first(value: torch.Tensor | None, what: Whole, group: Any, device: torch.device) -> torch.Tensor:
-    """``value``, which rank 0 of ``group`` has; ``device`` is where that can communicate."""
-    tensor = torch.empty(what.shape, dtype=what.dtype, device=device)
+def _of_first(value: torch.Tensor | None, whole: Whole, group: Any, device: torch.device) -> torch.Tensor:
+    """Broadcast ``value`` from rank 0 of ``group``; ``device`` is one on which the group communicates."""
+    tensor = torch.empty(whole.shape, dtype=whole.dtype, device=device)
     if value is not None:
         tensor.copy_(value)
     broadcast([tensor], group)
     return tensor
 
 
-# -- the whole of it ---------------------------------------------------------------------------------------------------
+# -- the load ---------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def optim_state_dict_to_load(
     model: nn.Module,
     given: Callable[[], Mapping[str, Any] | None],
+    own: Sequence[Group] | None,
     *,
     optim: Optimizer | None = None,
-    optim_input: OptimInput | None = None,
     is_named: bool = False,
     from_rank0: bool = False,
     group: Any = None,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """``FullyShardedDataParallel.optim_state_dict_to_load`` of what ``given`` returns, which stays as it is.
+    """Implement ``FullyShardedDataParallel.optim_state_dict_to_load`` for the result of ``given``, which is not
+    modified.
 
-    The result has this rank's parts, in memory of their own on the parameters' devices, under the optimizer's keys.
-    Parameters that are not in the dict get no entry, nor do those that the optimizer does not hold. What belongs to no
-    parameter is copied under its name.
+    The result has this rank's parts, in new memory on the parameters' devices, under the optimizer's keys. Parameters
+    that are not in the dict get no entry, nor do those that the optimizer does not hold. Entries of no parameter are
+    copied.
 
     Args:
-        is_named: torch's ``_NamedOptimizer`` wants state for parameters, too, of which this rank holds nothing, and
-            gets what it has.
-        from_rank0: only on rank 0 of ``group`` ``given`` is called; what it raises is raised on all ranks.
-        strict: leave out parameters that no group of the dict has. Without it they stay as ``optim`` has them.
+        own: groups of the optimizer; None for one built from ``model.parameters()``.
+        is_named: torch's ``_NamedOptimizer`` also needs state for parameters of which this rank holds no elements; such
+            state is kept.
+        from_rank0: ``given`` is called only on rank 0 of ``group``; its errors are raised on all ranks.
+        strict: leave out parameters that no group of the dict contains. Without it they stay as ``optim`` has them.
 
-    Raises, on every rank: as that, and RuntimeError if another rank cannot load sharded values, or has others.
+    Raises, on every rank: the same errors, and RuntimeError if another rank cannot load sharded values, or has
+    different ones.
     """
-    own = groups_of(optim, optim_input)
     params = ModelParams(model)
     if from_rank0:
         group = watched(group if group is not None else default_group(), params.units)
     saved = None if from_rank0 else given()
     of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
     chunked = any(is_sharded(value) for state in of_params for value in state.values())
-    with alike_on_all_ranks(params.units if chunked else ()) as (chunks, _):  # else nothing is exchanged
+    with alike_on_all_ranks(params.units if chunked else ()) as (chunks, _):  # otherwise without communication
 
         def look() -> Contents:
             nonlocal saved
             saved = given() if from_rank0 else saved
             return _contents_of(saved, params, full=from_rank0)
 
-        label = "tell what optimizer state rank 0 has"
+        label = "describe rank 0's optimizer state"
         contents = on_first(look, [group], list(params.units), label) if from_rank0 else look()
         keys = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
@@ -332,15 +339,15 @@ def optim_state_dict_to_load(
         for unit, arrivals in plan.arrivals.items() if not from_rank0 else ():
             sources[unit] = [_source(arrival, states, unit) for arrival in arrivals]
             chunks[unit] = [
-                f"state {its.state!r} of {its.name!r} ({its.what.dtype}, {source.placement})"
-                for its, source in zip(arrivals, sources[unit])
-                if source.placement is not None  # it has to be exchanged
+                f"state {one.state!r} of {one.name!r} ({one.whole.dtype}, {source.placement})"
+                for one, source in zip(arrivals, sources[unit])
+                if source.placement is not None  # needs communication
             ]
     channels = Channels()
     for unit, arrivals in plan.arrivals.items():
         held, label = [arrival.held for arrival in arrivals], f"optimizer state of {params.units[unit]}"
         if from_rank0:
-            values = [states[its.name][its.state].detach() if states else None for its in arrivals]
+            values = [states[one.name][one.state].detach() if states else None for one in arrivals]
             fill_from_first(zip(held, values), unit, channels, label, group=group)
         else:
             fill_each(zip(held, sources[unit]), unit, channels, label)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from fsdp.api import OptimStateKeyType
 from fsdp.checkpoint.forms import Held
@@ -29,7 +28,6 @@ from fsdp.runtime.unit import Unit
 
 Key = int | str
 Group = Mapping[str, Any]  # a parameter group
-OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,33 +248,6 @@ def params_by_id(model: nn.Module, groups: Sequence[Group] | None) -> dict[Key, 
     return dict(enumerate(param for group in groups for param in group["params"]))
 
 
-def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequence[Group] | None:
-    """Return the parameter groups of ``optim``, or of an optimizer built from ``optim_input``; None if both are None.
-
-    Raises:
-        TypeError: ``optim_input`` is not iterable, or mixes parameters and groups.
-        ValueError: ``optim_input`` is empty, or a group has no "params".
-    """
-    if optim_input is None:
-        return None if optim is None else optim.param_groups
-    expected = (
-        "optim_input should be an iterable of parameters or of parameter groups (dicts), as given to the optimizer"
-    )
-    try:
-        given: list[Any] = list(optim_input)
-    except TypeError as error:
-        raise TypeError(f"{expected}, but got {type(optim_input)}") from error
-    if not given:
-        raise ValueError(f"{expected}, but it is empty")
-    if all(isinstance(item, torch.Tensor) for item in given):
-        return [{"params": given}]
-    if not all(isinstance(item, dict) for item in given):
-        raise TypeError(f"{expected}, but got {sorted({type(item).__name__ for item in given})}")
-    if not all("params" in group for group in given):
-        raise ValueError('expected every parameter group of optim_input to have "params"')
-    return [{**group, "params": list(group["params"])} for group in given]
-
-
 def same_value(value: Any, other: Any) -> bool:
     """Compare two values of a state dict, dtypes included; lists of tensors, as LBFGS has, by element."""
     if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
@@ -432,10 +403,9 @@ def rekey(
     optim_state_dict: dict[str, Any],
     key_type: OptimStateKeyType,
     model: nn.Module,
-    optim: Optimizer | None,
-    optim_input: OptimInput | None,
+    own: Sequence[Group] | None,
 ) -> dict[str, Any]:
-    """Implement ``FullyShardedDataParallel.rekey_optim_state_dict``."""
+    """Implement ``FullyShardedDataParallel.rekey_optim_state_dict``; ``own`` are the optimizer's groups."""
     groups = copy.deepcopy(optim_state_dict.get("param_groups"))
     named = [key for group in groups or () for key in group["params"]]
     if not named:  # with groups, other entries belong to no parameter
@@ -446,7 +416,7 @@ def rekey(
         raise ValueError(f"Invalid parameter keys: expected all names or all ids, got {list(dict.fromkeys(named))}")
     if kinds <= {wanted}:
         return optim_state_dict
-    names, ids = param_to_name(model), params_by_id(model, groups_of(optim, optim_input))
+    names, ids = param_to_name(model), params_by_id(model, own)
     pairs = [(key, names[param]) for key, param in ids.items() if param in names]
     new_keys: dict[Any, Any] = dict(pairs) if wanted is str else {name: key for key, name in pairs}
     unknown = list(dict.fromkeys(key for key in named if key not in new_keys))

@@ -1,11 +1,10 @@
-"""Optimizer state between flat shards and parameter names.
+"""Saving optimizer state: from flat shards to tensors by parameter name.
 
-On the way out, the ranks first exchange what states there are (names, dtypes, scalars: one exchange of objects).
-From then on all of them know every message, and the elements of a unit travel in one collective, to the ranks that
-asked for them. Large units travel in several parts, of which two are there beside the result: one travels while the
-other is put where it belongs.
+First the ranks exchange a description of their states (names, dtypes, scalars) as objects. Then every rank can compute
+every message, and the elements of a unit travel in one collective to the ranks that get them. Large units travel in
+several batches; two batches are in memory beside the result, one in flight and one being unpacked.
 
-The way in is :mod:`fsdp.checkpoint.optim_load`.
+:mod:`fsdp.checkpoint.optim_load` is the reverse.
 """
 
 from __future__ import annotations
@@ -20,16 +19,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fsdp.checkpoint.forms import Form, Leaving, export, finish
 from fsdp.checkpoint.optim_names import (
+    Group,
     Holder,
     Member,
     ModelParams,
-    OptimInput,
-    groups_of,
     is_named,
     params_by_id,
     state_order,
@@ -44,7 +41,7 @@ from fsdp.runtime.unit import Unit
 _CPU = torch.device("cpu")
 
 
-# -- what states there are ---------------------------------------------------------------------------------------------
+# -- description of states ---------------------------------------------------------------------------------------------
 
 
 class Elementwise(NamedTuple):
@@ -64,18 +61,16 @@ class Scalar(NamedTuple):
         return Scalar(tensor.dtype, bytes(tensor.detach().cpu().reshape(1).view(torch.uint8).tolist()))
 
     def tensor(self) -> torch.Tensor:
-        """A new one, on CPU."""
+        """Make a new tensor on CPU."""
         return torch.frombuffer(bytearray(self.bits), dtype=self.dtype).reshape(())
 
 
-States = dict[str, Any]  # of one parameter, by name: Elementwise, Scalar, or any other value as it is
+States = dict[str, Any]  # one parameter's states by name: Elementwise, Scalar, or any other value
 
 
 def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], known: dict[Any, States]) -> States:
-    """What ``state``, this rank's of ``holder``, consists of. What cannot be handled is added to ``problems``.
-
-    Equal descriptions are one object, by way of ``known``: most parameters have the same, and pickle writes it once.
-    """
+    """Describe ``state``, this rank's state of ``holder``. Unsupported states are appended to ``problems``. Equal
+    descriptions are one object, found in ``known``: most parameters have the same one, and pickle writes it once."""
     found: States = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
@@ -87,7 +82,7 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
         elif value.dim() == 0:
             found[name] = Scalar.of(value)
         elif holder.is_whole:
-            found[name] = value  # every rank has all of it, whatever it is
+            found[name] = value  # equal on every rank
         else:
             problems.append(
                 f"state {name!r} of {holder} has shape {tuple(value.shape)}, and this rank's part of the parameter has "
@@ -102,10 +97,14 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
 def _merged(
     holder: Holder, by_rank: Sequence[States | None], ranks: Sequence[int], missing: list[str], different: list[str]
 ) -> States | None:
-    """What the ranks that own elements of ``holder`` agree on, of what each of the ``ranks`` has that it is sharded
-    over; None if none of them has state for it. What they do not agree on is added to ``missing`` and ``different``.
+    """Merge the descriptions of the ranks that own elements of ``holder``; None if none of them has state.
 
-    The others may have state as well (some optimizers make it for empty parameters), which was never stepped.
+    Optimizers may also hold state on other ranks (some create it for empty parameters), but never step it.
+
+    Args:
+        by_rank: descriptions by rank of the shard group.
+        ranks: global ranks of the shard group.
+        missing, different: disagreements are appended to these lists.
     """
     owners = {rank: by_rank[rank] for rank in holder.owners}
     if all(states is None for states in owners.values()):
@@ -129,13 +128,13 @@ def _merged(
 def _agree(
     params: ModelParams, state_of: Mapping[nn.Parameter, Mapping[str, Any]], unknown: str | None
 ) -> dict[Holder, States]:
-    """The states of every parameter that has any, the same on all ranks: one exchange of objects per shard group.
+    """Return the states of every parameter that has any, equal on all ranks: one exchange of objects per shard group.
 
-    Where there are several groups, their ranks then exchange whether all is well, since some may be in one only, and
-    whether replicas have the same.
+    With several groups, the ranks then exchange failures, since some ranks may be in one group only, and compare the
+    descriptions of replicas.
 
     Args:
-        unknown: what is wrong with the parameters that this rank's optimizer holds.
+        unknown: an error about the parameters that this rank's optimizer holds, if any.
 
     Raises, on every rank:
         KeyError: ``unknown``.
@@ -151,37 +150,39 @@ def _agree(
     }
     failures = {me: failure} if (failure := _failure(unknown, problems)) is not None else {}
 
-    def said(of: Mapping[Holder, States | None], holders: list[Holder], group: Any) -> dict[int, list[States | None]]:
-        """What the ranks of ``group`` have of these, by rank; nothing where one has failed."""
+    def exchanged(
+        of: Mapping[Holder, States | None], holders: list[Holder], group: Any
+    ) -> dict[int, list[States | None]]:
+        """Return the descriptions of ``holders`` by rank of ``group``; empty if a rank has failed."""
         own = [of.get(holder) for holder in holders]
         everyone = {me: (own, failures)}
         if group is not None:
             try:
                 packed = pickle.dumps((own, failures))
-            except Exception as error:  # whatever the values' own ways to be pickled raise
+            except Exception as error:  # a value's own __reduce__ may raise any exception
                 failure = _failure(unknown, [*problems, f"a state cannot be pickled: {error}"])
                 packed = pickle.dumps(([], {me: failure}))
-            several = all_gather_object(packed, group, label, device)  # they wait for it, whatever a rank holds
-            everyone = dict(zip(group_ranks(group), map(pickle.loads, several)))
-        for _, theirs in everyone.values():
-            failures.update(theirs)
+            packed_by_rank = all_gather_object(packed, group, label, device)
+            everyone = dict(zip(group_ranks(group), map(pickle.loads, packed_by_rank)))
+        for _, failures_there in everyone.values():
+            failures.update(failures_there)
         return {} if failures else {rank: states for rank, (states, _) in everyone.items()}
 
     by_shards, by_tp = defaultdict[Any, list[Holder]](list), defaultdict[Any, list[Holder]](list)
     for holder in local:
         by_shards[holder.unit.groups.shard if holder.handle.layout.world_size > 1 else None].append(holder)
-        if holder.tp_owners:  # who has no part of a parameter has no state either, and is told
+        if holder.tp_owners:  # ranks without a part of the parameter have no state, and get the description
             by_tp[holder.unit.groups.tp].append(holder)
     agreed: dict[Holder, States | None] = {}
     missing, different = list[str](), list[str]()
     for group, holders in by_shards.items():
         if group is not None:
             holders[0].unit.announce()
-        by_rank = said(local, holders, group)
+        by_rank = exchanged(local, holders, group)
         for holder, *of_ranks in zip(holders, *by_rank.values()) if by_rank else ():
             agreed[holder] = _merged(holder, of_ranks, [*by_rank], missing, different)
     for group, holders in by_tp.items():
-        by_rank = said(agreed, holders, group)
+        by_rank = exchanged(agreed, holders, group)
         for holder, *of_ranks in zip(holders, *by_rank.values()) if by_rank else ():
             agreed[holder] = of_ranks[holder.tp_owners[0]]
     error: Exception | None = None
@@ -195,7 +196,9 @@ def _agree(
     elif different:
         error = AssertionError("expected states without elements to agree, but " + "; ".join(different))
     of_units = [unit.groups for unit in params.units]
-    several_groups = [*dict.fromkeys(group for its in of_units for group in (its.shard, its.replica, its.tp) if group)]
+    several_groups = [
+        *dict.fromkeys(group for groups in of_units for group in (groups.shard, groups.replica, groups.tp) if group)
+    ]
     if len(several_groups) > 1:
         alike = {group: list(_words(local, agreed, group)) for group in several_groups}
         elsewhere = failures_in(several_groups, error, label, device, alike)
@@ -206,13 +209,12 @@ def _agree(
 
 
 def _words(holders: Iterable[Holder], agreed: Mapping[Holder, States | None], group: Any) -> Iterator[str]:
-    """What the ranks of ``group`` have agreed on, each in its shard group: replicas have the same, and so has what
-    tensor parallelism has parts of."""
+    """Describe the states that the ranks of ``group`` must have alike: replicas, and ranks of tensor parallelism."""
     for holder in holders:
         alike = group in (holder.unit.groups.replica, holder.unit.groups.tp)
         for name, value in (agreed.get(holder) or {}).items() if alike else ():
-            what = value if isinstance(value, (Elementwise, Scalar)) else type(value).__name__
-            yield f"state {name!r} of {holder}: {what}"
+            described = value if isinstance(value, (Elementwise, Scalar)) else type(value).__name__
+            yield f"state {name!r} of {holder}: {described}"
 
 
 def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
@@ -227,26 +229,25 @@ def _failure(unknown: str | None, problems: list[str]) -> Failure | None:
     return Failure("NotImplementedError", None, f"{expected}, but {'; '.join(problems)}")
 
 
-# -- out ---------------------------------------------------------------------------------------------------------------
+# -- saving ------------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def optim_state_dict(
     model: nn.Module,
-    optim: Optimizer | None,
+    groups: Sequence[Group] | None,
     raw: Mapping[str, Any],
     form: Form,
     *,
-    optim_input: OptimInput | None = None,
     group: Any = None,
 ) -> dict[str, Any]:
-    """``FullyShardedDataParallel.optim_state_dict`` of ``raw``, the optimizer's own state dict on this rank, in this
-    form. The tensors are copies, each in memory of its own; scalars are on CPU.
+    """Implement ``FullyShardedDataParallel.optim_state_dict`` for ``raw``, the optimizer's own state dict on this rank.
+
+    Tensors are copies, each in memory of its own; scalars are on CPU.
 
     Args:
-        optim: what ``raw`` is of; None for one built from ``optim_input``, or from ``model.parameters()``.
+        groups: groups of the optimizer; None for an optimizer built from ``model.parameters()``.
     """
-    groups = groups_of(optim, optim_input)
     params = ModelParams(model)
     by_key = params.by_current_name() if is_named(raw) else params_by_id(model, groups)
     state_of = {by_key[key]: state for key, state in raw["state"].items() if key in by_key}
@@ -288,7 +289,7 @@ def optim_state_dict(
     if "param_groups" in raw:
         full["param_groups"] = [
             {
-                key: params.names_of_group(by_key[its] for its in value) if key == "params" else copy.deepcopy(value)
+                key: params.names_of_group(by_key[one] for one in value) if key == "params" else copy.deepcopy(value)
                 for key, value in group_.items()
             }
             for group_ in raw["param_groups"]
@@ -297,7 +298,7 @@ def optim_state_dict(
 
 
 def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter], others: Iterable[Any]) -> str | None:
-    """What is wrong with a parameter that is not in the model, or with what belongs to none, if there is something."""
+    """Return an error text if a parameter is not in the model, or an entry of no parameter has a parameter's name."""
     for key in others:
         if key in params.by_name or key in params.others.values():
             return f"the state's entry {key!r} belongs to no parameter, and has the name of one: rename it"
@@ -310,9 +311,12 @@ def _unknown(params: ModelParams, state_of: Iterable[nn.Parameter], others: Iter
 
 
 def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:
-    """The names in an order that is the same on every rank, and that in which torch's FSDP1 lists them where the
-    optimizer was built from ``model.parameters()``: with flat parameters the model's, else what no unit owns and then
-    unit by unit, alphabetically."""
+    """Return the names in an order that is equal on every rank, and that of torch's FSDP1 for an optimizer built from
+    ``model.parameters()``.
+
+    With flat parameters it is the model's order. Otherwise parameters without unit are first, and then those of each
+    unit, sorted by name.
+    """
     if not params.use_orig_params:
         return [name for param in params.in_order if param in state_of for name in params.names(param)]
     units: dict[Unit, list[str]] = {}
@@ -322,7 +326,7 @@ def _order(params: ModelParams, state_of: Iterable[nn.Parameter]) -> list[str]:
 
 
 def _plain(value: Any, *, to_cpu: bool) -> Any:
-    """A copy of what has no elements to collect."""
+    """Copy a value that has no elements to collect."""
     if isinstance(value, Scalar):
         return value.tensor()
     if not isinstance(value, torch.Tensor):
@@ -339,7 +343,7 @@ def _send(
     channel: Channel,
     label: str,
 ) -> dict[tuple[Member, str], Leaving]:
-    """Start sending the unit's tensors to the ranks that get them."""
+    """Start to send the unit's states to the ranks that get them."""
     keys = [
         (holder, member, name)
         for holder, of_holder in states.items()
@@ -347,14 +351,14 @@ def _send(
         for name, value in of_holder.items()
         if isinstance(value, Elementwise)
     ]
-    keys.sort(key=lambda key: state_order(key[2]))  # so that a part of them is about one state
+    keys.sort(key=lambda key: state_order(key[2]))  # so that one batch contains few states
     tensors = []
     for holder, member, name in keys:
-        mine = holder.rank in holder.owners  # else this rank may have no state
-        state = state_of[holder.param][name] if mine else holder.empty(states[holder][name].dtype)
+        owns = holder.rank in holder.owners  # otherwise this rank may have no state
+        state = state_of[holder.param][name] if owns else holder.empty(states[holder][name].dtype)
         tensors.append(holder.held(member, state))
     groups = unit.groups
-    # of what is not sharded, flat states are cut as by torch's FSDP1: over the ranks of the group it was given
+    # torch's FSDP1 also cuts flat states of units that are not sharded, over the ranks of their group
     over_group = (groups.shard or groups.replica) is not None and (unit.mesh is None or unit.mesh.ndim == 1)
     cut = groups.sharded or (next(iter(states)).is_flat and over_group)
     form = form.within(unit, cut=cut)
@@ -380,7 +384,7 @@ def _first(saving: int, unit: Unit, channel: Channel) -> int:
 
 
 def _ordered(holder: Holder, states: States) -> list[tuple[str, Any]]:
-    """In the order in which torch's FSDP1 lists them."""
+    """Return the states in the order of torch's FSDP1."""
     if not holder.sharded and not holder.is_flat:
         return list(states.items())
     kinds = [Elementwise, Scalar, None] if holder.is_flat else [None, Scalar, Elementwise]

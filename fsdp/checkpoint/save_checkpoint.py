@@ -40,11 +40,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp.checkpoint import files, index
 from fsdp.checkpoint.checksums import Entry
-from fsdp.checkpoint.dcp import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.keys import GROUPS, MODEL, OTHERS, STATE, param_and_state, state_key
 from fsdp.checkpoint.plain_values import check_loadable, without_numpy_scalars
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.torch_state_dict import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.torch_storage import SavePlanner, Writer, compact
 from fsdp.comm.consensus import Ranks
 from fsdp.comm.streams import Event, streams_for

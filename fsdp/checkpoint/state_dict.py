@@ -332,6 +332,22 @@ def calling(call: str, module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def calling_wrapped(call: str, model: nn.Module) -> Iterator[None]:
+    """As :func:`calling`, for a call that needs units.
+
+    Raises:
+        ValueError: ``model`` has none.
+    """
+    if not units_of(model):
+        raise ValueError(
+            f"expected a model with FullyShardedDataParallel modules in it, but {type(model).__name__} has none; the "
+            "optimizer state of a plain model is optimizer.state_dict()"
+        )
+    with calling(call, model):
+        yield
+
+
 # -- the hooks ---------------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp import api, sharded_grad_scaler, wrap
 from fsdp import fully_sharded_data_parallel as wrapper
-from fsdp.checkpoint import dcp
+from fsdp.checkpoint import torch_state_dict
 from fsdp.checkpoint.load_state_dict import on_first
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.comm.groups import default_group
@@ -165,7 +165,7 @@ def disable_dcp() -> None:
 def _get_model_state_dict(model: nn.Module, info: Any) -> Any:
     prefixes = {clean(prefix.removesuffix(".")) for prefix in info.submodule_prefixes}
     submodules = {module for path, module in plain_modules(model) if path in prefixes}
-    return dcp.get_model_state_dict(model, submodules=submodules, options=info)
+    return torch_state_dict.get_model_state_dict(model, submodules=submodules, options=info)
 
 
 def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
@@ -174,15 +174,15 @@ def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: A
     if info.broadcast_from_rank0 and not on_first(lambda: info.handle_model, *asked):
         return _IncompatibleKeys([], [])
     # a dict of dicts by submodule has come to the submodules' names, with our wrappers in them
-    return dcp.set_model_state_dict(model, {clean(key): v for key, v in state_dict.items()}, options=info)
+    return torch_state_dict.set_model_state_dict(model, {clean(key): v for key, v in state_dict.items()}, options=info)
 
 
 def _get_optim_state_dict(model: nn.Module, optimizers: Any, info: Any) -> Any:
-    return dcp.get_optimizer_state_dict(model, optimizers, options=info)
+    return torch_state_dict.get_optimizer_state_dict(model, optimizers, options=info)
 
 
 def _load_optim_state_dict(model: nn.Module, optimizers: Any, state_dict: dict[str, Any], info: Any) -> None:
-    dcp.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
+    torch_state_dict.set_optimizer_state_dict(model, optimizers, state_dict, options=info)
 
 
 def _pre_load_state_dict(self: Any, state_dict: dict[str, Any]) -> Any:
@@ -206,7 +206,7 @@ def load_fsdp_optimizer(
         and fsdp_plugin.state_dict_type is not api.StateDictType.FULL_STATE_DICT
     )
     if empty:
-        with dcp.initialised(inner, ModelParams(model)):
+        with torch_state_dict.initialised(inner, ModelParams(model)):
             made = dict(inner.state)
         inner.state.update(made)
     try:

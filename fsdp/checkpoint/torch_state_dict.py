@@ -1,8 +1,9 @@
-"""State with the signatures of ``torch.distributed.checkpoint.state_dict``: the model's, the optimizers', and both.
+"""State dicts by the functions of ``torch.distributed.checkpoint.state_dict``: of the model, of optimizers, and of
+both.
 
-The same calls serve wrapped, partly wrapped and plain models; keys are the plain model's, without what
-``DistributedDataParallel`` and ``torch.compile`` add. What comes out of ``get_state_dict`` can be saved, and loaded
-into, by ``torch.distributed.checkpoint``, and goes back by ``set_state_dict``.
+The same calls serve wrapped, partly wrapped and plain models. Keys are those of the plain model, without the prefixes
+of ``DistributedDataParallel`` and ``torch.compile``. ``torch.distributed.checkpoint`` saves the dicts of
+``get_state_dict`` and loads into them; ``set_state_dict`` loads them back into the model.
 """
 
 from __future__ import annotations
@@ -45,21 +46,21 @@ from fsdp.runtime.unit import units_of
 
 @dataclass
 class StateDictOptions:
-    """As torch's, whose instances are taken as well.
+    """Options with torch's names; instances of torch's class are accepted as well.
 
     Attributes:
         full_state_dict: whole tensors instead of sharded ones.
         cpu_offload: tensors in CPU memory; with ``full_state_dict`` only on rank 0, and ``{}`` elsewhere.
         ignore_frozen_params: leave out parameters that do not require grad.
-        keep_submodule_prefixes: whether the names of what ``submodules`` selects stay as they are in the model.
-        strict: missing and unexpected keys are errors, and so is a trained parameter that the dict does not know.
+        keep_submodule_prefixes: keep the model's names for the entries that ``submodules`` selects.
+        strict: missing and unexpected keys are errors, and so is a trained parameter that is not in the dict.
         broadcast_from_rank0: only rank 0 has the dicts to load; with ``full_state_dict``.
         flatten_optimizer_state_dict: one flat dict, ``"state.<name>.<state>"`` and ``"param_groups.<name>.<key>"``.
-        dsd_fqn_modifiers: accepted, and not looked at.
-        ragged: sharded values are :class:`fsdp.checkpoint.ragged.RaggedTensor`, which takes no communication, and which
-            can be saved and loaded into at any number of ranks. (``ShardedTensor`` values of which a rank has no rows
-            are loaded by ``torch.distributed.checkpoint.load`` only with
-            ``planner=DefaultLoadPlanner(flatten_sharded_tensors=False)``.) Not among torch's options.
+        dsd_fqn_modifiers: accepted and ignored.
+        ragged: sharded values are :class:`fsdp.checkpoint.ragged.RaggedTensor`, which need no communication and can be
+            saved and loaded into at any number of ranks. Not one of torch's options.
+            (``torch.distributed.checkpoint.load`` loads ``ShardedTensor`` values of which a rank has no rows only with
+            ``planner=DefaultLoadPlanner(flatten_sharded_tensors=False)``.)
     """
 
     full_state_dict: bool = False
@@ -74,7 +75,8 @@ class StateDictOptions:
 
     @staticmethod
     def of(value: Any) -> StateDictOptions:
-        """
+        """Convert ``value``, options of torch or of this package or None.
+
         Raises:
             TypeError: ``value`` is no ``StateDictOptions``.
             ValueError: ``broadcast_from_rank0`` without ``full_state_dict``, or ``ragged`` with it.
@@ -92,7 +94,7 @@ class StateDictOptions:
         return options
 
     def settings(self, *, sharded: bool = True) -> StateDictSettings:
-        """The kind of state dict that these ask for; what is not ``sharded`` has full state only."""
+        """Return the corresponding settings of a unit; a unit that is not ``sharded`` has full state only."""
         cpu, kind = self.cpu_offload, StateDictType.SHARDED_STATE_DICT
         if self.ragged:
             return StateDictSettings(kind, RaggedStateDictConfig(cpu), RaggedOptimStateDictConfig(cpu))
@@ -103,17 +105,17 @@ class StateDictOptions:
         return StateDictSettings(StateDictType.FULL_STATE_DICT, *full)
 
 
-# -- the model's -------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------------------------
 
 
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: Any = None
 ) -> dict[str, Any]:
-    """The model's state by the plain model's names; all ranks have to call.
+    """Return the model's state by the plain model's names. All ranks have to call.
 
     Args:
-        submodules: only what is in these.
-        options: :class:`StateDictOptions`, ours or torch's.
+        submodules: include only the state of these modules.
+        options: :class:`StateDictOptions`, this package's or torch's.
     """
     options = StateDictOptions.of(options)
     model = entered(model, options)
@@ -136,10 +138,10 @@ def get_model_state_dict(
 
 
 def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, options: Any = None) -> Any:
-    """Load what :func:`get_model_state_dict` gives, or a plain model's. All ranks have to call.
+    """Load a dict of :func:`get_model_state_dict`, or of a plain model. All ranks have to call.
 
-    Nothing is loaded unless everything fits, on every rank that shares a wrapped module. Only what a module's own
-    ``set_extra_state`` or ``_load_from_state_dict`` has done cannot always be taken back; a warning says so.
+    Either all ranks that share a wrapped module load, or none. Only effects of a module's own ``set_extra_state`` or
+    ``_load_from_state_dict`` cannot always be undone; a warning is given then.
 
     Returns:
         the missing and unexpected keys.
@@ -155,15 +157,15 @@ def set_model_state_dict(model: nn.Module, model_state_dict: dict[str, Any], *, 
 
 
 def prepare_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Any = None) -> Loading:
-    """All of :func:`set_model_state_dict` that can fail, on this rank alone; see
+    """Do all of :func:`set_model_state_dict` that can fail, on this rank alone; see
     :func:`fsdp.checkpoint.load_state_dict.prepare`."""
     loading: Loading = _loaded(prepare, model, model_state_dict, StateDictOptions.of(options))
     return loading
 
 
-def _loaded(way: Callable[..., Any], model: nn.Module, state: Any, options: StateDictOptions) -> Any:
-    """What ``way`` returns that loads ``state``, which is by the plain model's names, by its ``load_state_dict``; by
-    that of ``nn.Module`` if it is wrapped."""
+def _loaded(load: Callable[..., Any], model: nn.Module, state: Any, options: StateDictOptions) -> Any:
+    """Return the result of ``load(model, into_module, state, strict)`` for a ``state`` by the plain model's names.
+    ``into_module`` is the ``load_state_dict`` of the module's class, or that of ``nn.Module`` for a wrapper."""
     model = entered(model, options)
     into_module = functools.partial(nn.Module.load_state_dict, model)
     if unit_of(model) is None:
@@ -172,7 +174,7 @@ def _loaded(way: Callable[..., Any], model: nn.Module, state: Any, options: Stat
         now = PlainNames(model).now
         state = {now(key): value for key, value in state.items()}
     with _kind(model, options):
-        return way(model, into_module, state, options.strict)
+        return load(model, into_module, state, options.strict)
 
 
 # -- names and kinds ---------------------------------------------------------------------------------------------------
@@ -180,29 +182,31 @@ def _loaded(way: Callable[..., Any], model: nn.Module, state: Any, options: Stat
 
 @contextlib.contextmanager
 def _kind(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
-    """Inside, all units have the settings that the options ask for."""
+    """Give all units the settings of ``options`` inside the context."""
     before = {unit: unit.state_settings for unit in units_of(model)}
     try:
         for unit in before:
             unit.state_settings = options.settings(sharded=unit.groups.sharded)
         yield
     finally:
-        for unit, its in before.items():
-            unit.state_settings = its
+        for unit, settings in before.items():
+            unit.state_settings = settings
 
 
 def own_method(of: nn.Module | Optimizer, name: str) -> Any:
-    """Its method ``name``; its class's if torch's ``_patch_model_state_dict`` has put what calls us in that place."""
+    """Return the method ``name`` of ``of``; the class's if torch's ``_patch_model_state_dict`` has replaced it by a
+    call of this package."""
     method = getattr(of, name)
     patched = getattr(method, "__module__", None) == "torch.distributed.checkpoint.state_dict"
     return functools.partial(getattr(type(of), name), of) if patched else method
 
 
 def entered(model: nn.Module, options: StateDictOptions) -> nn.Module:
-    """
+    """Return the module inside the outer wrappers (DDP, compiled modules).
+
     Raises:
-        ValueError: torch's FSDP has wrapped something of it, and its state is not just the ``DTensor`` parameters that
-            ``fully_shard`` makes.
+        ValueError: torch's FSDP has wrapped a part of the model, and the state is more than the ``DTensor`` parameters
+            of ``fully_shard``.
     """
     foreign = torchs_own(model, fully_shard=options.full_state_dict or bool(units_of(model)))
     if foreign is not None:
@@ -214,7 +218,7 @@ def entered(model: nn.Module, options: StateDictOptions) -> nn.Module:
 
 
 def _frozen(model: nn.Module) -> list[str]:
-    """The names, all of a shared one, of the parameters that do not require grad."""
+    """List the names of the parameters that do not require grad; all names of a shared one."""
     names = [name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
     holders = ModelParams(model).holders.values()
     names += [n for holder in holders if not holder.param.requires_grad for m in holder.members for n in m.names]
@@ -225,7 +229,7 @@ def default_rank() -> int:
     return int(default_group().rank()) if torch.distributed.is_initialized() else 0
 
 
-# -- the optimizers', and both -----------------------------------------------------------------------------------------
+# -- optimizers -----------------------------------------------------------------------------------------
 
 
 def get_state_dict(
@@ -235,7 +239,7 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(:func:`get_model_state_dict`, :func:`get_optimizer_state_dict`)."""
+    """Return (:func:`get_model_state_dict`, :func:`get_optimizer_state_dict`)."""
     return (
         get_model_state_dict(model, submodules=submodules, options=options),
         get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options),
@@ -249,18 +253,18 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: Any = None,
 ) -> dict[str, Any]:
-    """The optimizers' state by the plain model's names, as one dict; all ranks have to call.
+    """Return the optimizers' state by the plain model's names, as one dict. All ranks have to call.
 
-    For an optimizer that has not stepped yet, the state that a step without gradients would make, so that there is
-    something to load into; the optimizer itself stays as it is.
+    For an optimizer that has not stepped yet, the dict has the state after a step without gradients, so that values can
+    be loaded into it. The optimizer itself does not change.
 
     Args:
-        submodules: not looked at; the optimizers say which parameters.
-        options: :class:`StateDictOptions`, ours or torch's.
+        submodules: ignored; the optimizers determine the parameters.
+        options: :class:`StateDictOptions`, this package's or torch's.
 
     Raises: as ``FullyShardedDataParallel.optim_state_dict``, and
-        ValueError: what would not come back: entries that belong to no parameter, if there are several optimizers or
-            the dict is to be flattened, and then also names of states that are no strings.
+        ValueError: entries that could not be loaded back. These are entries of no parameter, if there are several
+            optimizers or the dict is flattened, and names of states that are no strings in a flattened dict.
     """
     options = StateDictOptions.of(options)
     several = _several(optimizers)
@@ -274,8 +278,8 @@ def get_optimizer_state_dict(
 def optimizer_state_as_it_is(
     model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], options: StateDictOptions
 ) -> dict[str, Any]:
-    """As :func:`get_optimizer_state_dict`, but with no state for an optimizer that has none: one that goes on from what
-    a first step would make, would not do what a new one does."""
+    """Return :func:`get_optimizer_state_dict`, but without state for an optimizer that has none: state of an
+    imaginary first step would change the steps after a resume."""
     model = entered(model, options)
     plain = PlainNames(model).plain
     joined: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -300,8 +304,8 @@ def set_state_dict(
     optim_state_dict: dict[str, Any],
     options: Any = None,
 ) -> Any:
-    """:func:`set_optimizer_state_dict` and :func:`set_model_state_dict`; returns what the latter does. If one of them
-    raises, the model and the optimizers are as they were, on all ranks."""
+    """Call :func:`set_optimizer_state_dict` and :func:`set_model_state_dict`; return the result of the latter. If
+    one of them raises, the model and the optimizers are unchanged on all ranks."""
     optimizers = _several(optimizers)
     with calling("set_state_dict()", model), kept_if_it_fails(optimizers):
         set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
@@ -310,10 +314,10 @@ def set_state_dict(
 
 @contextlib.contextmanager
 def kept_if_it_fails(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Where what is inside raises, the optimizers have the state and the groups that they had.
+    """Restore the state and the groups of the optimizers if the body raises.
 
-    ``load_state_dict`` of torch's optimizers makes new ones; what an optimizer of somebody else's writes into the
-    tensors that it had stays written.
+    ``load_state_dict`` of torch's optimizers makes new tensors. Writes of other optimizers into their existing tensors
+    are not undone.
     """
     before = [
         (
@@ -345,16 +349,16 @@ def set_optimizer_state_dict(
     *,
     options: Any = None,
 ) -> None:
-    """Load what :func:`get_optimizer_state_dict` gives. All ranks have to call.
+    """Load a dict of :func:`get_optimizer_state_dict`. All ranks have to call.
 
-    Each optimizer keeps its own groups, with the hyperparameters that the dict has for their parameters. States come
-    back bit for bit, in the dtypes that the dict has; what torch's own optimizers have of each element gets the
-    parameter's dtype, without which they could not step. With ``strict=False`` what the dict does not know stays as it
-    is. If this raises, the optimizers are as they were.
+    Each optimizer keeps its own groups, with the hyperparameters that the dict has for their parameters. States are
+    loaded bit for bit, in the dtypes of the dict. Element-wise states of torch's own optimizers get the parameter's
+    dtype, without which those optimizers could not step. With ``strict=False`` parameters that are not in the dict keep
+    their state. If this raises, the optimizers are unchanged.
 
     Raises:
         ValueError, KeyError: as ``FullyShardedDataParallel.optim_state_dict_to_load``.
-        RuntimeError: the dict does not know a parameter that an optimizer trains (``strict``).
+        RuntimeError: a parameter that an optimizer trains is not in the dict (``strict``).
     """
     optimizers = _several(optimizers)
     units = units_of(model)
@@ -366,7 +370,7 @@ def set_optimizer_state_dict(
 def optimizers_to_load(
     model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], optim_state_dict: dict[str, Any], *, options: Any
 ) -> list[tuple[Optimizer, dict[str, Any]]]:
-    """What :func:`set_optimizer_state_dict` loads into which optimizer. Nothing is loaded yet.
+    """Return the dict that :func:`set_optimizer_state_dict` would load into each optimizer, without loading it.
 
     Raises: as ``set_optimizer_state_dict``.
     """
@@ -378,7 +382,9 @@ def optimizers_to_load(
     def loadable(optimizer: Optimizer) -> dict[str, Any]:
         part = functools.partial(_part_of, optimizer, model, params, optim_state_dict, options, alone=alone)
         from_rank0, strict = options.broadcast_from_rank0, options.strict
-        return optim_state_dict_to_load(model, part, optim=optimizer, from_rank0=from_rank0, strict=strict)
+        return optim_state_dict_to_load(
+            model, part, optimizer.param_groups, optim=optimizer, from_rank0=from_rank0, strict=strict
+        )
 
     return [(optimizer, loadable(optimizer)) for optimizer in several]
 
@@ -386,8 +392,9 @@ def optimizers_to_load(
 def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     units = units_of(model)
     if units:
-        return optim_state_dict(model, optimizer, raw, Form.of(options.settings().optim_state_dict_config))
-    named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer, None)
+        form = Form.of(options.settings().optim_state_dict_config)
+        return optim_state_dict(model, optimizer.param_groups, raw, form)
+    named = rekey(raw, OptimStateKeyType.PARAM_NAME, model, optimizer.param_groups)
     if options.cpu_offload:
         named["state"] = tree_map(
             lambda value: value.cpu() if isinstance(value, torch.Tensor) else value, named["state"]
@@ -397,15 +404,17 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
 
 @contextlib.contextmanager
 def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
-    """Inside, a fresh optimizer has the state that a step without gradients and with a rate of zero makes, for all but
-    the parameters of which this rank's shards hold nothing, and others' do."""
+    """Give a fresh optimizer the state of a step without gradients and with a rate of zero, inside the context.
+
+    Parameters of which this rank's shards hold no elements get none if other ranks hold some.
+    """
     elsewhere = {holder.param for holder in of_model.holders.values() if holder.rank not in holder.owners}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if optimizer.state or any(param.grad is not None for param in params):
         yield
         return
     rates = [group.get("lr") for group in optimizer.param_groups]
-    # some move parameters without a rate
+    # without a rate an optimizer may move parameters
     values = [] if all(rate is not None for rate in rates) else [param.detach().clone() for param in params]
     try:
         try:
@@ -439,18 +448,18 @@ def _part_of(
     *,
     alone: bool,
 ) -> dict[str, Any]:
-    """What of ``given`` belongs to ``optimizer``, by the names that the model has now; what belongs to no parameter if
-    it is ``alone``."""
+    """Return the part of ``given`` for ``optimizer``, by the names that the model has now. Entries of no parameter
+    are included if the optimizer is ``alone``."""
     own = [name for group in optimizer.param_groups for param in group["params"] for name in params.names(param)]
     names, mine = PlainNames(model), set(own)
     dict_of = dict(given) if "state" in given or not given else _unflattened(given, map(names.plain, own))
     groups: list[dict[str, Any]] = []
     known: set[str] = set()
     for group in dict_of["param_groups"]:
-        its = [names.now(name) for name in group["params"]]
-        known.update(its)
-        if not its or not mine.isdisjoint(its):
-            groups.append({**group, "params": [name for name in its if name in mine]})
+        members = [names.now(name) for name in group["params"]]
+        known.update(members)
+        if not members or not mine.isdisjoint(members):
+            groups.append({**group, "params": [name for name in members if name in mine]})
     unknown = [name for name in own if name not in known]
     if unknown and options.strict:
         raise RuntimeError(
@@ -469,8 +478,8 @@ def _part_of(
 
 
 def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> dict[str, torch.Tensor]:
-    """By the plain model's names, what this rank has of each parameter that the optimizers hold: of a sharded one as
-    ``RaggedTensor``."""
+    """Return this rank's part of each parameter that the optimizers hold, by the plain model's names; of a sharded
+    one as ``RaggedTensor``."""
     model = inside(model)
     plain = PlainNames(model).plain
     several = _several(optimizers)
@@ -488,10 +497,10 @@ def trained_parts(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer])
 
 
 def _check_joinable(raw: Mapping[str, Any], optimizers: int, options: StateDictOptions) -> None:
-    """Of one of several ``optimizers``, whose states become one dict.
+    """Check that the state of one of several ``optimizers`` can be joined with the others into one dict.
 
     Raises:
-        ValueError: something in its state would not come back.
+        ValueError: an entry could not be loaded back.
     """
     trained = {key for group in raw["param_groups"] for key in group["params"]}
     others = [key for key in raw["state"] if key not in trained]
@@ -515,7 +524,7 @@ def _flattened(joined: dict[str, Any]) -> dict[str, Any]:
 
 
 def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Undo ``_flattened`` for the parameters ``names``, with a group for each of them that is there."""
+    """Undo ``_flattened`` for the parameters ``names``, with a group for each of them that the dict contains."""
     found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     names = dict.fromkeys(names)
     for key, value in flat.items():
@@ -523,11 +532,11 @@ def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
         if kind not in found:
             continue
         end = rest.find(".")
-        while end >= 0:  # names of parameters have dots in them, and so may names of states
+        while end >= 0:  # names of parameters and of states may contain dots
             if rest[:end] in names:
                 found[kind].setdefault(rest[:end], {})[rest[end + 1 :]] = value
             end = rest.find(".", end + 1)
-    states, groups = ({name: its[name] for name in names if name in its} for its in found.values())
+    states, groups = ({name: part[name] for name in names if name in part} for part in found.values())
     return {"state": states, "param_groups": [{**group, "params": [name]} for name, group in groups.items()]}
 
 

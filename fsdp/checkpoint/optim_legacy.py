@@ -1,0 +1,190 @@
+"""FSDP1's older calls for optimizer state: methods for one form of state each, ``optim_input``, and ids for names.
+
+New code uses ``optim_state_dict`` and ``optim_state_dict_to_load``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp.api import OptimStateKeyType
+from fsdp.checkpoint import optim_names
+from fsdp.checkpoint.forms import Form, Full, Rows
+from fsdp.checkpoint.optim_load import optim_state_dict_to_load
+from fsdp.checkpoint.optim_names import Group
+from fsdp.checkpoint.optim_state import optim_state_dict as save_optim_state
+from fsdp.checkpoint.state_dict import calling_wrapped
+
+OptimInput = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+
+
+class LegacyOptimMethods:
+    """Mixin of the wrapper with the older optimizer calls of FSDP1."""
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Return ``optim_state_dict`` with whole tensors on CPU, regardless of ``state_dict_type``."""
+        return LegacyOptimMethods._optim_state_dict_impl(
+            model, optim, optim.state_dict(), optim_input, rank0_only, group=group
+        )
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
+        """Return ``optim_state_dict`` with sharded tensors on CPU, regardless of ``state_dict_type``."""
+        return LegacyOptimMethods._optim_state_dict_impl(
+            model, optim, optim.state_dict(), rank0_only=False, full_state_dict=False, group=group
+        )
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Return ``optim_state_dict_to_load`` of a full dict that every rank has. Without ``optim``, the result is
+        for an optimizer built from ``optim_input``, or from ``model.parameters()``."""
+        return LegacyOptimMethods._optim_state_dict_to_load_impl(full_optim_state_dict, model, optim_input, optim)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Return ``optim_state_dict_to_load`` of a sharded dict."""
+        return LegacyOptimMethods._optim_state_dict_to_load_impl(
+            sharded_optim_state_dict, model, optim=optim, full_state_dict=False
+        )
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Return ``shard_full_optim_state_dict`` of a full dict on rank 0 of ``group`` (None: the default group);
+        the other ranks pass None."""
+        return LegacyOptimMethods._optim_state_dict_to_load_impl(
+            full_optim_state_dict, model, optim_input, optim, rank0_only=True, group=group
+        )
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Convert a full dict with names to one with ids, or the reverse; return the same object if its keys are right
+        already.
+
+        Ids are positions in ``optim``, else in ``optim_input``, else in ``model.parameters()``. To load a full dict
+        into a plain model's optimizer: ``PARAM_ID``, the plain model, its optimizer. For the reverse: ``PARAM_NAME``
+        with the same two, and then ``optim_state_dict_to_load``. The names in each group are sorted.
+
+        Raises:
+            ValueError: names and ids are mixed.
+            RuntimeError: parameters of ``model`` stand for several (``use_orig_params=False``).
+            KeyError: a key belongs to no parameter of this model and optimizer.
+        """
+        LegacyOptimMethods._warn_optim_input(optim_input)
+        return optim_names.rekey(optim_state_dict, optim_state_key_type, model, groups_of(optim, optim_input))
+
+    @staticmethod
+    def _optim_state_dict_impl(
+        model: nn.Module,
+        optim: Optimizer | None,
+        optim_state_dict: dict[str, Any],
+        optim_input: Any = None,
+        rank0_only: bool = True,
+        full_state_dict: bool = True,
+        group: Any = None,
+        cpu_offload: bool = True,
+        *,
+        _stacklevel: int = 1,
+    ) -> dict[str, Any]:
+        """Save optimizer state in a given form."""
+        LegacyOptimMethods._warn_optim_input(optim_input, stacklevel=_stacklevel + 1)
+        form: Form = (Full if full_state_dict else Rows)(rank0_only and full_state_dict, cpu_offload)
+        with calling_wrapped("optim_state_dict()", model):
+            return save_optim_state(model, groups_of(optim, optim_input), optim_state_dict, form, group=group)
+
+    @staticmethod
+    def _optim_state_dict_to_load_impl(
+        optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Any = None,
+        optim: Optimizer | None = None,
+        full_state_dict: bool = True,
+        rank0_only: bool = False,
+        is_named_optimizer: bool = False,
+        group: Any = None,
+    ) -> dict[str, Any]:
+        """Convert a dict to load. The values show whether the dict is full or sharded, so ``full_state_dict`` is
+        unused."""
+        LegacyOptimMethods._warn_optim_input(optim_input, stacklevel=2)
+        with calling_wrapped("optim_state_dict_to_load()", model):
+            return optim_state_dict_to_load(
+                model,
+                lambda: optim_state_dict,
+                groups_of(optim, optim_input),
+                optim=optim,
+                is_named=is_named_optimizer,
+                from_rank0=rank0_only,
+                group=group,
+            )
+
+    @staticmethod
+    def _warn_optim_input(optim_input: Any, *, stacklevel: int = 1) -> None:
+        if optim_input is not None:
+            warnings.warn(
+                "The `optim_input` argument is deprecated: pass `optim` instead, or neither",
+                FutureWarning,
+                stacklevel=stacklevel + 2,
+            )
+
+    @staticmethod
+    def _is_using_optim_input(optim_input: Any, optim: Optimizer | None) -> bool:
+        """Return True if ids are positions in ``optim_input`` (or ``model.parameters()``) rather than in ``optim``."""
+        return optim_input is not None or optim is None
+
+
+def groups_of(optim: Optimizer | None, optim_input: OptimInput | None) -> Sequence[Group] | None:
+    """Return the parameter groups of ``optim``, or of an optimizer built from ``optim_input``; None if both are None.
+
+    Raises:
+        TypeError: ``optim_input`` is not iterable, or mixes parameters and groups.
+        ValueError: ``optim_input`` is empty, or a group has no "params".
+    """
+    if optim_input is None:
+        return None if optim is None else optim.param_groups
+    expected = (
+        "optim_input should be an iterable of parameters or of parameter groups (dicts), as given to the optimizer"
+    )
+    try:
+        given: list[Any] = list(optim_input)
+    except TypeError as error:
+        raise TypeError(f"{expected}, but got {type(optim_input)}") from error
+    if not given:
+        raise ValueError(f"{expected}, but it is empty")
+    if all(isinstance(item, torch.Tensor) for item in given):
+        return [{"params": given}]
+    if not all(isinstance(item, dict) for item in given):
+        raise TypeError(f"{expected}, but got {sorted({type(item).__name__ for item in given})}")
+    if not all("params" in group for group in given):
+        raise ValueError('expected every parameter group of optim_input to have "params"')
+    return [{**group, "params": list(group["params"])} for group in given]
