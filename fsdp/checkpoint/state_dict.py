@@ -1,12 +1,11 @@
-"""Model state as it leaves: what ``state_dict()`` of a wrapped module holds. :mod:`fsdp.checkpoint.load_state_dict` is
-the way back.
+"""Saving the model's state: ``state_dict()`` of wrapped modules. :mod:`fsdp.checkpoint.load_state_dict` is the reverse.
 
 [Note: Placeholders]
-``nn.Module`` walks the modules, and users' modules and hooks have their say in it; so names and order are its, here as
-for a plain model. While it walks a unit's modules, placeholders are registered on them in the parameters' places and
-under their names. For a full state dict those are copies of the whole parameters, which go into the result as they are.
-Otherwise they hold nothing that could be read, and when the unit's last module is through they are found in the result,
-under whatever name, and replaced. So a unit is gathered at most once: the peak is the result and what travels at once.
+``nn.Module`` walks the modules and calls users' hooks, which decide on names and order, as for a plain model. During
+the walk of a unit's modules, placeholders are registered in place of the parameters and under their names. For a full
+state dict the placeholders are copies of the whole parameters and become values of the result. Otherwise they have no
+readable elements. After the unit's last module they are found in the result, under any name, and replaced. So a unit is
+gathered at most once: the peak is the result and the batches in flight.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from fsdp.runtime.unit import Phase, Unit, units_of
 # -- one unit ----------------------------------------------------------------------------------------------------------
 
 
-Key = tuple[int, int]  # of a tensor in a unit: its bucket, and its place there
+Key = tuple[int, int]  # bucket of a unit, position of the tensor in it
 
 
 class UnitTensors:
-    """What state dicts have of one unit: its parameters, or with ``flat`` each bucket's flat vector."""
+    """The tensors of one unit in state dicts: its parameters, or with ``flat`` the flat vector of each bucket."""
 
     def __init__(self, unit: Unit, opener: nn.Module, *, flat: bool) -> None:
-        """``opener`` is the unit's outermost module that is walked.
+        """Prepare the unit for a walk that reaches it at ``opener``, the outermost of the unit's modules in the walk.
 
         Raises:
-            RuntimeError: ``flat``, and ``opener`` is a part of the unit without the module that has flat parameters.
+            RuntimeError: ``flat``, and ``opener`` does not contain the module that has the flat parameters.
         """
         self.unit = unit
         self._home = flat_home(unit, opener) if flat else None
@@ -56,7 +55,7 @@ class UnitTensors:
 
     @property
     def held(self) -> dict[Key, Held]:
-        """What the ranks' shards hold of each."""
+        """Each tensor as the ranks' shards hold it."""
         return held_tensors(self.unit, flat=self._home is not None)
 
     def name(self, key: Key) -> str:
@@ -67,10 +66,8 @@ class UnitTensors:
         return handle.flat_param.requires_grad if self._home is not None else handle.leaves[key[1]].requires_grad
 
     def register(self, placeholders: Mapping[Key, torch.Tensor], **counts: bool) -> None:
-        """Register these in the tensors' places until ``restore``; see ``BucketViews.put_placeholders``.
-
-        They get the attributes of the parameters: modules that save or load themselves read those.
-        """
+        """Register ``placeholders`` in place of the tensors until ``restore``; see ``put_placeholders``. They get
+        the parameters' attributes, because modules that save or load themselves read those."""
         for (bucket, index), placeholder in placeholders.items() if self._home is None else ():
             for name, value in self.unit.views[bucket].user_attributes(index).items():
                 placeholder.__dict__.setdefault(name, value)
@@ -80,7 +77,7 @@ class UnitTensors:
             views.put_placeholders(of_bucket, flat=flat, **counts)
 
     def registered(self) -> dict[Key, torch.Tensor | None]:
-        """What is registered in the tensors' places now."""
+        """Return the tensors that are registered now in place of the unit's."""
         if self._home is not None:
             present = dict(registered_params(self._home))
             return {key: present.get(self.name(key)) for key in self.held}
@@ -91,13 +88,13 @@ class UnitTensors:
         }
 
     def restore(self) -> None:
-        """Register the tensors again; idempotent."""
+        """Register the unit's own tensors again; idempotent."""
         for views in self.unit.views:
             views.drop_placeholders()
 
 
 def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:
-    """What the ranks' shards hold of each of the unit's parameters, or with ``flat`` of each bucket's flat vector."""
+    """Return each of the unit's parameters as the ranks' shards hold it, or with ``flat`` each bucket's flat vector."""
     held: dict[Key, Held] = {}
     for bucket, handle in enumerate(unit.handles):
         several = [held_flat(handle)] if flat else [held_param(handle, i) for i in range(len(handle.layout.params))]
@@ -106,24 +103,24 @@ def held_tensors(unit: Unit, *, flat: bool = False) -> dict[Key, Held]:
 
 
 class _Walk:
-    """What the units of a tree share while its state is collected.
+    """State that the units of a tree share while ``state_dict()`` collects them.
 
     Attributes:
-        root: the module that is asked for it; None if that is no wrapper.
-        channels: what they travel by, so that each has the memory of the one before.
-        settled: what units have put into the result, by id: those after them need not look at it.
+        root: the module whose ``state_dict()`` was called; None if it is no wrapper.
+        channels: shared, so that units reuse the message buffers.
+        settled: values in the result by id, which later units need not look at.
     """
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self.root, self.channels, self.settled = root, Channels(), dict[int, Any]()
 
     def visits(self, modules: Collection[nn.Module]) -> int:
-        """How often it comes to one of them: once for each path."""
+        """Count how often the walk reaches one of ``modules``: once for each path."""
         every = () if self.root is None else self.root.named_modules(remove_duplicate=False)
         return sum(module in modules for _, module in every)
 
     def finish(self, module: nn.Module, destination: dict[str, Any]) -> None:
-        """``module`` is through; if it is the root, so are groups of which a module was left out."""
+        """Finish the units in ``module`` if it is the root: those of which the walk has left out a module."""
         for wrapper in wrappers_in(module) if module is self.root else ():
             wrapper._fsdp_saving.finish(destination)
 
@@ -132,12 +129,12 @@ class UnitSaving(UnitTensors):
     """One unit while ``nn.Module`` collects its state.
 
     Attributes:
-        opener: the unit's outermost module that is walked; None between two modules of a group.
-        later: how many such are to come. With the last one the unit is through.
+        opener: the outermost of the unit's modules in the walk; None between two modules of a module group.
+        later: how many modules of the group follow. After the last one the unit is finished.
     """
 
     def __init__(self, unit: Unit, opener: nn.Module) -> None:
-        """Shows the placeholders of the form that the unit's settings ask for.
+        """Register placeholders of the form that the unit's settings choose.
 
         Raises:
             RuntimeError: the unit is running.
@@ -176,15 +173,15 @@ class UnitSaving(UnitTensors):
             self._ours[_storage(value)] = False
             placeholders[key] = nn.Parameter(value, requires_grad=self.requires_grad(key))
         for key, held in self.held.items() if not leaving else ():
-            held.part.origin = (self, key)  # what this rank's shard holds, known by its origin
+            held.part.origin = (self, key)  # identifies the placeholder in the result
             placeholders[key] = held.part
         whole = bool(leaving) and not self._form.rank0_only
         hooks = (h for _, m in own_modules(self.unit.module) for h in (m._state_dict_pre_hooks, m._state_dict_hooks))
-        hooked = whole and any(len(one) > 1 for one in hooks)  # by a user, beside us
+        hooked = whole and any(len(one) > 1 for one in hooks)  # users' hooks beside ours
         self.register(placeholders, keep_writes=whole, compared=hooked)
 
     def collect(self, destination: dict[str, Any]) -> None:
-        """Put into ``destination`` what belongs there in place of the placeholders."""
+        """Replace the placeholders in ``destination`` by the values."""
         leaving = self._export() if not self._form.is_readable else {}
         settled, taken = self._walk.settled, set[Key]()
         for key, value in [item for item in destination.items() if id(item[1]) not in settled]:
@@ -197,14 +194,14 @@ class UnitSaving(UnitTensors):
                 else:
                     del destination[key]
             elif type(value) in (torch.Tensor, nn.Parameter) and _storage(value) in self._ours:
-                # a tied parameter has several names, and each a tensor of its own
+                # a tied parameter has several names, each with a tensor of its own
                 tied, self._ours[_storage(value)] = self._ours[_storage(value)], True
                 destination[key] = value = value.detach().clone() if tied else value.detach()
                 settled[id(value)] = value
 
     def collect_buffers(self, opener: nn.Module, destination: dict[str, Any], prefix: str) -> None:
-        """Those below ``opener``: in their original dtype, and on CPU or not at all if the options say so; else they
-        are the live tensors."""
+        """Replace the buffers below ``opener`` by copies in their original dtype, on CPU if the settings have
+        ``offload_to_cpu``. On ranks without a result they are removed."""
         for path, owner in own_modules(opener):
             for name, buffer in owner._buffers.items():
                 key = prefix + clean(joined(path, name))
@@ -220,12 +217,12 @@ class UnitSaving(UnitTensors):
 
     @property
     def _receives(self) -> bool:
-        """Whether this rank's result has the unit's state."""
+        """True if this rank's result includes the unit's state."""
         groups = self.unit.groups
         return not self._form.rank0_only or (groups.shard_rank if groups.sharded else groups.replica_rank) == 0
 
     def _export(self) -> dict[Key, Leaving]:
-        """What this rank's result has: in the shards' dtype, by one collective."""
+        """Collect the unit's values on the ranks that receive them, in the shards' dtype, by one collective."""
         unit, groups = self.unit, self.unit.groups
         channel = self._walk.channels.over(groups.shard if groups.sharded else groups.replica, unit.device)
         held = self._shown() if unit.phase is Phase.SUMMONED else self.held
@@ -238,7 +235,11 @@ class UnitSaving(UnitTensors):
         return dict(zip(held, leaving)) if self._receives else {}
 
     def _shown(self) -> dict[Key, Held]:
-        """What summoned parameters show, with the changes made to it; on ranks where they do."""
+        """Return the summoned parameters, with users' changes, on the ranks that have them.
+
+        Raises:
+            RuntimeError: this rank has none, and the form gives it a part.
+        """
         held = {
             (bucket, index): held_param(views.handle, index, local_of(param.detach()), shown=True)
             for bucket, views in enumerate(self.unit.views)
@@ -253,8 +254,12 @@ class UnitSaving(UnitTensors):
 
 
 def held_param(handle: FlatParamHandle, index: int, values: torch.Tensor | None = None, *, shown: bool = False) -> Held:
-    """What the ranks hold of one parameter, in the shards' own memory; or of what has one element per element of it, of
-    which this rank's are ``values`` (1-D), or with ``shown`` each rank's, in the parameter's shape."""
+    """Describe one parameter on the ranks, by default with the shard's own memory.
+
+    Args:
+        values: another tensor with one element per element of the parameter: this rank's elements (1-D).
+        shown: ``values`` is whole, in the parameter's shape, on every rank.
+    """
     layout, groups, tp = handle.layout, handle.groups, handle.tp[index]
     record, start = layout.params[index], 0
     spans = partial(layout.owners, index) if groups.sharded and not shown else None
@@ -266,7 +271,7 @@ def held_param(handle: FlatParamHandle, index: int, values: torch.Tensor | None 
         start = piece.start
         if values is None:
             values = handle.shard[piece.shard_offset : piece.shard_offset + piece.numel]
-    # the ranks of tensor parallelism have the same of what it has not cut, but may share it in another way
+    # replicated over the ranks of tensor parallelism, whose shard groups may cut it differently
     elsewhere = handle.tp_group is not None and handle.tp_group.rank() > 0 and not handle.is_cut(index)
     shape, stride, within = record.shape, record.stride, None
     if tp is not None:
@@ -278,7 +283,7 @@ def held_param(handle: FlatParamHandle, index: int, values: torch.Tensor | None 
 
 
 def held_flat(handle: FlatParamHandle) -> Held:
-    """What the ranks' shards hold of the flat vector, without the padding behind the last parameter."""
+    """Describe a flat vector on the ranks, in the shards' memory, without the padding after the last parameter."""
     layout = handle.layout
     if any(handle.tp):
         raise NotImplementedError(
@@ -295,10 +300,10 @@ def flat_name(bucket: int) -> str:
 
 
 def flat_home(unit: Unit, opener: nn.Module) -> nn.Module:
-    """The module that flat parameters are registered on.
+    """Return the module on which flat parameters are registered.
 
     Raises:
-        RuntimeError: ``opener`` is a part of the unit without it.
+        RuntimeError: ``opener`` is a part of the unit without that module.
     """
     home, *others = outermost_of(unit.module)
     if all(home is not module for module in opener.modules()) and inside_checkpoint(opener) not in others:
@@ -310,9 +315,10 @@ def flat_home(unit: Unit, opener: nn.Module) -> nn.Module:
 
 
 def check_idle(units: Iterable[Unit], what: str, *allowed: Phase) -> None:
-    """
+    """Check that all units are idle or in an ``allowed`` phase; ``what`` is the call in errors.
+
     Raises:
-        RuntimeError: one of them is in another phase than IDLE and those ``allowed``.
+        RuntimeError: a unit is in another phase.
     """
     for unit in units:
         if unit.phase not in (Phase.IDLE, *allowed):
@@ -325,7 +331,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def calling(call: str, module: nn.Module) -> Iterator[None]:
-    """Inside, ``call``, which all ranks have to make."""
+    """Mark ``call``, which all ranks have to make, as running in all trees of ``module``."""
     with contextlib.ExitStack() as calls:
         for context in dict.fromkeys(map(join, units_of(module))):
             calls.enter_context(context.calling(call))
@@ -334,7 +340,7 @@ def calling(call: str, module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def calling_wrapped(call: str, model: nn.Module) -> Iterator[None]:
-    """As :func:`calling`, for a call that needs units.
+    """Do the same as :func:`calling`, for a call that needs units.
 
     Raises:
         ValueError: ``model`` has none.
@@ -352,34 +358,35 @@ def calling_wrapped(call: str, model: nn.Module) -> Iterator[None]:
 
 
 class StateHooks:
-    """What ``nn.Module`` calls on a unit's modules while it walks them for a state dict.
+    """Hooks on a unit's modules that ``nn.Module`` calls while it walks them for a state dict.
 
     Attributes:
-        active: the walk that is under way, if any.
+        active: the walk in progress, if any.
     """
 
     active: Any = None
 
     def __init__(self, membership: Membership, modules: list[nn.Module]) -> None:
-        """``modules`` are the unit's, each once."""
+        """Register the hooks on ``modules``, which are the unit's, each once."""
         self.belong_to(membership)
-        self.register([owner for owner in modules if not isinstance(owner, torch.jit.ScriptModule)])  # they take none
+        self.register([owner for owner in modules if not isinstance(owner, torch.jit.ScriptModule)])  # no hooks there
 
     def belong_to(self, membership: Membership) -> None:
-        """The hooks are for its unit, as long as a wrapper holds it."""
+        """Make the hooks serve the unit of ``membership`` as long as a wrapper holds it."""
         self._belongs_to: Callable[[], Membership | None] = weakref.ref(membership)
 
     @property
     def unit(self) -> Unit:
         membership = self._belongs_to()
-        assert membership is not None  # a wrapper is there
+        assert membership is not None  # a wrapper holds it
         return membership.unit
 
     def register(self, modules: list[nn.Module]) -> None:
-        raise AssertionError("each way has its own")
+        raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateHooks:
-        """Those of the unit's copy, which is under way and will say so; of a module that is copied alone, none."""
+        """Copy the hooks without a unit. A copied unit calls ``belong_to``; for a module copied alone the hooks do
+        nothing."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         copied._belongs_to = _nothing
         return copied
@@ -390,11 +397,11 @@ def _nothing() -> None:
 
 
 class SavingHooks(StateHooks):
-    """Lets ``state_dict()`` of a wrapped module, and of every module in its unit, return whole or sharded tensors under
-    the original names."""
+    """Hooks that let ``state_dict()`` of a wrapped module, and of every module in its unit, return whole or sharded
+    tensors under the original names."""
 
     def register(self, modules: list[nn.Module]) -> None:
-        after = partial(self._after)  # nn.Module marks what it is given, and a method takes no marks
+        after = partial(self._after)  # nn.Module sets an attribute on the hook, which a method does not allow
         for module in modules:
             module.register_state_dict_pre_hook(self._before)
             module.register_state_dict_post_hook(after)
@@ -421,7 +428,7 @@ class SavingHooks(StateHooks):
         saving.opener, saving.later = None, saving.later - 1
 
     def finish(self, destination: dict[str, Any]) -> None:
-        """The unit is through, as far as it was walked."""
+        """Put the unit's values into ``destination``, as far as the walk has reached it."""
         saving = self.active
         self.abandon()
         if saving is not None:
@@ -429,7 +436,7 @@ class SavingHooks(StateHooks):
                 saving.collect(destination)
 
     def abandon(self) -> None:
-        """Register the parameters again where they are not, as after an exception."""
+        """Register the unit's own parameters again if they are not, as after an exception."""
         saving, self.active = self.active, None
         if saving is not None:
             saving.restore()
@@ -437,8 +444,8 @@ class SavingHooks(StateHooks):
 
 @contextlib.contextmanager
 def collecting(wrapper: Any) -> Iterator[_Walk]:
-    """Inside, ``wrapper``'s state is collected, on all ranks alike; where that raises, every unit has its parameters
-    back."""
+    """Collect the state of ``wrapper``, on all ranks alike, inside the context. If the body raises, every unit
+    registers its own parameters again."""
     unit = unit_of(wrapper)
     settings = unit.state_settings
     alone = ", rank0_only" if getattr(settings.state_dict_config, "rank0_only", False) else ""
@@ -456,12 +463,12 @@ def collecting(wrapper: Any) -> Iterator[_Walk]:
             _walks.pop(context, None)
 
 
-# The trees whose state is collected now.
+# the trees whose state is being collected
 _walks: weakref.WeakKeyDictionary[RootContext, _Walk] = weakref.WeakKeyDictionary()
 
 
 def strip_wrapper(destination: dict[str, Any], prefix: str) -> None:
-    """Take the wrapper's own part out of the names below ``prefix``, in place and in order."""
+    """Remove the wrapper's own part from the names below ``prefix``, in place and in order."""
     added = f"{prefix}{WRAPPED_MODULE}."
     for key in [key for key in destination if key.startswith(added)]:
         destination[prefix + key.removeprefix(added)] = destination.pop(key)
