@@ -413,8 +413,9 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     ) -> Iterator[None]:
         """Show the full parameters of the instances in ``module`` on every rank inside the context.
 
-        All ranks have to enter with the same arguments. A forward inside uses the shown parameters. The context costs
-        the memory of the full parameters; :func:`fsdp.full_params` goes unit by unit.
+        All ranks have to enter with the same arguments. A forward inside uses the shown parameters; a backward inside,
+        or of a forward inside, raises RuntimeError. The context costs the memory of the full parameters;
+        :func:`fsdp.full_params` goes unit by unit.
 
         Args:
             recurse: include all instances below; else only ``module`` itself, if it is one.

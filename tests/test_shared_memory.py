@@ -216,17 +216,18 @@ def write_before_all_have_read() -> None:
     if rank == 0:
         handle.shard.copy_(values[:half])
 
-    def late(gather: Any, *args: Any, **options: Any) -> None:
-        gather(*args, **options)
+    def late(gather: Any) -> Any:
+        vectors = gather()
         with contextlib.suppress(RuntimeError):  # it has to wait for this rank
             if rank == 1:
                 store.wait(["written"], timedelta(seconds=0.5))
+        return vectors
 
     store = dist.PrefixStore("late", group_store(dist.group.WORLD))
     root: Any = model
-    delayed = mock.patch.object(own.context.residency, "gather", functools.partial(late, own.context.residency.gather))
+    delayed = mock.patch.object(own, "gather_vectors", functools.partial(late, own.gather_vectors))
     with delayed, root.summon_full_params(root, recurse=False):
-        for name, parameter in zip(("3.weight", "3.bias"), own.handles[0].leaves):
+        for name, parameter in own.views[0].summoned():
             parameter.data.mul_(2)
             assert torch.equal(parameter.data, before[name] * 2), name
         store.set("written", "")

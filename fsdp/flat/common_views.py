@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp import environment
 from fsdp.flat.flat_param import LOST_WRITE, RENORMALIZES, FlatParamHandle, assign_grad
-from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views, point_at
+from fsdp.flat.full_copy import FullCopy, parameter_views, point_at
 from fsdp.flat.registration import Layer, Registration
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.flat.visible import Visible, flags_of, looks_of, memories_of, version_of
@@ -258,14 +258,9 @@ class CommonViews:
 
     # -- what is registered in the parameters' places ------------------------------------------------------------------
 
-    def _cover_by(self, summoned: Layer) -> None:
-        self.handle.copy.keeps_writes = True
-        self.registration.cover(summoned, summoned=True)
-
     def _uncover_summoned(self) -> Layer:
         layer = self.registration.summoned
         assert layer is not None
-        self.handle.copy.keeps_writes = self.handle.state is BufferState.RESIDENT
         self.registration.uncover(layer)
         return layer
 

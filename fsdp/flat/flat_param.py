@@ -308,7 +308,7 @@ class FlatParamHandle:
 
     def holds_any(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether one of ``tensors`` lies in the full buffer, and so loses its values when that is released."""
-        if self.copy.pooled is None:
+        if self.copy.pooled is None or self.copy.state is BufferState.SHARDED:
             return False
         start = self.copy.tensor.data_ptr()
         end = start + self.copy.pooled.nbytes
@@ -503,7 +503,6 @@ def gather(
     *,
     keep_cast: bool = False,
     nearby: bool = False,
-    to_write: bool = False,
 ) -> None:
     """Start filling the full buffers of a unit as one collective, on the current stream; refill those that are filled
     already. ``nearby``: from the parts that ``communicator``'s ranks have kept.
@@ -519,7 +518,7 @@ def gather(
         if not parts:
             return
         issues = True
-        pending = communicator.gather(parts, tag, to_write=to_write)
+        pending = communicator.gather(parts, tag)
         for handle in handles:
             if handle.copy.state is BufferState.GATHERING:
                 handle.copy.pending = pending

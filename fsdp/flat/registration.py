@@ -247,13 +247,10 @@ class Registration:
         copy = self.handle.copy
         if copy is not self._copy:
             self._copy, self._leaf_writes = copy, self._writes(copy.leaves, copy.whole)
-        if self.summoned is None:
-            if take_over is not None and not self._resting_writes.are_there():
-                ours = zip(self._leaf_writes.there(), self._leaf_writes.tensors, self._resting_writes.tensors)
-                if any(current is not leaf and current is not resting for current, leaf, resting in ours):
-                    take_over()
-        elif self._home is not None:  # plain attributes come before registered parameters
-            self._unregister_originals()
+        if take_over is not None and not self._resting_writes.are_there():
+            ours = zip(self._leaf_writes.there(), self._leaf_writes.tensors, self._resting_writes.tensors)
+            if any(current is not leaf and current is not resting for current, leaf, resting in ours):
+                take_over()
         self._shown = self._leaf_writes
         self._leaf_writes.put()
         self._unguard()

@@ -134,8 +134,6 @@ class OriginalViews(CommonViews):
         return self.handle.sharded_views(flat_shard)
 
     def set_grad(self, position: int, grad: torch.Tensor | None) -> None:
-        if self._hidden_grads is not None:
-            self._hidden_grads[position] = grad
         if assign_grad(self.params[position], grad):
             self._on_new_accumulator(position, self.params[position])
 
@@ -154,7 +152,7 @@ class OriginalViews(CommonViews):
         shown = self._originals
         if self.handle.has_tp:  # DTensors are shown, in the memory of the user's own
             shown = [self._shown(index, original) for index, original in enumerate(self._originals)]
-        self._cover_by(Layer(shown, values))
+        self.registration.cover(Layer(shown, values), summoned=True)
 
     def _shown(self, index: int, original: Any) -> Any:
         """What is summoned of one of the user's parameters."""
@@ -268,7 +266,7 @@ class FlatViews(CommonViews):
         """New parameters are registered, under the original names."""
         requires_grad = self.handle.flat_param.requires_grad
         params = self._parameters_of(values, [requires_grad] * len(values))
-        self._cover_by(Layer(params, values, before=(looks_of(params), flags_of(params))))
+        self.registration.cover(Layer(params, values, before=(looks_of(params), flags_of(params))), summoned=True)
 
     def end_summon(self, *, write_grads: bool) -> None:
         layer = self._uncover_summoned()

@@ -101,19 +101,38 @@ class ForwardCall:
         start: the sequence number of its first graph node.
         marks: by bucket, what tells whether a parameter was changed since; see ``marks`` of the buckets' views.
         outer: the call inside which it was made, of the unit around.
+        in_summon: whether it was made inside ``summon_full_params``; then a backward of it is refused.
         entered: where a backward entered it; None before that, and once the backward is behind it.
     """
 
-    __slots__ = ("__weakref__", "_runs", "context", "entered", "full_precision", "marks", "outer", "start", "unit")
+    __slots__ = (
+        "__weakref__",
+        "_runs",
+        "context",
+        "entered",
+        "full_precision",
+        "in_summon",
+        "marks",
+        "outer",
+        "start",
+        "unit",
+    )
 
     def __init__(
-        self, unit: CalledUnit, context: RootContext, start: int, marks: list[Marks], *, full_precision: bool
+        self,
+        unit: CalledUnit,
+        context: RootContext,
+        start: int,
+        marks: list[Marks],
+        *,
+        full_precision: bool,
+        in_summon: bool = False,
     ) -> None:
         self.unit = unit
         self.marks = marks
         self.context = context
         self.start = start
-        self.full_precision = full_precision
+        self.full_precision, self.in_summon = full_precision, in_summon
         self.outer = _here.innermost
         self.entered: Place | None = None
         self._runs = False

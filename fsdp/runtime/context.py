@@ -46,6 +46,14 @@ class _EndOfBackward:
             context.reset_failed_backward()
 
 
+def backward_of_summoned(unit_name: str) -> RuntimeError:
+    """Return the error for a backward inside ``summon_full_params``, or of a forward inside."""
+    return RuntimeError(
+        f"a backward of {unit_name} inside summon_full_params, or of a forward inside: the gradients would not be "
+        "reduced. Run forward and backward outside of summon_full_params"
+    )
+
+
 class RootContext:
     """Owned by the root's wrapper; units refer to it weakly. The graph of a forward keeps it alive."""
 
@@ -206,6 +214,8 @@ class RootContext:
     def enter_backward(self, unit: UnitBuffers) -> None:
         """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
         nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
+        if unit.summoned is not None:
+            raise backward_of_summoned(unit.name)
         abandoned = self.passes.in_backward and self._end_of_backward() is None  # by a backward that raised
         if self.passes.in_backward and not (self.passes.failed or abandoned):
             return

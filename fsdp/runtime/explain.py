@@ -118,8 +118,8 @@ def _attribute(value: Any, name: str) -> Any:
 def _used(tensor: torch.Tensor) -> str:
     """Say of ``tensor``, if it is a sharded parameter, what it holds now."""
     for unit in every_unit():
-        for views in unit.views if unit.is_sharded and not unit.is_summoned else ():
-            for visible in views.visible:
+        for views in unit.views if unit.is_sharded else ():
+            for visible in views.visible if views.registration.summoned is None else ():
                 if visible.param is tensor:
                     handle = views.handle
                     records = [handle.layout.params[i] for i in visible.members if i < len(handle.layout.params)]

@@ -1,7 +1,7 @@
 """``summon_full_params``: show every parameter whole for a while, and write back what was changed.
 
-The full buffer of each unit is gathered and stays; the parameters shown are views of it, so a forward inside computes
-with what is shown. On exit each rank copies its own part back into its shard.
+Each unit's parameters are gathered into memory of their own, and parameters over it are registered on the modules. A
+forward inside computes with these. On exit each rank copies its own part back into its shard.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import assign_grad
-from fsdp.flat.full_copy import BufferState, parameter_views
+from fsdp.flat.full_copy import parameter_views
 from fsdp.flat.names import joined, path_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.build import join
@@ -86,15 +86,15 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     unit.follow_parameters()
     with torch.no_grad():
         full_grads = _full_grads(unit) if options.with_grads else None
-        context.residency.summon(unit)
+        context.residency.reshard(unit)
+        values = unit.gather_vectors()
     offloaded = options.offload_to_cpu and is_device(unit.device)
-    writes = options.writeback or not unit.groups.sharded  # where nothing is sharded, what is shown is live
-    shown = not options.rank0_only or unit.groups.shard_rank == 0
-    values = (
-        [handle.full.to("cpu", copy=True) if offloaded else handle.full for handle in unit.handles] if shown else []
-    )
-    if offloaded or options.rank0_only:
-        context.residency.summon_elsewhere(unit, release=offloaded or not shown)
+    writes = options.writeback or not unit.groups.sharded  # parameters that are not sharded are shown themselves
+    if options.rank0_only and unit.groups.shard_rank != 0:
+        values = []
+    elif offloaded:
+        values = [value.to("cpu", copy=True) for value in values]
+    unit.begin_summon(everywhere=not (offloaded or options.rank0_only))
     try:
         for position, (views, value) in enumerate(zip(unit.views, values)):
             grads = None if full_grads is None else full_grads[position]
@@ -102,7 +102,7 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
         yield
     finally:
         with torch.no_grad(), contextlib.ExitStack() as undo:  # all of it, though a part may raise
-            undo.callback(context.residency.end_summon, unit)
+            undo.callback(unit.end_summon)
             for views, value in reversed(list(zip(unit.views, values))):  # the last comes first
                 undo.callback(_end_summon, views, value, writes=writes, casts=options.writeback)
 
@@ -118,7 +118,7 @@ def _end_summon(views: BucketViews, value: torch.Tensor, *, writes: bool, casts:
     finally:
         views.end_summon(write_grads=writes)
     handle = views.handle
-    if writes and handle.state is not BufferState.RESIDENT:
+    if writes and value is not handle.shard:
         start, end = handle.layout.shard_range(handle.groups.shard_rank)
         handle.shard.copy_(value[start:end])
 

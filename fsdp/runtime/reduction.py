@@ -254,11 +254,6 @@ class BucketGradients:
                 "gradients of gradients (create_graph=True) of sharded parameters are not supported. Compute such "
                 "terms on the plain module"
             )
-        if self.views.shows_grads:
-            raise RuntimeError(
-                f"a backward of {handle.unit_name} inside summon_full_params(with_grads=True), where .grad holds the "
-                "full gradients of before: run it outside, or summon without gradients"
-            )
 
     def open(self, queue: ReductionQueue, *, synchronize: bool) -> None:
         """Take a buffer for this backward; what users left of the accumulator is continued."""

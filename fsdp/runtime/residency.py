@@ -22,7 +22,7 @@ from fsdp.runtime.agreement import GATHER, GATHER_NEARBY
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.ranges import communicates
-from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
+from fsdp.runtime.unit_buffers import UnitBuffers
 
 T = TypeVar("T")
 
@@ -131,7 +131,7 @@ class Residency(Residences[UnitBuffers]):
 
     # -- gathering -----------------------------------------------------------------------------------------------------
 
-    def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE, *, to_write: bool = False) -> None:
+    def gather(self, unit: UnitBuffers, why: Residence = Residence.IN_USE) -> None:
         """Start filling the full buffers of ``unit``; see :meth:`Communicator.gather`."""
         nearby = unit.nearby is not None and unit.is_nearby
         if unit.groups.sharded:
@@ -152,7 +152,6 @@ class Residency(Residences[UnitBuffers]):
                 unit.gather_tags[0],
                 keep_cast=again,
                 nearby=nearby,
-                to_write=to_write,
             )
         unit.generation, unit.kept_versions = self.generation, None
         self.becomes(unit, why, gathered=True)
@@ -168,7 +167,7 @@ class Residency(Residences[UnitBuffers]):
             self._ahead = 0
             for handle in unit.handles:
                 handle.wait()
-        elif unit.gathers and (unit.summoned is Summoned.NOWHERE or not unit.is_summoned):
+        elif unit.gathers:
             earlier, gathered = refill and unit.generation != self.generation, unit.is_gathered
             stale = earlier and unit.kept_versions != unit.versions
             if not gathered or earlier or self._of.get(unit) is Residence.PREFETCHED:
@@ -193,16 +192,12 @@ class Residency(Residences[UnitBuffers]):
         """See :meth:`Unit.unshard_by_hand`."""
         if not unit.is_gathered:
             self.make_room(unit)
-        self._gather_as_it_is(unit, Residence.PREFETCHED)
+        for handle in unit.handles:
+            handle.forget_kept()  # what an earlier pass has kept of the shards may be out of date
+        self.gathers_follow_compute()
+        self.gather(unit, Residence.PREFETCHED)
         unit.generation = self.generation + 1
         self.settle_offloaded()
-
-    def _gather_as_it_is(self, unit: UnitBuffers, why: Residence, *, to_write: bool = False) -> None:
-        """As ``gather``, outside of the passes: what an earlier one has kept of the shards may be out of date."""
-        for handle in unit.handles:
-            handle.forget_kept()
-        self.gathers_follow_compute()
-        self.gather(unit, why, to_write=to_write)
 
     def gathers_follow_compute(self) -> None:
         """Gathers from now on read what has been written on the current stream, by the optimizer for instance."""
@@ -225,16 +220,14 @@ class Residency(Residences[UnitBuffers]):
     # -- resharding ----------------------------------------------------------------------------------------------------
 
     def reshard(self, unit: UnitBuffers, *, backward_follows: bool = False) -> None:
-        """Give the memory of the full buffers back; the modules show shards. Idempotent; what is summoned stays.
+        """Give the memory of the full buffers back; the modules show shards. Idempotent.
 
         Where ``backward_follows``, this rank keeps its part of what its policy has stay with the ranks nearby, unless
         an earlier forward has gathered it. It is cut on the stream that has filled the buffer, and will gather it.
         """
         for view in unit.views:
             view.registration.use_resting()
-        if unit.in_output or (unit.summoned is not Summoned.NOWHERE and unit.is_summoned):
-            return
-        if not self.becomes(unit, Residence.SHARDED):
+        if unit.in_output or not self.becomes(unit, Residence.SHARDED):
             return
         on_host, last_use, nearby = self._on_host, None, None
         if not on_host:
@@ -335,7 +328,7 @@ class Residency(Residences[UnitBuffers]):
         buffers.
 
         Raises:
-            RuntimeError: a backward of the unit is under way, or its parameters are shown, in the other dtypes.
+            RuntimeError: a backward of the unit is under way in the other dtypes.
         """
         if unit.full_precision is not full_precision:
             self.cast_parameters(unit, full_precision)
@@ -346,12 +339,11 @@ class Residency(Residences[UnitBuffers]):
         """As ``compute_in``, without the buffers."""
         if unit.full_precision is full_precision or not unit.handles:
             return
-        if (unit.is_summoned or unit.arrivals.expected) and any(handle.casts for handle in unit.handles):
+        if unit.arrivals.expected and any(handle.casts for handle in unit.handles):
             raise RuntimeError(
-                f"{unit.name} would have to compute in mixed and in full precision at once. Forwards inside "
-                "summon_full_params, and in eval mode with FSDP_USE_FULL_PREC_IN_EVAL=1, are in full precision: give "
-                "graphs of different precision backwards of their own, and those of mixed precision outside of "
-                "summon_full_params"
+                f"{unit.name} would have to compute in mixed and in full precision at once. Forwards in eval mode with "
+                "FSDP_USE_FULL_PREC_IN_EVAL=1 are in full precision: give graphs of different precision backwards of "
+                "their own"
             )
         self.forget_output(unit)
         self.reshard(unit)
@@ -364,35 +356,11 @@ class Residency(Residences[UnitBuffers]):
         """Follow what the user did to the module's mode and to the visible parameters since the last forward."""
         if unit.in_output:
             self.forget_output(unit)
-        if unit.summoned is Summoned.NOWHERE or not unit.is_summoned:  # now, so that the right thing is prefetched
+        if unit.summoned is None:  # now, so that the right thing is prefetched
             full_precision = unit.precision.full_in_eval and unit.precision.wants_full
             if unit.full_precision is not full_precision or unit.precision.asked.buffer_dtype is not None:
                 self.compute_in(unit, full_precision)
         unit.follow_parameters()
-
-    # -- summoning -----------------------------------------------------------------------------------------------------
-
-    def summon(self, unit: UnitBuffers) -> None:
-        """Gather, fresh, and stay gathered until ``end_summon``; forwards inside compute with what is there."""
-        self.cast_parameters(unit, True)
-        if unit.gathers:
-            self._gather_as_it_is(unit, Residence.IN_USE, to_write=True)
-            unit.wait()
-        unit.summoned = Summoned.HERE
-
-    def summon_elsewhere(self, unit: UnitBuffers, *, release: bool) -> None:
-        """Until ``end_summon`` run no forwards: not every rank's device has the full parameters. With ``release`` this
-        one has not either: it shows a copy in CPU memory, or nothing."""
-        unit.summoned = Summoned.ELSEWHERE if release else Summoned.HERE_ALONE
-        self.reshard(unit)
-
-    def end_summon(self, unit: UnitBuffers) -> None:
-        unit.summoned = Summoned.NOWHERE
-        self.reshard(unit)
-        self.settle_offloaded()
-        unit.precision.cast_buffers(unit.device, full_precision=unit.precision.wants_full)
-        if self.passes.forward is None and not self.passes.in_backward:  # no pass will want it
-            self.trim()
 
     # -- room ----------------------------------------------------------------------------------------------------------
 
@@ -430,7 +398,7 @@ class Residency(Residences[UnitBuffers]):
             return
         distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
         for candidate in self.order.upcoming(distance) if listed is None else listed:
-            if candidate in self._of or candidate.is_gathered:
+            if candidate in self._of or candidate.is_gathered or candidate.summoned is not None:
                 continue
             if in_backward and not candidate.policy.unshard_in_backward:
                 continue

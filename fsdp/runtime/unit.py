@@ -35,7 +35,7 @@ from fsdp.runtime.backward import (
     outside_gradient_arrived,
 )
 from fsdp.runtime.comm_hook import CommHook
-from fsdp.runtime.context import RootContext
+from fsdp.runtime.context import RootContext, backward_of_summoned
 from fsdp.runtime.nested import tensors_in
 from fsdp.runtime.outside import OutsideUses
 from fsdp.runtime.precision import cast_floating
@@ -160,7 +160,7 @@ class Unit(UnitBuffers):
             return Phase.FORWARD
         if self._open_calls or self.arrivals.pending:
             return Phase.BACKWARD
-        return Phase.IDLE if self.summoned is Summoned.NOWHERE else Phase.SUMMONED
+        return Phase.SUMMONED if self.summoned is not None else Phase.IDLE
 
     def choose(self, **choices: Any) -> None:
         """Change fields of the unit's policy, or of the tree's where these count for this unit alone."""
@@ -266,8 +266,7 @@ class Unit(UnitBuffers):
 
     def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
         """Gather, and prefetch; returns the call to hand to ``post_forward``, and the inputs, cast."""
-        summoned = self.summoned
-        if summoned is Summoned.HERE_ALONE or summoned is Summoned.ELSEWHERE:
+        if self.summoned is Summoned.PARTLY:
             raise RuntimeError(
                 f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
                 "parameters are not on every rank's device. Run it outside, or summon without these options"
@@ -281,8 +280,10 @@ class Unit(UnitBuffers):
         self._depth += 1
         try:
             start = hooks.next_node_number()
+            if self.summoned is not None:
+                return self._begin_summoned_forward(context, start), inputs
             precision, asked = self.precision, self.precision.asked
-            full_precision = summoned is Summoned.HERE or (precision.full_in_eval and precision.wants_full)
+            full_precision = precision.full_in_eval and precision.wants_full
             if not full_precision and asked.param_dtype is not None:
                 as_root = asked.cast_root_forward_inputs and self is context.root
                 if as_root or (asked.cast_forward_inputs and self.handles):
@@ -309,16 +310,25 @@ class Unit(UnitBuffers):
             self.abort_forward(context)
             raise
 
+    def _begin_summoned_forward(self, context: RootContext, start: int) -> ForwardCall | None:
+        """Begin a forward inside ``summon_full_params``, which computes with the parameters and in the dtypes that are
+        registered; a backward of it is refused."""
+        self.precision.cast_buffers(self.device, full_precision=True)
+        if not torch.is_grad_enabled():
+            return None
+        return ForwardCall(self, context, start, [], full_precision=True, in_summon=True)
+
     @ranged("_post_forward", "name")
     def post_forward(self, context: RootContext, running: Running, output: Any, member: str = "") -> Any:
         """``member`` has run: reshard unless others of the unit's modules are to come, or the backward follows at once;
         and hook the outputs, which are returned."""
         running.end()
         call = running.call
-        for view in self.views:
-            view.check_leaves()
+        if self.summoned is None:
+            for view in self.views:
+                view.check_leaves()
         output_dtype = self.precision.asked.output_dtype
-        if output_dtype is not None and not self.is_summoned and not self.precision.wants_full:
+        if output_dtype is not None and self.summoned is None and not self.precision.wants_full:
             output = cast_floating(output, output_dtype)
         outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
@@ -330,7 +340,7 @@ class Unit(UnitBuffers):
         residency = context.residency
         with hooks.own_operations() if hooks.count_of_modes() else NOTHING:
             self._leave_forward(context)
-            if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0:
+            if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0 and self.summoned is None:
                 follows = residency.expects_backward
                 self._ran[member] = residency.generation
                 if len(self._ran) > 1 and any(ran != residency.generation for ran in self._ran.values()):
@@ -369,6 +379,8 @@ class Unit(UnitBuffers):
 
     def backward_reached(self, call: ForwardCall) -> None:
         """The gradient of an output of ``call`` is there: gather, and note what this backward will bring."""
+        if call.in_summon:
+            raise backward_of_summoned(self.name)
         context: RootContext = self._tree() or call.context
         if torch.is_grad_enabled() and self.gathers:  # in a hook: whether the backward was started with create_graph
             if not hooks.goes_on():

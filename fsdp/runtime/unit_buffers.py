@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Gather, Tag, agree
 from fsdp.comm.groups import Groups
 from fsdp.comm.nodes import nearby_group
@@ -30,12 +31,10 @@ from fsdp.runtime.precision import UnitPrecision
 
 
 class Summoned(Enum):
-    """Where its parameters are shown whole."""
+    """Where a unit inside ``summon_full_params`` shows full parameters."""
 
-    NOWHERE = auto()
-    HERE = auto()  # in the full buffers, on all ranks: forwards inside compute with them
-    HERE_ALONE = auto()  # in the full buffers, but not on other ranks
-    ELSEWHERE = auto()  # in other memory, or on other ranks: the full buffers are released
+    EVERYWHERE = auto()  # every rank shows the full parameters on the device: forwards compute with them
+    PARTLY = auto()  # the full parameters are in host memory, or on one rank only: forwards are refused
 
 
 @dataclass(eq=False)
@@ -58,7 +57,7 @@ class UnitBuffers(Member):
     ancestors: frozenset[int] = field(default=frozenset(), init=False)  # the indices of the units around it
     communicator: Communicator | None = field(default=None, init=False)  # for its groups, once it is in a tree
     nearby: Communicator | None = field(default=None, init=False)  # for the ranks that it stays sharded over
-    summoned: Summoned = field(default=Summoned.NOWHERE, init=False)
+    summoned: Summoned | None = field(default=None, init=False)  # None outside of ``summon_full_params``
     in_output: bool = field(default=False, init=False)  # the last forward returned a parameter, to stay readable
     generation: int = field(default=-1, init=False)  # of the tree, when the full buffers were last filled
     kept_versions: list[Any] | None = field(default=None, init=False)  # of shards that a backward left gathered
@@ -150,10 +149,16 @@ class UnitBuffers(Member):
     def in_full_precision(self) -> bool:
         return self.full_precision and any(handle.is_mixed for handle in self.handles)
 
-    @property
-    def is_summoned(self) -> bool:
-        """Whether the full buffers, which have memory then, are what users see."""
-        return self.summoned in (Summoned.HERE, Summoned.HERE_ALONE)
+    def begin_summon(self, *, everywhere: bool) -> None:
+        """Enter ``summon_full_params``; ``everywhere``: the device of each rank has the full parameters."""
+        for handle in self.handles:
+            handle.forget_kept()  # users are about to write parameters
+        self.summoned = Summoned.EVERYWHERE if everywhere else Summoned.PARTLY
+
+    def end_summon(self) -> None:
+        """Leave ``summon_full_params``. A forward inside has cast the buffers to their own dtypes."""
+        self.summoned = None
+        self.precision.cast_buffers(self.device, full_precision=self.precision.wants_full)
 
     @property
     def versions(self) -> list[Any]:
@@ -249,6 +254,23 @@ class UnitBuffers(Member):
         full = torch.empty(self.handles[bucket].layout.padded_numel, dtype=shard.dtype, device=shard.device)
         self.communicator.gather([Gather(full, shard)], self.gather_tags[bucket]).wait()
         return full
+
+    def gather_vectors(self) -> list[torch.Tensor]:
+        """Gather the full vector of each bucket in the parameters' dtype, as one collective, into memory of its own.
+
+        The vector of a unit that is not sharded is the shard itself, if the shard is on the unit's device.
+        """
+        shards = [handle.shard.to(self.device) for handle in self.handles]
+        if not (shards and self.groups.sharded):
+            return shards
+        assert self.communicator is not None
+        self._tree().passes.about_to(GATHER, self)
+        parts = [
+            Gather(host_memory.empty(handle.layout.padded_numel, dtype=shard.dtype, device=shard.device), shard)
+            for handle, shard in zip(self.handles, shards)
+        ]
+        self.communicator.gather(parts, self.gather_tags[0]).wait()
+        return [part.full for part in parts]
 
     def announce(self, *, replicas: bool = True) -> None:
         """The call under way is about to communicate over the unit's groups, other than by ``gather``; without
