@@ -52,6 +52,7 @@ from fsdp.module_groups import has_groups
 from fsdp.names.ddp import DDPNames, refuse_unknown_arguments, refused_attribute
 from fsdp.names.fsdp1 import FSDP1Names, _get_module_fsdp_state_if_fully_sharded_module  # noqa: F401, for tools
 from fsdp.names.fsdp2 import UnshardHandle, register_forward_method, register_fsdp_forward_method
+from fsdp.runtime import forward
 from fsdp.runtime.autograd_grad import watch_autograd_grad
 from fsdp.runtime.backward import Running
 from fsdp.runtime.build import (
@@ -175,8 +176,9 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             the backward gathers among these. Each rank keeps 1/number of the full parameters, in the compute dtype,
             until the unit's backward is over. 1 is False, all ranks are True.
         keep_gathered_nbytes: bytes of full parameters, in the compute dtype and without the root's, that stay gathered
-            from forward to backward, and inside ``no_sync`` from backward to forward. The units that ran last are kept.
-            0 is ``FULL_SHARD``, the whole model is ``SHARD_GRAD_OP``. Equal for all instances under one root.
+            from forward to backward, and inside ``no_sync`` from backward to forward. The units that ran last
+            in the pass of this kind before are kept; the first pass keeps none. 0 is ``FULL_SHARD``, the whole model is
+            ``SHARD_GRAD_OP``. Equal for all instances under one root.
         coalesce_nbytes: merge neighbouring units of ``auto_wrap_policy`` into units of at most so many bytes, as
             :meth:`group` does: children of one module with equal arguments and without nested units.
         flat_param_key: with ``use_orig_params=False``, one flat parameter per label. ``flat_param_key(name, param)``
@@ -324,9 +326,9 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         unit = self._fsdp_unit
         context, running, args, kwargs = self._enter_forward(args, kwargs)
         try:
-            return unit.post_forward(context, running, function(*args, **kwargs), self._fsdp_place)
+            return forward.leave(unit, context, running, function(*args, **kwargs), self._fsdp_place)
         except BaseException:
-            unit.abort_forward(context, running)
+            forward.abort(unit, context, running)
             raise
 
     @ranged("_pre_forward", "_fsdp_unit.name")
@@ -335,8 +337,8 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         context = self._join_context()
         if unit is context.root:
             args, kwargs = to_device(args, self.compute_device), to_device(kwargs, self.compute_device)
-        call, (args, kwargs) = unit.pre_forward(context, (args, kwargs))
-        return context, Running(call, unit.name), args, kwargs
+        running, (args, kwargs) = forward.enter(unit, context, (args, kwargs))
+        return context, running, args, kwargs
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to each module with the full parameters, and write them back to the shards.
@@ -356,7 +358,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         The parameters that an optimizer holds stay the same objects. Summoned ones are changed as a plain module's.
         """
         unit = self._fsdp_unit
-        if unit.parent_is_built:
+        if self._membership.parent_is_built:
             return self  # a param_init_fn of the parent empties modules below it; these have their values already
         apply_to_modules = functools.partial(super()._apply, fn, recurse)
         if apply_to_unit(unit, units_of(self), self._fsdp_place, fn, apply_to_modules):
@@ -368,7 +370,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
 
     def _join_context(self) -> RootContext:
         """Return the context of this unit's tree. Without a tree this instance becomes the root of a new one."""
-        if "_is_fsdp_managed_module" in self.__dict__ and not self._fsdp_unit.has_parent:  # set by torch's own FSDP
+        if "_is_fsdp_managed_module" in self.__dict__ and not self._membership.has_parent:  # set by torch's own FSDP
             raise RuntimeError(
                 f"{self._fsdp_unit.name} lies in a module that torch's own FSDP has wrapped, and the two cannot be "
                 "nested: wrap the whole model with one of them"
@@ -464,14 +466,14 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         self._check_root("no_sync() should only be called on the root FSDP instance")
         self._assert_state(TrainingState.IDLE)
         units = units_of(self)
-        before = [unit.synchronize for unit in units]
+        before = [unit.gradients.synchronize for unit in units]
         for unit in units:
-            unit.synchronize = False
+            unit.gradients.set_synchronize(False)
         try:
             yield
         finally:
             for unit, value in zip(units, before):
-                unit.synchronize = value
+                unit.gradients.set_synchronize(value)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -545,7 +547,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
         unit, is_first = self._fsdp_unit, id(self._fsdp_unit) not in memo
         if is_first:  # of the wrappers of this unit; only a group has several
             memo[id(unit)] = copy_unit(unit, lambda: copy.deepcopy(unit.module, memo), memo)
-            memo[id(self._membership)] = Membership(memo[id(unit)])
+            memo[id(self._membership)] = self._membership.copied(memo[id(unit)])
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if is_first:
             for hooks in (copied._fsdp_saving, copied._fsdp_loading):

@@ -392,7 +392,7 @@ def _errors() -> None:
         loss_of(model, torch.randn(3, WIDTH)).backward()
         handle.remove()
         assert len(caught) == 2 and all("expected to be in states" in text for text in caught), caught
-        assert all(unit.synchronize for _, unit, _ in units_in(model))
+        assert all(unit.gradients.synchronize for _, unit, _ in units_in(model))
 
 
 def _unwrapped(model: nn.Module) -> Any:

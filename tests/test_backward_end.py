@@ -488,7 +488,7 @@ def _cache() -> None:
     for orig in (True, False):
         plain = seeded(Cached)()
         model = wrap(plain, FULL, orig, wrap_policy=ModuleWrapPolicy({CachedBlock}))
-        plain.count = lambda model=model: sum(unit.is_gathered for name, unit, _ in units_in(model) if name)
+        plain.count = lambda model=model: sum(unit.buffers.is_gathered for name, unit, _ in units_in(model) if name)
         with record_collectives() as log:
             reference.check(model, f"orig={orig}")
         assert plain.most == 2, plain.most
@@ -734,7 +734,7 @@ def _without_gradients() -> None:
         gathered: list[list[bool]] = []
 
         def note(grad: Tensor, its: list[Any] = its, gathered: list[list[bool]] = gathered) -> None:
-            gathered.append([unit.is_gathered for unit in its])
+            gathered.append([unit.buffers.is_gathered for unit in its])
 
         model[1].register_forward_pre_hook(lambda module, args, note=note: args[0].register_hook(note) and None)
         for step in range(4):

@@ -88,18 +88,18 @@ def _repeated_calls() -> None:
         assert context is not None
         full = seeded(Mlp)().blocks[1].linear.weight
         with record_collectives() as log:
-            context.residency.reshard(unit)
-            context.residency.reshard(unit)
+            context.unsharder.reshard(unit)
+            context.unsharder.reshard(unit)
             assert log.count("all_gather") == 0
             for _ in range(2):
-                context.residency.unshard(unit, refill=False)
+                context.unsharder.unshard(unit, refill=False)
                 assert torch.equal(model.blocks[1].module.linear.weight, full)
             assert log.count("all_gather") == (0 if strategy is NONE else 1)
-            context.residency.reshard(unit)
-            context.residency.reshard(unit)
-            context.residency.unshard(unit, refill=True)
+            context.unsharder.reshard(unit)
+            context.unsharder.reshard(unit)
+            context.unsharder.unshard(unit, refill=True)
             assert torch.equal(model.blocks[1].module.linear.weight, full)
-            context.residency.reshard(unit)
+            context.unsharder.reshard(unit)
             assert log.count("all_gather") == (0 if strategy is NONE else 2)
         assert_at_rest(model, describe((strategy, orig)))
 

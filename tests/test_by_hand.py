@@ -351,7 +351,7 @@ def _outlives_its_tree(mode: Mode) -> None:
     inner._unshard(async_op=True)
     del model
     gc.collect()
-    assert tree() is None and inner._fsdp_unit.is_gathered
+    assert tree() is None and inner._fsdp_unit.buffers.is_gathered
     for step in range(2):
         x = torch.randn(3, plain_inner.in_features, generator=torch.Generator().manual_seed(step))
         for layer, by in ((inner, optimizer), (plain_inner, plain_optimizer)):

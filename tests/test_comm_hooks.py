@@ -453,7 +453,7 @@ def a_hook_that_raises() -> None:
                     optimizer.step()
                     optimizer.zero_grad()
                 assert_at_rest(model, f"{strategy.name}, {orig}, call {at}")
-                for gradients in (g for _, u, _ in units_in(model) for g in u.gradients):
+                for gradients in (g for _, u, _ in units_in(model) for g in u.gradients.buckets):
                     scratch = gradients._scratch
                     assert scratch is None or scratch.flat.untyped_storage().nbytes() == 0
 

@@ -643,7 +643,7 @@ def interrupt_collectives(way: str) -> None:
             assert full.untyped_storage().nbytes() >= full.nbytes
         model.zero_grad()
         step(2 + number)
-        for gradients in (gradients for unit in units.units_of(model) for gradients in unit.gradients):
+        for gradients in (gradients for unit in units.units_of(model) for gradients in unit.gradients.buckets):
             assert gradients._scratch is None or not gradients._scratch.flat.untyped_storage().nbytes()
     # graphs of before have saved memory that is not filled any more
     x = torch.ones(2, 4, requires_grad=True)

@@ -152,7 +152,7 @@ def _no_batch_at_all() -> None:
     sum(loss_of(plain, batch) for batch in batches(1, 2)).backward()  # type: ignore[union-attr]
     assert_close({n: fsdp.full_grad(p) for n, p in _named(model)}, {n: p.grad for n, p in plain.named_parameters()})  # type: ignore[misc]
     model(batches(0, 1)[0]).sum().backward()  # outside of the loop everything counts again
-    assert all(unit.gradient_weight == 1 for unit in fsdp.runtime.unit.units_of(model))
+    assert all(unit.gradients.weight == 1 for unit in fsdp.runtime.unit.units_of(model))
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -186,11 +186,11 @@ def _kind(model: nn.Module, options: StateDictOptions) -> Iterator[None]:
     before = {unit: unit.state_settings for unit in units_of(model)}
     try:
         for unit in before:
-            unit.state_settings = options.settings(sharded=unit.groups.sharded)
+            unit.set_state_settings(options.settings(sharded=unit.groups.sharded))
         yield
     finally:
         for unit, settings in before.items():
-            unit.state_settings = settings
+            unit.set_state_settings(settings)
 
 
 def own_method(of: nn.Module | Optimizer, name: str) -> Any:

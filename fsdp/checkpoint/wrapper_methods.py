@@ -187,7 +187,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
         settings = as_state_dict_settings(state_dict_type, state_dict_config, optim_state_dict_config)
         before: Any = _settings_in(module)
         for unit in units_of(module):
-            unit.state_settings = copy.copy(settings)
+            unit.set_state_settings(copy.copy(settings))
         return before if before is not None else StateDictSettings(*[None] * 3)  # type: ignore[arg-type]
 
     @staticmethod
@@ -212,7 +212,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
             yield
         finally:
             for unit in units_of(module):
-                unit.state_settings = copy.copy(before)
+                unit.set_state_settings(copy.copy(before))
 
     @staticmethod
     def optim_state_dict(

@@ -241,6 +241,14 @@ class FlatParamHandle:
                 memory.explain = functools.partial(_why_not, weakref.ref(self), weakref.ref(copy), index)
         return copy
 
+    def set_unit_name(self, name: str) -> None:
+        """Use ``name`` for the unit in errors."""
+        self.unit_name = name
+
+    def reduce_in(self, dtype: torch.dtype) -> None:
+        """Reduce gradients in ``dtype`` from now on."""
+        self.layout = dataclasses.replace(self.layout, reduce_dtype=dtype)
+
     def compute_in_full_precision(self, full_precision: bool) -> None:
         """Compute and reduce in ``layout.dtype`` from here on, or in the layout's own dtypes again."""
         self.full_precision = full_precision

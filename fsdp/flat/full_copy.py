@@ -175,11 +175,12 @@ class SlotBuffer:
     """A flat gradient vector in the reduce dtype, its slots, one view per parameter with its strides, and its
     padding, one per gap."""
 
-    __slots__ = ("flat", "padding", "pooled", "slots")
+    __slots__ = ("flat", "layout", "padding", "pooled", "slots")
 
-    def __init__(self, layout: FlatLayout, flat: torch.Tensor) -> None:
-        """Over ``flat``, of ``layout.padded_numel`` elements."""
-        self.flat = flat
+    def __init__(self, layout: FlatLayout, flat: torch.Tensor, *, pooled: bool = False) -> None:
+        """``flat`` has ``layout.padded_numel`` elements. If it is ``pooled``, its memory is released, and a pool gives
+        it other memory."""
+        self.layout, self.flat = layout, flat
         self.slots = parameter_views(layout, flat)
         self.padding = [flat[start:end] for start, end in layout.gaps]
-        self.pooled: PooledTensor | None = None
+        self.pooled = PooledTensor(flat) if pooled else None  # last: the views need memory

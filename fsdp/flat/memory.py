@@ -76,6 +76,10 @@ class MemoryPool:
         self._free: list[tuple[torch.UntypedStorage, int, Event]] = []  # blocks, bytes and last use, oldest first
         self._free_nbytes = 0  # of all these
 
+    def keep_up_to(self, nbytes: int, *, largest_block: int) -> None:
+        """Keep at most ``nbytes`` of returned memory, in blocks of at most ``largest_block`` bytes."""
+        self.kept_nbytes, self.kept_block_nbytes = nbytes, largest_block
+
     def allocate(self, buffer: PooledTensor) -> None:
         """Give ``buffer`` memory, with undefined contents."""
         if buffer.nbytes == 0:

@@ -52,7 +52,7 @@ class FSDP1Names(nn.Module):
 
     @_device_mesh.setter
     def _device_mesh(self, value: DeviceMesh | None) -> None:
-        self._fsdp_unit.mesh = value
+        self._fsdp_unit.set_mesh(value)
 
     @property
     def _gradient_predivide_factor(self) -> float:
@@ -102,7 +102,7 @@ class FSDP1Names(nn.Module):
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Make later gathers wait for the current stream. Needed between an optimizer's step and ``_unshard``."""
-        self._membership.join().residency.gathers_follow_compute()
+        self._membership.join().unsharder.gathers_follow_compute()
 
     @property
     def _all_fsdp_states(self) -> list[FSDP1Names]:
@@ -153,11 +153,11 @@ class FSDP1Names(nn.Module):
     @property
     def _sync_gradients(self) -> bool:
         """True if a backward reduces this unit's gradients; ``no_sync`` sets False for the whole tree."""
-        return self._fsdp_unit.synchronize
+        return self._fsdp_unit.gradients.synchronize
 
     @_sync_gradients.setter
     def _sync_gradients(self, value: bool) -> None:
-        self._fsdp_unit.synchronize = value
+        self._fsdp_unit.gradients.set_synchronize(value)
 
     @property
     def _exec_order_data(self) -> PrefetchLimits:
@@ -168,17 +168,17 @@ class FSDP1Names(nn.Module):
 
     def _low_precision_hook_enabled(self) -> bool:
         """Return True if the communication hook is one of torch's two that compress gradients."""
-        hook = self._fsdp_unit.comm_hook
+        hook = self._fsdp_unit.gradients.comm_hook
         return hook is not None and hook.compresses
 
     @property
     def _comm_hook(self) -> Callable[..., Any] | None:
-        hook = self._fsdp_unit.comm_hook
+        hook = self._fsdp_unit.gradients.comm_hook
         return hook.function if hook is not None else None
 
     @property
     def _comm_hook_state(self) -> Any:
-        hook = self._fsdp_unit.comm_hook
+        hook = self._fsdp_unit.gradients.comm_hook
         return hook.state if hook is not None else None
 
 
@@ -241,7 +241,7 @@ class HandleNames:
         Raises:
             AssertionError: during a forward or backward of the unit, or inside ``summon_full_params``.
         """
-        self._state._fsdp_unit.unshard_by_hand(self._state._membership.join())()
+        self._state._membership.join().unsharder.unshard_by_hand(self._state._fsdp_unit)()
 
     def pre_unshard(self) -> bool:
         """Return False: ``unshard`` needs no preparation."""

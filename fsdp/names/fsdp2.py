@@ -109,7 +109,7 @@ class FSDP2Names(nn.Module):
         Raises:
             AssertionError: during a forward or backward of the unit, or inside ``summon_full_params``.
         """
-        handle = UnshardHandle(self._fsdp_unit.unshard_by_hand(self._membership.join()))
+        handle = UnshardHandle(self._membership.join().unsharder.unshard_by_hand(self._fsdp_unit))
         if async_op:
             return handle
         handle.wait()
@@ -184,7 +184,7 @@ class FSDP2Names(nn.Module):
         synchronize, units = as_flag(requires_gradient_sync, "requires_gradient_sync"), self._units(recurse)
         check_idle(units, "set_requires_gradient_sync()")
         for unit in units:
-            unit.synchronize = synchronize
+            unit.gradients.set_synchronize(synchronize)
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = True) -> None:
         """Set the divisor of the sum of the gradients over all ranks.
@@ -202,11 +202,9 @@ class FSDP2Names(nn.Module):
                 raise TypeError(f"the divide factor must be a number or None, got {factor!r}")
             if not 0 < factor < float("inf"):
                 raise ValueError(f"the divide factor must be positive and finite, got {factor}")
-            if any(unit.comm_hook is not None for unit in self._units(recurse)):
+            if any(unit.gradients.comm_hook is not None for unit in self._units(recurse)):
                 raise RuntimeError("set_gradient_divide_factor() with a communication hook, which divides by itself")
         self._choose(recurse, gradient_divide_factor=None if factor is None else float(factor))
-        for unit in self._units(recurse):
-            unit.follow_divisor()
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """Set the divisor of this unit's gradients: the older name of :meth:`set_gradient_divide_factor`."""
@@ -223,7 +221,7 @@ class FSDP2Names(nn.Module):
             RuntimeError: False with a communication hook, which would be skipped.
         """
         required = as_flag(requires_all_reduce, "requires_all_reduce")
-        if not required and any(unit.comm_hook is not None for unit in self._units(recurse)):
+        if not required and any(unit.gradients.comm_hook is not None for unit in self._units(recurse)):
             raise RuntimeError("set_requires_all_reduce(False) with a communication hook, which reduces by itself")
         self._choose(recurse, requires_all_reduce=required)
 
@@ -259,8 +257,8 @@ class FSDP2Names(nn.Module):
                     )
         check_idle(units, "set_all_reduce_hook()")
         for unit in units:
-            unit.all_reduce_hook = hook if hook is None or stream is None else _OnStream(hook, stream, unit.device)
-            unit.follow_divisor()
+            on_stream = hook if hook is None or stream is None else _OnStream(hook, stream, unit.device)
+            unit.set_all_reduce_hook(on_stream)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Choose whether a backward waits, at the end, for the reductions of this tree.
@@ -313,7 +311,7 @@ class FSDP2Names(nn.Module):
     def _publish_lists(self) -> None:
         """Give the unit access to the wrapper's prefetch lists, if there are any."""
         if _PREFETCH_LISTS in self.__dict__:
-            self._fsdp_unit.listed = functools.partial(_listed, weakref.ref(self))
+            self._fsdp_unit.buffers.set_lists(functools.partial(_listed, weakref.ref(self)))
 
 
 def _listed(wrapper_ref: weakref.ref[FSDP2Names], backward: bool) -> list[Unit] | None:
@@ -323,7 +321,7 @@ def _listed(wrapper_ref: weakref.ref[FSDP2Names], backward: bool) -> list[Unit] 
         return None
     listed = [other._fsdp_unit for other in wrapper.__dict__[_PREFETCH_LISTS][backward]]
     context = wrapper._fsdp_unit.context
-    return [unit for unit in listed if unit.gathers and unit.context is context]
+    return [unit for unit in listed if unit.buffers.gathers and unit.context is context]
 
 
 class _OnStream:

@@ -21,7 +21,7 @@ def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
         accumulated = _agree_on_buckets(context, units)
         for unit, buckets in accumulated.items():
             context.passes.about_to(REDUCE, unit)
-            unit.reduce_buckets(context, buckets)
+            context.start_reduction(unit, buckets)
         for unit in accumulated:
             if unit.policy.tree.reduce_unused:
                 used = unit.used()
@@ -33,9 +33,9 @@ def reduce_accumulated(context: RootContext, units: Sequence[Unit]) -> None:
 def _agree_on_buckets(context: RootContext, units: Sequence[Unit]) -> dict[Unit, list[int]]:
     """Return the buckets in which any rank has accumulated gradients, by unit; units without any are left out."""
     flags = {
-        unit: torch.tensor([gradients.accumulates for gradients in unit.gradients], dtype=torch.uint8, device="cpu")
+        unit: torch.tensor([bucket.accumulates for bucket in unit.gradients.buckets], dtype=torch.uint8, device="cpu")
         for unit in units
-        if unit.gradients
+        if unit.handles
     }
     for over in (_shard_groups, _replica_groups):
         by_group: dict[int, tuple[object, list[Unit]]] = {}

@@ -1,8 +1,8 @@
-"""The unsharded gradient of backwards that are not synchronised (``no_sync``), as users see it.
+"""The unsharded gradient of backwards without synchronization (``no_sync``), as users see it.
 
-Until the next synchronised backward adds to it and reduces it, it is what ``.grad`` shows, and users own it: what they
-set to None is dropped, what they zero or change in place is changed. The sharded gradient of an earlier synchronised
-backward is parked meanwhile.
+It is ``.grad`` until the next synchronized backward adds to it and reduces it. Users own it: a gradient that they set
+to None is dropped, and one that they zero or change in place is changed. The sharded gradient of an earlier
+synchronized backward is parked meanwhile.
 """
 
 from __future__ import annotations
@@ -18,14 +18,19 @@ from fsdp.flat.views import BucketViews
 
 
 class Accumulator:
-    """One bucket's. A *position* is a place in ``views.visible``, the parameters that have a ``.grad``."""
+    """The unsharded gradient of one bucket.
+
+    A *position* is an index into ``views.visible``, the parameters that have a ``.grad``.
+
+    Attributes:
+        exposed: the views of the accumulator that are ``.grad`` now, by position. Users alone own them.
+    """
 
     def __init__(self, views: BucketViews) -> None:
         self._handle, self._views = views.handle, views
-        # The views of the accumulator that are .grad now, by position. Users alone own them.
         self.exposed: list[TensorWeakRef] = []
         self._shapes: list[torch.Size] = []
-        self._version = 0  # of the accumulator, when it was exposed
+        self._version = 0  # of the accumulator's memory, when it was exposed
         self._parked: list[torch.Tensor | None] = []  # the sharded gradients that it hides, by position
 
     @property
@@ -42,14 +47,14 @@ class Accumulator:
         return names, any(grad._version != self._version for grad in grads)
 
     def forget(self) -> None:
-        """The bucket has changed its dtype or device."""
+        """Drop the gradient: the bucket has changed its dtype or device."""
         self.exposed, self._parked = [], []
 
     def expose(self, buffer: SlotBuffer, unused: set[int], *, continues: bool, hides_sharded: bool) -> None:
-        """Make what ``buffer`` holds the ``.grad`` of the parameters. Of ``unused`` leaves nothing is to become one.
+        """Make the slots of ``buffer`` the ``.grad`` of the parameters, except for ``unused`` leaves.
 
-        ``continues``: it is the memory that :meth:`reuse` gave. ``hides_sharded``: a gradient that is there already is
-        a sharded one, and is parked; else it is of the same kind, and added.
+        ``continues``: the buffer's memory came from :meth:`reuse`. ``hides_sharded``: a gradient that is there already
+        is a sharded one, and is parked. Otherwise it is of the same kind, and is added.
         """
         views, grads = self._views, self._views.full_grads(buffer)
         before = self._grads() if continues else [None] * len(grads)
@@ -72,8 +77,8 @@ class Accumulator:
         self._version = buffer.flat._version
 
     def reuse(self) -> tuple[torch.Tensor | None, set[int]]:
-        """The flat vector as far as the user left ``.grad`` intact, and the positions that it has gradients of; None if
-        nothing is left of it."""
+        """Return the flat vector, as far as the user left ``.grad`` intact, and the positions that it has gradients of.
+        Return None if nothing is left of it."""
         shown = self._shown()
         if not shown:
             self.forget()
@@ -82,14 +87,14 @@ class Accumulator:
         intact = {position: grad for position, grad in shown if grad is exposed[position]}
         flat = next((grad if grad._base is None else grad._base for grad in intact.values()), None)
         for position, parked in enumerate(self._parked):
-            if position not in intact:  # dropped, or the user's own is in place of all that was accumulated
+            if position not in intact:  # dropped, or replaced by the user's own gradient
                 self._parked[position] = None
             elif flat is not None and flat._version != self._version and parked is not None:
-                # touched, and where it was zeroed the hidden part goes as well
+                # The user changed the gradient. Where it was zeroed, the parked one is zeroed as well.
                 parked.masked_fill_(intact[position].any().logical_not(), 0)
         held = any(grad is not None and self._views.visible[p].param.grad is not grad for p, grad in enumerate(exposed))
         if flat is None or held or len(intact) < len(shown):
-            # Something was replaced, or somebody keeps a gradient that was dropped: that memory is theirs now.
+            # A gradient was replaced, or the user keeps a gradient that was dropped, and so its memory.
             handle = self._handle
             flat = host_memory.empty(handle.layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device)
             grads = self._views.full_grads(SlotBuffer(handle.layout, flat))
@@ -100,20 +105,20 @@ class Accumulator:
         return flat, {position for position, _ in shown}
 
     def conceal(self) -> None:
-        """Restore the sharded ``.grad`` that this replaced."""
+        """Restore the sharded ``.grad`` that this gradient replaced."""
         for position, (exposed, parked) in enumerate(zip(self._grads(), self._parked)):
             if exposed is not None and self._views.visible[position].param.grad is exposed:
                 self._views.set_grad(position, parked)
         self.forget()
 
     def _grads(self) -> list[torch.Tensor | None]:
-        """What was exposed, by position; None where nobody has it any more."""
+        """Return the exposed gradients, by position; None where the user holds it no longer."""
         return [reference() for reference in self.exposed]
 
     def _shown(self) -> list[tuple[int, torch.Tensor]]:
-        """(position, ``.grad``) of each visible parameter that shows an unsharded gradient: the one exposed, or what
-        the user put in its place. A sharded one of the same shape cannot be there: only a backward that ends the
-        accumulation makes one."""
+        """Return (position, ``.grad``) of each visible parameter that shows an unsharded gradient: the exposed one, or
+        one that the user put in its place. No sharded gradient of the same shape can be there, because only a backward
+        that ends the accumulation makes one."""
         found = []
         for position, shape in enumerate(self._shapes if self.exposed else ()):
             grad = self._views.visible[position].param.grad

@@ -30,11 +30,10 @@ import functools
 import math
 import random
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -71,46 +70,39 @@ HEARING = timedelta(seconds=1)  # how long to wait for what the other ranks have
 BACKWARD, _ELSEWHERE, _CALLS = -1, -2, -3
 
 
-class Member(ABC):
+class Member(Protocol):
     """A unit as the agreement knows it."""
 
     name: str
-    place: int  # its number among the members of its first group, equal on every rank; set by ``Passes``
     handles: list[FlatParamHandle]
-    full_precision: bool  # whether it computes and reduces in the parameters' own dtypes
-    initial: list[InitialValues]  # of its buckets, as far as ranks may have different ones
+    initial: Sequence[InitialValues]  # of its buckets, as far as ranks may have different ones
 
-    @abstractmethod
+    def set_place(self, place: int) -> None:
+        """Take number ``place`` among the members of the first group, equal on every rank."""
+
     def groups_for(self, kind: str) -> list[Any]:
         """The groups over which it gathers or reduces, in this order; their ranks have to agree on that."""
 
     @property
-    @abstractmethod
     def in_full_precision(self) -> bool:
         """Whether its messages have the parameters' own dtypes, and usually have others."""
 
-    @abstractmethod
     def signature(self, group: Any) -> str:
         """What its collectives over ``group`` depend on, in words."""
 
-    @abstractmethod
     def reduction(self) -> str:
         """What a backward that begins now would reduce of it, in words: ranks that differ in that are out of step."""
 
     @property
-    @abstractmethod
     def lacks_gradients(self) -> bool:
         """Whether this rank has reduced it in the backward under way without gradients of some of its parameters."""
 
-    @abstractmethod
     def used(self) -> torch.Tensor:
         """By bucket and parameter, 1 where this rank has a gradient of it in what it reduces, and 0; on CPU."""
 
-    @abstractmethod
     def note_used(self, flags: list[int]) -> None:
         """Which ones any rank has gradients of."""
 
-    @abstractmethod
     def take_part(self, kind: str, *, full_precision: bool) -> None:
         """Other ranks gather or reduce the unit, and this one need not: let the values go; add to the sum what there
         is, so that a gradient which is not complete goes in two parts."""

@@ -1,7 +1,7 @@
-"""An error where ``torch.autograd.grad()`` is asked for gradients of what users hold of a wrapped module.
+"""An error where ``torch.autograd.grad()`` is asked for gradients of the visible parameters of a wrapped module.
 
-A forward computes with the leaves, so the graph does not lead to the tensors that ``parameters()`` yields, and torch
-gives None for them, or says that they were not used.
+A forward computes with the leaves. The graph does not lead to the tensors that ``parameters()`` yields, so torch
+returns None for them, or reports that they were not used.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from fsdp.runtime.hooks import breaks_graph, units
 
 @functools.cache
 def watch_autograd_grad() -> None:
-    """From now on, raise if ``torch.autograd.grad()`` would give None for a parameter that the graph depends on.
+    """Let ``torch.autograd.grad()`` raise from now on where it would return None for a parameter that the graph uses.
 
-    Programs import the function under other names; so its last step, a name in its module, is wrapped.
+    Programs import the function under other names. So the function that it calls last, by a name in torch's module, is
+    wrapped.
     """
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
@@ -43,7 +44,7 @@ def watch_autograd_grad() -> None:
 
 
 def _refuse(outputs: Iterable[Any], inputs: Sequence[Any], cause: RuntimeError | None) -> None:
-    """Raise if one of ``inputs``, of which there are no gradients, stands for a leaf that ``outputs`` depend on."""
+    """Raise if one of ``inputs``, which have no gradients, stands for a leaf that ``outputs`` depend on."""
     asked = {id(tensor) for tensor in inputs if getattr(tensor, "_fsdp_flattened", False)}
     used = _leaves_of(outputs) if asked else set()
     names = [
@@ -64,10 +65,11 @@ def _refuse(outputs: Iterable[Any], inputs: Sequence[Any], cause: RuntimeError |
 
 
 def _leaves_of(outputs: Iterable[Any]) -> set[int]:
-    """The ids of the leaves that require grad and that ``outputs`` (tensors, or edges of the graph) depend on."""
+    """Return the ids of the leaves that require grad and that ``outputs`` (tensors, or edges of the graph) depend
+    on."""
     nodes = [getattr(output, "node", None) or getattr(output, "grad_fn", None) for output in outputs]
     seen, found = set(nodes), set[int]()
-    for node in nodes:  # which grows
+    for node in nodes:  # the loop adds nodes
         if node is None:
             continue
         if (variable := getattr(node, "variable", None)) is not None:

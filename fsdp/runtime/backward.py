@@ -1,22 +1,23 @@
-"""When a unit's backward is over: the forward calls that a backward has entered, and how far it has come.
+"""Backwards: the forward calls that a backward has entered, how far it has come, and the gradients that arrive.
 
 [Note: When a unit's backward is over]
-Two things end it, and they are not the same. When the *last leaf that this backward will reach* has delivered its
-gradient, the unit reduces, as soon as the backward comes by it again. Autograd knows which leaves it will reach. The
-expected ones are kept per graph task, because reentrant checkpointing runs tasks inside an open outer one; the unit is
-done when no task expects anything. So an unused parameter blocks nothing, a module used twice reduces once, and ranks
-that reach the same units start their collectives at the same places in the graph.
+Two events end it. They are not the same. When the *last leaf that this backward will reach* has delivered its gradient,
+the unit reduces. Autograd knows which leaves it will reach. The expected leaves are kept per graph task, because
+reentrant checkpointing runs tasks inside an outer one; the unit is done when no task expects anything. So an unused
+parameter blocks nothing, a module that is used twice reduces once, and ranks that reach the same units start their
+collectives at the same places of the graph.
 
-When, besides, the backward is *behind every forward call of the unit* that it has entered, the unit reshards: a frozen
-or detached weight that was used first in forward is read last in backward, after every leaf. Of one graph task, thread
-and device autograd runs nodes in decreasing order of their sequence numbers, which grow as the graph is made. So once
-a node begins that is older than a call, nothing of the call is to come, whatever led into it: arguments, attributes,
-nested units. Whatever of ours a backward comes by tells where it is, and closes the calls that lie behind: outputs of
-units, recomputations, and tensors that are arguments of units. The rest, for lack of somebody who tells, ends with the
-backward.
+When the backward is *past every forward call of the unit* that it has entered, the unit reshards. That may be later: a
+frozen or detached weight that was used first in forward is read last in backward, after every leaf has delivered.
+Within one graph task, thread and device autograd runs nodes in decreasing order of their sequence numbers, which grow
+as the graph is made. So when a node runs that is older than a call, nothing of the call is left, however its inputs
+entered it: as arguments, attributes, or through nested units. The engine reads the running node's number at outputs of
+units, at recomputations, and at tensors that are arguments of units, and closes the calls that are passed. Other calls
+are closed at the end of the backward.
 
-A call is entered through its outputs. What leaves it otherwise (stored on a module, taken by a hook) and has its
-gradient before them is a *side output*, which the program has to mark: see :func:`mark_side_output`.
+A backward enters a call through the call's outputs. A tensor that leaves the call otherwise (stored on a module, taken
+by a hook) and gets its gradient before them is a *side output*, which the program has to mark:
+:func:`mark_side_output`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,13 +36,18 @@ from fsdp.comm.recording import NOTHING, Told
 from fsdp.flat.common_views import Marks
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
-from fsdp.runtime.context import RootContext
+from fsdp.runtime.context import RootContext, backward_of_summoned
+from fsdp.runtime.outside import OutsideUses
 from fsdp.runtime.ranges import profiled, profiler_runs, ranged
+from fsdp.runtime.unit import Unit
+
+_INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are integers
+_NO_THREAD = -1
 
 
 class Place(NamedTuple):
-    """Where a backward is: its thread, its graph task, and the sequence number of the node that begins; larger than any
-    where nobody knows."""
+    """The position of a backward: its thread, its graph task, and the sequence number of the running node, or a number
+    larger than any where autograd does not say."""
 
     thread: int
     task: int
@@ -49,60 +55,35 @@ class Place(NamedTuple):
 
     @staticmethod
     def now() -> Place:
-        """The place of the backward that runs on this thread."""
+        """Return the position of the backward that runs on this thread."""
         node = hooks.current_node()
         number = sys.maxsize if node is None else node._sequence_nr()  # None: in a graph that runs compiled
-        return _new_place((threading.get_ident(), hooks.current_backward(), number))
+        return Place(threading.get_ident(), hooks.current_backward(), number)
 
-    def is_behind(self, start: int, entered: Place) -> bool:
-        """Whether nothing is to come of a call that began at node ``start`` and whose backward began at ``entered``.
+    def is_past(self, start: int, entered: Place) -> bool:
+        """Whether nothing is left of a call that began at node ``start`` and whose backward began at ``entered``.
 
-        Task numbers grow, so a task of a larger number than the one that goes on now was nested in it and is over.
+        Task numbers grow, so a task with a larger number than the running one was nested in it and is over.
         """
         if self.thread != entered.thread or self.thread == _NO_THREAD:
             return False
         return self.task < entered.task or (self.task == entered.task and self.node < start)
 
 
-_INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are integers
-_new_place: Callable[[tuple[int, int, int]], Place] = functools.partial(tuple.__new__, Place)  # as its class, but in C
-
-
-class CalledUnit(Protocol):
-    """What calls and leaves report a backward to: a unit."""
-
-    name: str
-    _tree: Callable[[], Any]  # its context
-
-    arrivals: Arrivals
-
-    def take_outside(self, context: Any, bucket: int, index: int, grad: torch.Tensor) -> None: ...
-
-    def backward_reached_leaf(self, context: Any) -> None: ...
-
-    def gradients_arrived(self, context: Any) -> None: ...
-
-    def backward_failed(self, error: BaseException, event: str) -> None: ...
-
-    def backward_reached(self, call: ForwardCall) -> None: ...
-
-    def backward_passed(self, call: ForwardCall) -> None: ...
-
-    def backward_left(self, call: ForwardCall) -> None: ...
-
-
 class ForwardCall:
-    """One forward of a unit with gradients enabled, as its backward needs to know it.
+    """One forward of a unit with gradients enabled, as far as its backward needs it.
 
-    Lives as long as the graph that the forward built, and keeps the unit and the tree's context alive with it.
+    It lives as long as the graph that the forward built, and keeps the unit and the tree's context alive with it.
 
     Attributes:
-        full_precision: in which copy of the parameters its graph lies.
-        start: the sequence number of its first graph node.
-        marks: by bucket, what tells whether a parameter was changed since; see ``marks`` of the buckets' views.
-        outer: the call inside which it was made, of the unit around.
-        in_summon: whether it was made inside ``summon_full_params``; then a backward of it is refused.
-        entered: where a backward entered it; None before that, and once the backward is behind it.
+        unit: the unit that was called.
+        context: of the tree that the unit was in.
+        full_precision: the graph uses the full-precision copy of the parameters.
+        start: the sequence number of the first graph node.
+        marks: by bucket, versions of the parameters; see ``marks`` of the buckets' views.
+        in_summon: the call was made inside ``summon_full_params``; a backward of it is refused.
+        outer: the call of the unit around, inside which this one was made.
+        entered: where a backward entered the call; None before that, and when the backward is past the call.
     """
 
     __slots__ = (
@@ -119,30 +100,26 @@ class ForwardCall:
     )
 
     def __init__(
-        self,
-        unit: CalledUnit,
-        context: RootContext,
-        start: int,
-        marks: list[Marks],
-        *,
-        full_precision: bool,
-        in_summon: bool = False,
+        self, unit: Unit, context: RootContext, start: int, marks: list[Marks], *, full_precision: bool
     ) -> None:
-        self.unit = unit
-        self.marks = marks
-        self.context = context
-        self.start = start
-        self.full_precision, self.in_summon = full_precision, in_summon
+        self.unit, self.context = unit, context
+        self.start, self.marks = start, marks
+        self.full_precision, self.in_summon = full_precision, unit.summoned is not None
         self.outer = _here.innermost
         self.entered: Place | None = None
         self._runs = False
 
-    def hook_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Enter the call when one of their gradients is there. What was made before the call (an argument that is
-        passed through, an entry of a cache) needs nothing of the unit, and a leaf has a hook of its own. If all of it
-        seems so, it may be of another thread, whose numbers are others.
+    # -- hooks ---------------------------------------------------------------------------------------------------------
 
-        A view that is changed in place loses its node, and the hook with it; what it is a view of keeps both."""
+    def hook_outputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let a backward enter the call at the gradient of any of ``tensors``, its outputs.
+
+        Tensors that were made before the call (an argument that is passed through, an entry of a cache) need nothing of
+        the unit, and a leaf has a hook of its own. If all outputs seem older than the call, another thread may have
+        made them, whose sequence numbers are unrelated, and all are hooked.
+
+        A view that is changed in place loses its node, and the hook with it. Its base keeps both.
+        """
         made: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         seen = list(tensors)
@@ -153,33 +130,65 @@ class ForwardCall:
             if node is not None:
                 (made if node._sequence_nr() >= self.start else others).append(tensor)
         for tensor in made or others:
-            hooks.on_gradient(tensor, self._reached, _OUTPUT)
-
-    @ranged("_pre_backward_hook", "unit.name")
-    def _reached(self, grad: torch.Tensor | None = None) -> None:
-        try:
-            self.unit.backward_reached(self)
-        except BaseException as error:
-            self.unit.backward_failed(error, "start of backward")
-            raise
+            hooks.on_gradient(tensor, self.reached, _OUTPUT)
 
     def hook_input(self, tensor: torch.Tensor) -> None:
-        """Tell where the backward is when ``tensor``'s gradient is there, whoever else may have been given it: sooner
-        than the unit that runs next in backward, where parameters of a unit around lie between the two."""
+        """Read the backward's position at the gradient of ``tensor``, an argument. Parameters of a unit around may come
+        between that and the unit that runs next in backward."""
         hooks_of: Any = tensor._backward_hooks
         if hooks_of is not None and _OUTPUT in hooks_of:
-            return  # the unit whose output it is tells the same
+            return  # the call that returned it has a hook there
         if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf would collect hooks
             hooks.on_gradient(tensor, functools.partial(_input_reached, weakref.ref(self)), _INPUT)
 
-    def enter(self) -> None:
-        """The backward has reached an output of the call; calls that it is behind are closed."""
+    def set_running(self, running: bool) -> None:
+        """Note whether the module of the call runs."""
+        self._runs = running
+
+    # -- a backward ----------------------------------------------------------------------------------------------------
+
+    @ranged("_pre_backward_hook", "unit.name")
+    def reached(self, grad: torch.Tensor | None = None) -> None:
+        """Enter the call: a backward has reached one of its outputs."""
+        try:
+            self._enter()
+        except BaseException as error:
+            _fail(self.unit, error, "start of backward")
+            raise
+
+    def _enter(self) -> None:
+        unit = self.unit
+        if self.in_summon:
+            raise backward_of_summoned(unit.name)
+        if torch.is_grad_enabled() and unit.buffers.gathers:  # in a hook: the backward has create_graph
+            if not hooks.goes_on():
+                return  # autograd.grad() asked for the gradient of an output, and needs nothing of the unit
+            raise RuntimeError(
+                f"a backward with create_graph=True reached {unit.name}: gradients of gradients of sharded parameters "
+                "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
+            )
+        context = self._context_now()
+        context.enter_backward(unit)
+        unsharder = context.unsharder
+        unsharder.compute_in(unit, self.full_precision)
+        unit.progress.open_calls.add(self)
+        self._note_place()
+        expected = unit.arrivals.enter()
+        if unit.policy.unshard_in_backward or unit.buffers.is_gathered:  # recomputations inside use the leaves
+            unsharder.unshard(unit, refill=False)
+        for bucket, (views, before) in enumerate(zip(unit.views, self.marks)):  # replaced parameters are taken over now
+            if views.marks() != before:
+                views.check_unchanged(before, {index for of, index in expected if of == bucket})
+        unsharder.prefetch(unit, begins=True)
+
+    def _note_place(self) -> None:
+        """Note where the backward enters the call, and close the calls that it has passed."""
         place = Place.now()
-        if place.node < self.start:  # the number of another thread, which computed it, tells nothing
+        if place.node < self.start:  # another thread computed the output; its numbers are unrelated
             place = place._replace(thread=_NO_THREAD)
         if self.entered is None:
             self.entered = place
-        elif self.entered.thread != place.thread:  # nothing tells which of the two is behind it first
+        elif self.entered.thread != place.thread:  # it is unknown which of the two passes the call first
             self.entered = place._replace(thread=_NO_THREAD)
         elif place.task < self.entered.task:
             self.entered = place
@@ -187,18 +196,75 @@ class ForwardCall:
         close_passed(place, but=self)
         outer = self.outer
         if outer is not None and outer.entered is None and not outer._runs:
-            # What was made inside it leads to what was made before that, there, as well. Usually it has been entered
-            # through an output; else what lies inside was a side output.
-            outer._reached()
+            # The graph leads on to what the outer call computed before this one. Usually that call was entered through
+            # its outputs; here an output of the inner call was a side output of it.
+            outer.reached()
+
+    def close(self) -> None:
+        """Reshard the unit if nothing is left of its backward: the backward has passed the call."""
+        unit, unsharder = self.unit, self._context_now().unsharder
+        self.entered = None
+        unit.progress.open_calls.discard(self)
+        if not unit.is_running:
+            unsharder.end_backward(unit)
+        elif unit.progress.has_several_modules and not unit.progress.open_calls and unit.progress.depth == 0:
+            unsharder.keep_to_others(unit)  # for gradients of parameters that its modules share, or have of their own
+
+    def leave(self) -> None:
+        """Forget that a backward has entered the call."""
+        self.entered = None
+
+    def prefetch_next(self) -> None:
+        """Gather the units that follow in backward, which has passed the call."""
+        try:
+            self._context_now().unsharder.prefetch(self.unit)
+        except BaseException as error:
+            _fail(self.unit, error, "end of backward")
+            raise
+
+    def _context_now(self) -> RootContext:
+        return self.unit.context or self.context
 
 
-def context_of(unit: CalledUnit) -> RootContext:
-    """The context of the tree that ``unit``, which has gradients to reduce, is in.
+@hooks.untraced
+def _input_reached(call_ref: weakref.ref[ForwardCall], grad: torch.Tensor) -> None:
+    """Close the calls that the backward has passed: the gradient of an argument of a call is there. The graph of an
+    argument may outlive the call's."""
+    call = call_ref()
+    inside = call is not None and call.entered is not None
+    place = Place.now()
+    if place != _here.place:  # else an output of another unit was reached at the same node
+        close_passed(place)
+    if call is not None and inside and call.entered is None:
+        call.prefetch_next()
+
+
+def _fail(unit: Unit, error: BaseException, event: str) -> None:
+    """Report ``error``, which a hook of ``unit`` raises: the backward ends here."""
+    hooks.report(error, unit.name, event)
+    context = unit.context
+    if context is not None:
+        context.fail()
+
+
+# -- gradients of leaves -----------------------------------------------------------------------------------------------
+
+
+def watch_leaves(unit: Unit) -> Arrivals:
+    """Hook the leaves of ``unit``, which the hooks refer to weakly."""
+    unit_ref = weakref.ref(unit)
+    outside = OutsideUses(unit.views, functools.partial(_outside_gradient_arrived, unit_ref))
+    reached, copy = functools.partial(_leaf_reached, unit_ref), functools.partial(_gradients_arrived, unit_ref)
+    return Arrivals(unit.handles, reached, copy, outside)
+
+
+def _context_of(unit: Unit) -> RootContext:
+    """Return the context of the tree that ``unit``, which has gradients to reduce, is in.
 
     Raises:
-        RuntimeError: no wrapped module has run a forward in which it could join one.
+        RuntimeError: no wrapped module has run a forward in which it could join a tree.
     """
-    context: RootContext | None = unit._tree()
+    context: RootContext | None = unit.context
     if context is None:
         raise RuntimeError(
             f"a backward reached parameters of {unit.name} before its first forward, without which gradients are not "
@@ -208,64 +274,65 @@ def context_of(unit: CalledUnit) -> RootContext:
 
 
 @hooks.untraced
-def leaf_reached(unit_ref: Callable[[], CalledUnit | None]) -> None:
+def _leaf_reached(unit_ref: Callable[[], Unit | None]) -> None:
     """Let the running graph task enter a unit through one of its leaves."""
     unit = unit_ref()
     assert unit is not None  # its ``Arrivals`` are there
     try:
-        unit.backward_reached_leaf(context_of(unit))
+        _context_of(unit).enter_backward(unit)
+        unit.arrivals.enter()
     except BaseException as error:
-        unit.backward_failed(error, "gradient of a parameter")
+        _fail(unit, error, "gradient of a parameter")
         raise
 
 
 @hooks.untraced
-def gradients_arrived(unit_ref: Callable[[], CalledUnit | None]) -> None:
-    """Copy the gradients of a unit that have arrived into their slots."""
+def _gradients_arrived(unit_ref: Callable[[], Unit | None]) -> None:
+    """Copy the gradients of a unit that are held into their slots. After the last expected one, reduce the unit."""
     unit = unit_ref()
     assert unit is not None  # its ``Arrivals`` are there
     try:
-        context = context_of(unit)
+        context = _context_of(unit)
         with NOTHING if context.compute is None else context.joined():  # else there is no stream to join
-            unit.gradients_arrived(context)
+            reads = unit.policy.unshard_in_backward
+            unit.gradients.copy(unit.arrivals.take(), context.reductions, reads=reads)
+            if not unit.arrivals.pending:
+                _reduce(unit, context)
     except BaseException as error:
-        unit.backward_failed(error, "gradient of a parameter")
+        _fail(unit, error, "gradient of a parameter")
         raise
 
 
-def outside_gradient_arrived(
-    unit_ref: Callable[[], CalledUnit | None], bucket: int, index: int, grad: torch.Tensor
-) -> None:
+def _reduce(unit: Unit, context: RootContext) -> None:
+    context.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner
+    with profiled("_post_backward_hook", unit.name):
+        context.reduce(unit)
+        if not unit.is_running:
+            context.unsharder.end_backward(unit)
+            context.unsharder.prefetch(unit)
+
+
+def _outside_gradient_arrived(unit_ref: Callable[[], Unit | None], bucket: int, index: int, grad: torch.Tensor) -> None:
     """Take ``grad``, of a parameter that was used outside of forward, by bucket and index; see ``outside.py``."""
     unit = unit_ref()
     if unit is None:
         raise RuntimeError("a backward reached a parameter whose unit was deleted: keep the wrapped model till its end")
     try:
-        context = context_of(unit)
+        context = _context_of(unit)
         with torch.no_grad(), NOTHING if context.compute is None else context.joined():
-            unit.take_outside(context, bucket, index, grad)
+            unit.gradients.check_outside(bucket, {index: grad})
+            context.enter_backward(unit)
+            unit.gradients.add_outside(bucket, {index: grad}, context.reductions)
     except BaseException as error:
-        unit.backward_failed(error, "gradient of a parameter")
+        _fail(unit, error, "gradient of a parameter")
         raise
 
 
-@hooks.untraced
-def _input_reached(call_ref: weakref.ref[ForwardCall], grad: torch.Tensor) -> None:
-    """The gradient of an argument of a call is there. The graph of an input may outlive the one of the call."""
-    call = call_ref()
-    inside = call is not None and call.entered is not None
-    place = Place.now()
-    if place != _here.place:  # else an output of another unit has told of it
-        close_passed(place)
-    if call is not None and inside and call.entered is None:
-        call.unit.backward_left(call)
-
-
-_NO_THREAD = -1
+# -- the calls of a thread ---------------------------------------------------------------------------------------------
 
 
 class _Thread(threading.local):
-    """What forwards and backwards on one thread do.
+    """The forwards and backwards of one thread.
 
     Attributes:
         innermost: the call of the unit whose module runs now.
@@ -288,16 +355,18 @@ def close_passed(place: Place, *, but: ForwardCall | None = None) -> None:
     for reference in list(_here.entered):
         call = reference()
         if call is not None and call.entered is not None:
-            if call is but or not place.is_behind(call.start, call.entered):
+            if call is but or not place.is_past(call.start, call.entered):
                 continue
-            call.entered = None
-            call.unit.backward_passed(call)
+            call.close()
         _here.entered.pop(reference, None)  # it was closed now, or with the backward that it was part of
 
 
 class Running:
-    """From its making until ``end`` the module of a unit runs in ``call``, and calls made inside know that as the one
-    around them. None stands for a forward without gradients. Profilers show it as a range."""
+    """A module of a unit that runs, from the construction of this object until ``end``.
+
+    Calls made inside have ``call`` as the one around them; None stands for a forward without gradients. Profilers show
+    a range.
+    """
 
     __slots__ = ("_before", "_range", "call")
 
@@ -308,33 +377,33 @@ class Running:
         self._range.__enter__()
         self._before, _here.innermost = _here.innermost, call
         if call is not None:
-            call._runs = True
+            call.set_running(True)
 
     def end(self) -> None:
-        """Idempotent."""
+        """End the run. Idempotent."""
         if self._range is None:
             return
         shown, self._range = self._range, None
         _here.innermost = self._before
         if self.call is not None:
-            self.call._runs = False
+            self.call.set_running(False)
         shown.__exit__(None, None, None)
 
 
 def mark_side_output(tensor: torch.Tensor) -> torch.Tensor:
-    """Tell the wrapped module whose forward runs that ``tensor`` leaves it otherwise than in what it returns.
+    """Mark ``tensor`` as an output of the wrapped module whose forward runs, although the module does not return it.
 
     A unit's parameters are gathered again when the gradient of one of its outputs is there. A tensor that the forward
-    computes and stores (``self.aux_loss = ...``), or that a hook on an inner module takes, is an output as well, and
-    where nothing is returned whose gradient comes first, the tensor has to be marked::
+    computes and stores (``self.aux_loss = ...``), or that a hook on an inner module takes, is an output as well. Unless
+    the gradient of a returned tensor comes first, it has to be marked::
 
         def forward(self, x):
             y = self.attention(x)
             self.features = fsdp.mark_side_output(y)  # part of the loss, while the output may not be
             return self.head(y.detach())
 
-    Returns ``tensor`` itself. Outside of a forward of a wrapped module, without gradients, and for a tensor that needs
-    none, nothing happens.
+    Returns ``tensor`` itself. Does nothing outside of a forward of a wrapped module, without gradients, or for a tensor
+    that requires none.
     """
     if _here.innermost is not None and tensor.requires_grad:
         _here.innermost.hook_outputs([tensor])

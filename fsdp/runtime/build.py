@@ -1,10 +1,11 @@
-"""From a module to a unit, from a unit to its copy, and from units to the tree that they are in."""
+"""Construction: of a unit from a module, of a copy from a unit, and of the tree from units."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +31,7 @@ from fsdp.flat.ownership import (
 )
 from fsdp.flat.registration import Home
 from fsdp.flat.views import BucketViews, FlatViews, OriginalViews
+from fsdp.runtime.backward import watch_leaves
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.explain import explain_uncaught_errors
 from fsdp.runtime.hooks import forward_refused, own_operations
@@ -41,13 +43,13 @@ from fsdp.runtime.unit import Unit, units_below, units_in, units_of
 
 
 def inside_checkpoint(module: nn.Module) -> nn.Module:
-    """What torch's checkpoint wrapper wraps, if ``module`` is one."""
+    """Return the module inside torch's checkpoint wrapper, if ``module`` is one, else ``module``."""
     return getattr(module, CHECKPOINTED_MODULE, module)
 
 
 def outermost_of(module: nn.Module) -> list[nn.Module]:
-    """The modules by which the unit of ``module`` is called, without torch's checkpoint wrappers; the first one has the
-    flat parameters."""
+    """Return the modules that the unit of ``module`` is called by, without torch's checkpoint wrappers. The first one
+    has the flat parameters."""
     return [inside_checkpoint(member) for member in members_of(module).values()]
 
 
@@ -62,24 +64,19 @@ def warn_without_forward(module: nn.Module) -> None:
 
 
 def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOptions) -> Unit:
-    """The unit of ``module``, whose parameters are given values, moved, flattened and sharded; the wrapper calls.
-
-    Raises: as the constructor of ``FullyShardedDataParallel``.
-    """
+    """Return the unit of ``module``: initialize, move, flatten and shard the parameters. The wrapper's constructor
+    calls this, and raises the same errors."""
     check_variables()
     explain_uncaught_errors()
     use_orig_params = options.use_orig_params
     inner = units_of(module)
-    for unit in inner:
-        unit.parent_is_built = True
-    try:
-        materialize(module, ignored, options.param_init_fn, options.device_id, name)
-    finally:
+    with contextlib.ExitStack() as stack:
         for unit in inner:
-            unit.parent_is_built = False
+            stack.enter_context(unit.membership().building_parent())
+        materialize(module, ignored, options.param_init_fn, options.device_id, name)
     owned = owned_params(module, ignored, name, options.groups)
     for unit in inner:
-        unit.has_parent = True
+        unit.membership().note_parent()
     count_writes(owned)
     group = options.groups.shard or options.groups.replica
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner], group)
@@ -133,23 +130,19 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
             submodule.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=use_orig_params)
     tp = next((item.tp.group for item in owned if item.tp is not None), None)
     groups = options.groups if tp is None else replace(options.groups, tp=tp)
-    unit = Unit(module, name, buckets, groups, device, options.policy, precision)
-    unit.initial = initial
-    return unit
+    return Unit(module, name, buckets, groups, device, options.policy, precision, watch_leaves, initial=initial)
 
 
 def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, Any]) -> Unit:
-    """A copy of ``unit`` around ``copy_module()``, with the same values and no gradients, and shards of its own over
-    the same ranks, which belongs to no tree yet. Before the module is copied, what stands on it for parameters is given
-    its counterparts in ``memo``, where ``deepcopy`` looks before it copies anything; so an optimizer that is copied
-    together with the model holds the parameters of the copy.
+    """Return a copy of ``unit`` around ``copy_module()``, with the same values, without gradients, in no tree.
 
-    It reduces its gradients also if it is made inside ``no_sync()``, which ends for the original alone.
-
-    A communication hook, with its state, is shared.
+    The copy has shards of its own over the same ranks. Before the module is copied, ``memo``, where ``deepcopy`` looks
+    first, gets the counterparts of the registered parameters. So an optimizer that is copied together with the model
+    holds the parameters of the copy. The copy synchronizes gradients, even if it is made inside ``no_sync()``. It
+    shares the communication hook and its state.
 
     Raises:
-        RuntimeError: ``unit`` runs, or is shown whole, or its state dict is being made.
+        RuntimeError: ``unit`` runs, or is summoned, or its state dict is being made.
     """
     unit.check_idle("a wrapped model can be copied only while it does not run, and outside of summon_full_params()")
     if any(views.registration.placeholders is not None for views in unit.views):
@@ -165,17 +158,19 @@ def copy_unit(unit: Unit, copy_module: Callable[[], nn.Module], memo: dict[int, 
     module = copy_module()
     views_of_copy = [views.copied(handle, memo) for handle, views in zip(handles, unit.views)]
     precision = unit.precision.copied(module, memo)
-    copied = Unit(module, unit.name, views_of_copy, unit.groups, unit.device, unit.policy, precision)
-    copied.has_parent, copied.mesh, copied.state_settings = unit.has_parent, unit.mesh, copy.copy(unit.state_settings)
-    copied.all_reduce_hook = unit.all_reduce_hook
-    copied.follow_divisor()
-    if unit.comm_hook is not None:
-        copied.use_hook(unit.comm_hook)
+    copied = Unit(
+        module, unit.name, views_of_copy, unit.groups, unit.device, unit.policy, precision, watch_leaves, mesh=unit.mesh
+    )
+    copied.set_state_settings(copy.copy(unit.state_settings))
+    copied.set_all_reduce_hook(unit.gradients.all_reduce_hook)
+    if unit.gradients.comm_hook is not None:
+        copied.gradients.set_comm_hook(unit.gradients.comm_hook)
     return copied
 
 
 def shard_info(module: nn.Module) -> list[UnitInfo]:
-    """Every unit in ``module`` (depth first) with its buckets: names, shapes, offsets, and this rank's ranges."""
+    """Return every unit in ``module`` (depth first) with its buckets: names, shapes, offsets, and this rank's
+    ranges."""
     return [
         UnitInfo(
             name,
@@ -196,21 +191,47 @@ def shard_info(module: nn.Module) -> list[UnitInfo]:
 
 
 class Membership:
-    """A unit's place in its tree. The wrapper alone holds it: that of a root keeps the whole tree's context alive."""
+    """The membership of a unit in its tree. The wrapper alone holds it; that of a root keeps the tree's context alive.
+
+    Attributes:
+        is_root: the unit is the outermost one of its tree; None while that is undecided.
+        has_parent: the unit lies in another wrapped module.
+        parent_is_built: a unit around this one is being constructed.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.is_root: bool | None = None  # None where that is not decided
+        self.is_root: bool | None = None
+        self.has_parent = self.parent_is_built = False
         self._context: RootContext | None = None  # of the tree below, if this is its root
-        unit.membership = weakref.ref(self)
+        unit.set_membership(weakref.ref(self))
+
+    def copied(self, unit: Unit) -> Membership:
+        """Return the membership of ``unit``, a copy of this one's unit."""
+        result = Membership(unit)
+        result.has_parent = self.has_parent
+        return result
+
+    def note_parent(self) -> None:
+        """Note that the unit lies in another wrapped module."""
+        self.has_parent = True
+
+    @contextlib.contextmanager
+    def building_parent(self) -> Iterator[None]:
+        """Enclose the construction of a unit around this one, which changes modules of that unit alone."""
+        self.parent_is_built = True
+        try:
+            yield
+        finally:
+            self.parent_is_built = False
 
     def leave(self) -> None:
-        """Be undecided again."""
+        """Leave the tree: it is undecided again if the unit is a root."""
         self._context = self.is_root = None
 
     def join(self) -> RootContext:
-        """The context of the tree that the unit is in; without one, it becomes the root of everything below it."""
-        context: RootContext | None = self.unit._tree()
+        """Return the context of the unit's tree. Without a tree, the unit becomes the root of the units below it."""
+        context: RootContext | None = self.unit.context
         if context is None or (self._context is None and self.is_root is None):
             with own_operations():
                 context = self._become_root()
@@ -224,7 +245,7 @@ class Membership:
         TreePolicy.check_equal(unit.policy.tree for unit in units)
         if self.unit.policy.tree.reduce_unused:
             _check_one_group([(name, unit.groups) for name, unit, _ in tree])
-        context = RootContext(self.unit, tree)  # takes the units over while their former contexts are alive
+        context = RootContext(self.unit, tree)  # it takes the units from their former contexts, which have to be alive
         for unit in units:
             if (other := unit.membership()) is not None:
                 other._context, other.is_root = None, False
@@ -233,13 +254,14 @@ class Membership:
 
 
 def join(unit: Unit) -> RootContext:
-    """The context of the tree that ``unit`` is in; see :meth:`Membership.join`."""
-    membership: Membership = unit.membership()  # its wrapper is there
+    """Return the context of the tree of ``unit``; see :meth:`Membership.join`."""
+    membership: Membership = unit.membership()  # the wrapper is alive
     return membership.join()
 
 
 def _check_one_group(groups_of: list[tuple[str, Groups]]) -> None:
-    """Raises where units communicate over different groups: a rank that waits in one cannot take part in another."""
+    """Raise NotImplementedError if units communicate over different groups: a rank that waits in one cannot take part
+    in another."""
     names: dict[tuple[int | None, int | None], str] = {}
     for name, groups in groups_of:
         pair = groups.shard if groups.shard_size > 1 else None, groups.replica
@@ -253,7 +275,7 @@ def _check_one_group(groups_of: list[tuple[str, Groups]]) -> None:
 
 
 def _check_optimizer_in_backward(unit: Unit) -> None:
-    """Raises where an optimizer of torch's ``_apply_optimizer_in_backward`` would never step."""
+    """Raise RuntimeError if an optimizer of torch's ``_apply_optimizer_in_backward`` would never step."""
     for visible in (visible for views in unit.views for visible in views.visible):
         if hasattr(visible.param, "_in_backward_optimizers") and not unit.policy.tree.use_orig_params:
             raise RuntimeError(

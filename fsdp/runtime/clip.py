@@ -1,15 +1,19 @@
 """The norm of a tree's gradients, and clipping by it.
 
-[Note: Whose gradients count]
-The parts of a sharded gradient lie on the ranks of its unit's own shard group, and are combined over that group; the
-units of one group share one all-reduce. Ranks that clip by different norms drift apart, so all that the root's group
-does not combine anyway is brought to its all-reduce, each of its N ranks bringing 1/N of the p-th powers (of the
-infinity norm, all of it): gradients of ``NO_SHARD``, which are equal on all ranks and so count once; of parameters that
-no unit manages, which are whatever the ranks made of them; and what other groups than the root's have found. The norm
-is therefore the same on all ranks of the root's group, and NaN or infinite where any gradient is. Replicas of a root
-that is sharded as well have the same gradients, bit for bit, and so the same norm: it is brought to an all-reduce over
-them only where what need not be the same is in it. The ranks of tensor parallelism have different parts of what that
-has cut, and the same of the rest, so before all of this each brings its parts, and its share of the rest.
+[Note: Gradients that count]
+The parts of a sharded gradient lie on the ranks of the unit's shard group, and are combined over that group. The units
+of one group share one all-reduce. Ranks that clip by different norms drift apart, so the norm has to be equal on all
+ranks of the root's group. Therefore all other contributions go into the all-reduce over that group: each of the N ranks
+contributes 1/N of the p-th powers (for the infinity norm, all of it). These are:
+
+* gradients of ``NO_SHARD`` units, which are equal on all ranks and count once;
+* gradients of parameters that no unit manages, which may differ between ranks;
+* the sums over other groups than the root's.
+
+The norm is NaN or infinite where any gradient is. Replicas of a sharded root have equal gradients, bit for bit, and so
+equal norms. An all-reduce over the replicas follows only if contributions that may differ are in the norm. With tensor
+parallelism, a sum over its ranks comes first: each contributes its parts of the parameters that are cut, and its share
+of the others.
 
 [Note: Precision of the norm]
 A norm in float32 is good to six digits only where sums are short. On accelerators they are, since thousands of threads
@@ -43,7 +47,7 @@ _STABILIZER = 1e-6  # added to the norm before it divides, as in torch.nn.utils.
 
 
 class _NoSuchNorm(ValueError, ZeroDivisionError):
-    """The order of the norm is 0, which FSDP1 takes for a ZeroDivisionError."""
+    """The error for norm order 0, which raises ZeroDivisionError in FSDP1."""
 
 
 class _PowerSum:
@@ -55,23 +59,25 @@ class _PowerSum:
         self.p = p
 
     def part(self, norms: torch.Tensor) -> torch.Tensor:
-        """What tensors with these ``norms`` contribute."""
+        """Return the contribution of tensors with these ``norms``."""
         return norms.pow(self.p).sum().view(1)
 
     def share(self, part: torch.Tensor, ranks: int) -> torch.Tensor:
-        """What each of ``ranks`` ranks that all have ``part`` brings, so that together they bring it once."""
+        """Return the contribution of each of ``ranks`` ranks that all have ``part``; together they contribute it
+        once."""
         return part / ranks
 
     def join(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return one + other
 
     def norm(self, part: torch.Tensor) -> torch.Tensor:
-        """The norm (0-d) whose contribution is ``part``."""
+        """Return the norm (0-d) of the contribution ``part``."""
         return part[0].pow(1 / self.p)
 
 
 class _Largest:
-    """The infinity norm. Backends differ in whether NaN is larger than a number, so it travels beside the number."""
+    """The infinity norm. Backends differ in the order of NaN and numbers, so a flag for NaN travels beside the
+    number."""
 
     largest = True
 
@@ -90,7 +96,7 @@ class _Largest:
 
 
 def _order(norm_type: Any) -> tuple[float, _PowerSum | _Largest]:
-    """Raises ValueError (for 0 also a ZeroDivisionError) if there is no such norm."""
+    """Return the order and its norm. Raise ValueError (for 0 also a ZeroDivisionError) if there is no such norm."""
     p = float(norm_type)
     if p == 0:
         raise _NoSuchNorm("clip_grad_norm_() with norm_type=0: there is no such norm; expected 1, 2, inf, ...")
@@ -109,9 +115,9 @@ def clip_grad_norm_(
     *,
     error_if_nonfinite: bool,
 ) -> torch.Tensor:
-    """Scale the gradients of ``units`` and ``params`` (which may name the units' own again) to a norm of ``max_norm``.
+    """Scale the gradients of ``units`` and ``params`` (which may include the units' own) to a norm of ``max_norm``.
 
-    For what is returned and raised, see ``FullyShardedDataParallel.clip_grad_norm_``.
+    See ``FullyShardedDataParallel.clip_grad_norm_`` for the result and the errors.
     """
     max_norm = float(max_norm)
     p, order = _order(norm_type)
@@ -121,7 +127,7 @@ def clip_grad_norm_(
     others = [param for param in params if param not in managed]
     handles = [handle for unit in units for handle in unit.handles]
     dtypes = {param.dtype for param in others} | {handle.layout.dtype for handle in handles}
-    dtypes |= {gradients.dtype for unit in units for gradients in unit.gradients}
+    dtypes |= {gradients.dtype for unit in units for gradients in unit.gradients.buckets}
     wide = torch.float64 if any(dtype.to_real() == torch.float64 for dtype in dtypes) else torch.float32
 
     sharded: dict[Any, _Grads] = {}  # by shard group, in the tree's order on every rank
@@ -159,7 +165,7 @@ def clip_grad_norm_(
         total = part(whole)
         for group, value in parts.items():
             total = order.join(total, combined(value, group))
-        if everyone is not None and (own is not None or parts or others):  # see [Note: Whose gradients count]
+        if everyone is not None and (own is not None or parts or others):  # see [Note: Gradients that count]
             share = order.share(total, everyone.size())
             total = combined(share if own is None else order.join(own, share), everyone)
             for group in over[1:] if parts or others else ():
@@ -171,7 +177,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_(): the total norm of order {p} of the gradients is {float(norm)}, so they cannot be "
             "clipped. To scale them by it anyway, pass error_if_nonfinite=False"
         )
-    coefficient = (max_norm / (norm + _STABILIZER)).clamp(max=1.0)  # no branch on it: the host would have to wait
+    coefficient = (max_norm / (norm + _STABILIZER)).clamp(max=1.0)  # no branch: the host would wait
     for (place, dtype), grads in _by_kind(
         grad for its in (whole, *sharded.values()) for grad in (*its.alike, *its.cut)
     ):
@@ -180,15 +186,15 @@ def clip_grad_norm_(
 
 
 class _Grads(NamedTuple):
-    """Gradients of one group's units: of parameters that tensor parallelism has ``cut``, and ``alike`` on its ranks."""
+    """Gradients of the units of one group: ``cut`` by tensor parallelism, or ``alike`` on its ranks."""
 
     alike: list[torch.Tensor]
     cut: list[torch.Tensor]
 
     def add_unmanaged(self, param: nn.Parameter) -> None:
-        """The gradient of a parameter that no unit manages, if it has one."""
+        """Add the gradient of a parameter that no unit manages, if it has one."""
         if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
-            if param.grad.placements != param.placements:  # partial sums, whose norms tell nothing of the sum's
+            if param.grad.placements != param.placements:  # partial sums: their norms are of no use
                 param.grad = param.grad.redistribute(placements=param.placements)
             home = self.alike if all(placement.is_replicate() for placement in param.placements) else self.cut
         else:
@@ -198,10 +204,10 @@ class _Grads(NamedTuple):
 
 
 def _tp_group(handles: Iterable[FlatParamHandle], others: Iterable[nn.Parameter]) -> Any | None:
-    """The ranks of the tree's tensor parallelism; None where there is none.
+    """Return the group of the tree's tensor parallelism; None where there is none.
 
     Raises:
-        NotImplementedError: it is over several groups of ranks.
+        NotImplementedError: tensor parallelism over several groups of ranks.
     """
     groups = [handle.tp_group for handle in handles]
     groups += [param.device_mesh.get_group() for param in others if isinstance(param, DTensor)]
@@ -214,8 +220,8 @@ def _tp_group(handles: Iterable[FlatParamHandle], others: Iterable[nn.Parameter]
 
 
 def _norms(grads: Iterable[torch.Tensor], p: float, wide: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The norms of ``grads``, none of them empty, or of pieces of them: 1-D on ``device``, in float64 on CPU and in
-    ``wide`` elsewhere."""
+    """Return the norms of ``grads``, none of them empty, or of pieces of them: 1-D on ``device``, in float64 on CPU and
+    in ``wide`` elsewhere."""
     dtype = torch.float64 if device.type == "cpu" else wide
     norms = [torch.empty(0, dtype=dtype, device=device)]
     for (place, _), several in _by_kind([grad.abs() if grad.is_complex() else grad for grad in grads]):
@@ -231,15 +237,15 @@ def _norms(grads: Iterable[torch.Tensor], p: float, wide: torch.dtype, device: t
 def _get_grad_norm(
     params: Iterable[nn.Parameter], norm_type: float, zero: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """The norm of the gradients that this rank has of ``params``, as one vector: float32 on ``device``, or ``zero`` if
-    there are none. FSDP1's helper, for who uses it."""
+    """Return the norm of this rank's gradients of ``params``, as one vector: float32 on ``device``, or ``zero`` if
+    there are none. A helper of FSDP1 that tools call."""
     grads = [param.grad.detach() for param in params if param.grad is not None and param.grad.numel()]
     p, order = _order(norm_type)
     return order.norm(order.part(_norms(grads, p, torch.float32, device))).float() if grads else zero
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[torch.device, torch.dtype], list[torch.Tensor]]]:
-    """``tensors`` by device and dtype, as the kernels for many tensors want them."""
+    """Return ``tensors`` by device and dtype, as the kernels for many tensors require."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -248,11 +254,11 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterable[tuple[tuple[torch.devi
 
 @functools.cache
 def watch_torchs_clipping() -> None:
-    """From now on, warn where torch's clipping computes the norm of this rank's shards alone: ``clip_grad_norm_`` given
-    sharded parameters, ``get_total_norm`` given sharded gradients.
+    """Warn, from now on, where torch's clipping computes the norm of this rank's shards alone.
 
-    Programs import these functions under names of their own, so the helpers that they call, names in torch's module,
-    are wrapped instead. ``clip_grads_with_norm_`` scales by the norm that it is given, and is not looked at.
+    That is ``clip_grad_norm_`` with sharded parameters, and ``get_total_norm`` with sharded gradients. Programs import
+    these functions under names of their own. So the helpers that they call, by names in torch's module, are wrapped.
+    ``clip_grads_with_norm_`` scales by a given norm, and is not checked.
     """
     clips, by_kind = clip_grad._clip_grads_with_norm_, clip_grad._group_tensors_by_device_and_dtype
     names: Any = clip_grad
@@ -269,7 +275,7 @@ def watch_torchs_clipping() -> None:
     def warn_and_group(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             caller: Any = sys._getframe(1)
-            from_user = caller.f_back.f_back.f_globals is not vars(clip_grad)  # past what turns gradients off
+            from_user = caller.f_back.f_back.f_globals is not vars(clip_grad)  # past no_grad()
             if caller.f_code.co_name == "_get_total_norm" and from_user:
                 given = {id(tensor) for each in tensors for tensor in each}
                 if any(id(param) in given or id(param.grad) in given for param in _sharded_params()):
@@ -281,7 +287,7 @@ def watch_torchs_clipping() -> None:
 
 
 def _sharded_params() -> set[torch.Tensor]:
-    """The visible parameters of all sharded units of this process."""
+    """Return the visible parameters of all sharded units of this process."""
     return {param for unit in every_unit() if unit.is_sharded for param in unit.visible_params()}
 
 

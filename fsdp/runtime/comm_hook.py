@@ -1,9 +1,9 @@
-"""Users' communication hooks: the reduction of a unit's gradient as they want it.
+"""Users' communication hooks, which reduce a unit's gradient in place of the communicator.
 
 [Note: Hooks that put other memory in place]
-A hook may assign ``.data`` of the tensors that it is given, as torch's compressing ones do, and ours are permanent. So
-it is given aliases, and what it left in them is copied where other memory came in place. torch's two themselves are
-recognised, and :func:`fsdp.comm.collectives.reduce_compressed` computes what they do.
+A hook may assign ``.data`` of its arguments, as torch's compressing hooks do, while the engine's buffers are permanent.
+So the hook gets aliases, and a result in other memory is copied into the buffer. torch's two compressing hooks are
+recognized, and :func:`fsdp.comm.collectives.reduce_compressed` computes the same result.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ class CommHook:
     """A hook with its state.
 
     Attributes:
-        state, function: what the user has given.
-        compresses: whether it is one of torch's low-precision hooks, which want gradients in full precision and give
-            them back in it.
+        state, function: the user's arguments of ``register_comm_hook``.
+        compresses: the hook is one of torch's low-precision hooks, which take and return gradients in full precision.
     """
 
     def __init__(self, state: object, hook: Callable[..., Any]) -> None:
-        """Raises ValueError if ``hook`` is not callable."""
+        """Raise ValueError if ``hook`` is not callable."""
         if not callable(hook):
             raise ValueError(f"Expected the communication hook to be callable but got {hook!r} of type {type(hook)}")
         self.state, self.function = state, hook
@@ -37,7 +36,7 @@ class CommHook:
         self.compresses = any(hook is known for known in COMPRESSING_HOOKS)
 
     def check_accepts(self, unit_name: str, *, sharded: bool) -> None:
-        """Raises TypeError if it does not take what a unit passes, as far as its signature tells."""
+        """Raise TypeError if the hook's signature does not accept the arguments that the unit passes."""
         arguments = (self.state, "grad", "shard") if sharded else (self.state, "grad")
         try:
             signature = inspect.signature(self.function)
@@ -60,11 +59,12 @@ class CommHook:
     def reduce(self, out: torch.Tensor, full: torch.Tensor, label: str) -> None:
         """Let the hook reduce ``full`` into ``out``, its shard, or in place where ``out`` is ``full``.
 
-        What the hook writes nothing to is NaN afterwards.
+        Elements that the hook does not write are NaN afterwards.
 
         Raises:
             RuntimeError: the hook raised.
-            TypeError, ValueError: it returned something, or left something of another shape in place of its result.
+            TypeError: the hook returned a value.
+            ValueError: the hook left a tensor of another shape in place of its result.
         """
         where = f"{label}: communication hook {self._name}"
         given = [full.detach()]  # see [Note: Hooks that put other memory in place]
@@ -95,7 +95,7 @@ class CommHook:
 def register_comm_hook(units: Sequence[Any], state: object, hook: Callable[..., Any]) -> None:
     """Reduce the gradients of all ``units`` by ``hook``; see ``FullyShardedDataParallel.register_comm_hook``."""
     for unit in units:
-        if unit.comm_hook is not None:
+        if unit.gradients.comm_hook is not None:
             raise AssertionError(f"register_comm_hook(): a communication hook is already registered, at {unit.name}")
         if unit.policy.gradient_divide_factor is not None:
             raise RuntimeError(
@@ -112,4 +112,4 @@ def register_comm_hook(units: Sequence[Any], state: object, hook: Callable[..., 
         if unit.handles:
             shared.check_accepts(unit.name, sharded=unit.groups.sharded)
     for unit in units:
-        unit.use_hook(shared)
+        unit.gradients.set_comm_hook(shared)

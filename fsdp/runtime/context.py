@@ -1,4 +1,4 @@
-"""What the units of one tree share: streams, order, memory, reductions, and where in a step they are."""
+"""The tree of units under one outermost wrapped module: the passes of a step, and the resources that units share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -18,16 +18,17 @@ from fsdp.comm.versions import set_versions
 from fsdp.flat.memory import pool_for
 from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
+from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.habit import Pass
 from fsdp.runtime.passes import Passes
-from fsdp.runtime.ranges import logs, profiled
+from fsdp.runtime.ranges import communicates, logs, profiled
 from fsdp.runtime.reduction import ReductionQueue
-from fsdp.runtime.residency import Residency
-from fsdp.runtime.unit_buffers import UnitBuffers
+from fsdp.runtime.unit import Phase, Unit
+from fsdp.runtime.unshard import Unsharder
 
 
 class _EndOfBackward:
-    """The callback at the end of a backward; lives as long as the graph task that it is queued on."""
+    """The callback at the end of a backward. It lives as long as the graph task that it is queued on."""
 
     def __init__(self, context: RootContext) -> None:
         self._context = context
@@ -39,8 +40,8 @@ class _EndOfBackward:
         self._context.finish_backward()
 
     def __del__(self) -> None:
-        # The backward raised. Where autograd's device thread is the last to drop the graph task, the program goes on
-        # beside it, and resets the tree at its next call.
+        # Not called: the backward raised. Where autograd's device thread is the last to drop the graph task, the
+        # program runs on beside it, and resets the tree at its next call.
         context = self._context
         if not self._called and context._end_of_backward() is self and context.is_on_thread:
             context.reset_failed_backward()
@@ -55,57 +56,69 @@ def backward_of_summoned(unit_name: str) -> RuntimeError:
 
 
 class RootContext:
-    """Owned by the root's wrapper; units refer to it weakly. The graph of a forward keeps it alive."""
+    """One tree of units. The root's wrapper owns it, and units refer to it weakly. The graph of a forward keeps it
+    alive.
 
-    def __init__(self, root: UnitBuffers, units: Iterable[tuple[str, UnitBuffers, frozenset[int]]]) -> None:
-        """Takes the units over from the contexts they were in. ``units`` are (name, unit, the units around it)."""
+    Attributes:
+        streams: of the device that the root computes on.
+        compute: the stream of the latest outermost forward, which all work on gradients follows; None on CPU.
+        reductions: the reductions in flight.
+        passes: the passes under way, and their agreement with other ranks.
+        unsharder: gathers and reshards the units.
+        failed: a pass ended in an error, or is about to; the next pass cleans up before it begins.
+    """
+
+    def __init__(self, root: Unit, units: Iterable[tuple[str, Unit, frozenset[int]]]) -> None:
+        """Take the units over from the contexts that they were in. ``units``: (name, unit, indices of the units
+        around)."""
         self.streams: Streams = streams_for(root.device)
-        self.compute: Stream = None  # that of the latest outermost forward: all that is done to gradients is done on it
+        self.compute: Stream = None
+        self.failed = False
         self.root = root
-        pool = pool_for(root.device, self.streams, root.groups.shard)
-        self.reductions = ReductionQueue(pool, self.streams, root.policy.tree.reduce_buffers)
+        reduce_pool, gather_pool = (pool_for(root.device, self.streams, root.groups.shard) for _ in range(2))
+        self.reductions = ReductionQueue(reduce_pool, self.streams, root.policy.tree.reduce_buffers)
         self._end_of_backward: Callable[[], _EndOfBackward | None] = lambda: None
-        self._thread = 0  # that of the outermost forward
-        self._unfrozen: list[UnitBuffers] = []  # those of which leaves were frozen or unfrozen as the backward began
-        self._sends_buffers = True  # whether the next forward is to begin with the first rank's
-        self.units: list[UnitBuffers] = []
+        self._thread = 0  # of the outermost forward
+        self._unfrozen: list[Unit] = []  # units with leaves that were frozen or unfrozen as the backward began
+        self._sends_buffers = True  # the next forward may begin with the buffers of rank 0
+        self.units: list[Unit] = []
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
         self.passes = Passes(self.units, root.device, self.streams, negotiate=root.policy.tree.reduce_unused)
-        self.residency = Residency(root, self.units, self.streams, self.passes)
+        self.unsharder = Unsharder(root, self.units, self.streams, self.passes, gather_pool)
         self.size_pools()
 
     def size_pools(self) -> None:
         """Let the pools keep as much spare memory as a pass may need."""
-        self.reductions.max_buffers = self.root.policy.tree.reduce_buffers
+        self.reductions.set_max_buffers(self.root.policy.tree.reduce_buffers)
         ahead = max(max(unit.policy.forward_prefetch, unit.policy.backward_prefetch) for unit in self.units)
-        self.residency.farthest = max(1, ahead)
-        others = (unit.full_nbytes for unit in self.units if unit is not self.root)
-        largest = max(others, default=self.root.full_nbytes)
-        for pool, blocks in ((self.residency.pool, 1 + ahead), (self.reductions.pool, self.reductions.max_buffers)):
-            pool.kept_nbytes, pool.kept_block_nbytes = blocks * largest, 2 * largest
+        self.unsharder.set_distance(ahead)
+        others = (unit.buffers.nbytes for unit in self.units if unit is not self.root)
+        largest = max(others, default=self.root.buffers.nbytes)
+        for pool, blocks in ((self.unsharder.pool, 1 + ahead), (self.reductions.pool, self.reductions.max_buffers)):
+            pool.keep_up_to(blocks * largest, largest_block=2 * largest)
 
     def __del__(self) -> None:
-        """Units may live on without their tree: nothing stays gathered, and the gather stream, whose memory it was,
-        waits for the last use. The collector calls this anywhere: on any stream, and the host waits for nobody."""
-        if not hasattr(self, "residency") or sys.is_finalizing():
-            return  # its constructor raised; or the process ends
+        """Reshard the units, which may live on without their tree; the gather stream, which owns the memory, waits for
+        the last use. The garbage collector may call this on any stream, so the host must not wait for other ranks."""
+        if not hasattr(self, "unsharder") or sys.is_finalizing():
+            return  # the constructor raised, or the process ends
         with self.joined(), without_waiting():
-            for unit in self.residency:
-                if not unit.is_gathering:  # who knows till when; the gather keeps its memory alive
-                    self.residency.forget_output(unit)
-                    self.residency.reshard(unit)
-            self.residency.trim()
+            for unit in self.unsharder:
+                if not unit.buffers.is_gathering:  # the gather keeps its memory alive
+                    self.unsharder.forget_output(unit)
+                    self.unsharder.reshard(unit)
+            self.unsharder.trim()
             self.reductions.pool.trim()
 
     @contextlib.contextmanager
     def calling(self, call: str, *, often: bool = False) -> Iterator[None]:
-        """Inside, something that communicates and that all ranks have to call alike. One that calls it alone sends
-        nothing: it raises, and so do the others, with the name of the call.
+        """Enclose a call that communicates, and that all ranks have to make. A rank that makes it alone sends nothing:
+        it raises, and so do the others, with the name of the call.
 
-        Whoever communicates inside, other than by a unit's gathers, calls :meth:`Passes.announce` before. With
-        ``often`` the ranks are not asked where the call comes in the same place of a step as before.
+        Before communication inside, other than gathers of units, :meth:`Passes.announce` has to be called. With
+        ``often`` the ranks do not ask each other if the call comes at the same place of a step as before.
         """
         if hooks.current_backward() == hooks.NO_BACKWARD:
             self.reset_failed_backward()
@@ -113,22 +126,26 @@ class RootContext:
             with self.passes.calling(call, f"{call} of {self.root.name}", often=often):
                 yield
             if self.passes.forward is None and not self.passes.in_backward:
-                self.residency.trim()  # what the call has gathered through, and no pass wants
+                self.unsharder.trim()  # the call has gathered through memory that no pass needs
         except BaseException:
             if self.passes.given_up:
                 self.reset()
             raise
 
-    def release(self, unit: UnitBuffers) -> None:
-        """Let ``unit`` go to another context."""
-        self.residency.forget_output(unit)
-        self.residency.reshard(unit)
+    def release(self, unit: Unit) -> None:
+        """Give ``unit`` to another context."""
+        self.unsharder.forget_output(unit)
+        self.unsharder.reshard(unit)
         self.units.remove(unit)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: UnitBuffers) -> None:
-        """``unit`` is about to run; the outermost one begins a new forward of the tree."""
+    def enter_forward(self, unit: Unit) -> None:
+        """Note that ``unit`` is about to run; the outermost one begins a new forward of the tree.
+
+        Raises:
+            NotImplementedError: a forward of the tree runs on another thread.
+        """
         if hooks.current_backward() != hooks.NO_BACKWARD:
             with hooks.own_operations():
                 self.enter_backward(unit)
@@ -143,30 +160,28 @@ class RootContext:
                 "lies inside of one on others"
             )
 
-    def _begin_forward(self, unit: UnitBuffers) -> None:
-        if self.passes.failed or self.passes.in_backward or self.passes.diverged:  # the last pass ended in an error
+    def _begin_forward(self, unit: Unit) -> None:
+        if self.failed or self.passes.in_backward or self.passes.diverged:  # the last pass ended in an error
             self._clear()
         self._adopt_stream()
-        self.residency.forget_kept()
+        self.unsharder.forget_sources()
         for other in self.units:
-            self.residency.refresh(other)
-        self.residency.generation += 1
-        self.residency.logged = logs()
-        self.residency.expects_backward = torch.is_grad_enabled()
-        self.residency.start_order(unit, backward=False)
+            self.unsharder.refresh(other)
+        self.unsharder.begin_forward(unit, expects_backward=torch.is_grad_enabled(), logged=logs())
         try:
             forward = Pass(f"forward of {unit.name}", unit, trains=unit.module.training)
-            self.passes.begin(forward, backward_follows=self.residency.expects_backward)
-            self.residency.gathers_follow_compute()
+            self.passes.begin(forward, backward_follows=self.unsharder.expects_backward)
+            self.unsharder.gathers_follow_compute()
             self._send_buffers()
         except BaseException:
             self.reset()  # the unit has not begun, and does not end
             raise
 
     def _send_buffers(self) -> None:
-        """Where that was asked for, give all ranks the buffers of the first, when DDP does: unless the forward before
-        was one of an accumulation, or without gradients."""
-        sends, self._sends_buffers = self._sends_buffers, torch.is_grad_enabled() and self.root.synchronize
+        """Broadcast the buffers of rank 0, if the policy says so, at the forwards at which DDP does: not after a
+        forward of an accumulation, or without gradients."""
+        sends = self._sends_buffers
+        self._sends_buffers = torch.is_grad_enabled() and self.root.gradients.synchronize
         if not (sends and self.root.policy.tree.broadcast_buffers):
             return
         by_groups: dict[Groups, list[torch.Tensor]] = {}
@@ -177,77 +192,139 @@ class RootContext:
                 self.passes.announce(group)
             versions = [buffer._version for buffer in buffers]
             synchronize(buffers, groups)
-            set_versions(buffers, versions)  # backwards that have saved them may be to come
+            set_versions(buffers, versions)  # backwards to come may have saved them
 
     def _adopt_stream(self) -> None:
-        """Allocate and handle the gradients of the backward on the stream that is current now."""
+        """Allocate and process the gradients of the backward on the current stream."""
         stream = self.streams.current()
         if stream is None:
             return
         if self.compute is None or stream != self.compute:  # a torch.Stream is neither equal nor unequal to None
             self.compute = stream
-            for unit in self.units:  # autograd would run the leaves' hooks on another stream, with a warning
+            for unit in self.units:  # else autograd runs the leaves' hooks on the former stream, with a warning
                 unit.arrivals.renew()
 
     def joined(self) -> AbstractContextManager[None]:
-        """Inside, work goes to the stream that owns the gradients' memory, in order with that of the current one."""
+        """Return a context in which work goes to the stream that owns the gradients' memory, ordered with the work of
+        the current stream."""
         return self.streams.joined(self.compute)
 
-    def exit_forward(self, unit: UnitBuffers, *, backward_follows: bool, failed: bool = False) -> None:
-        """``unit`` runs no more; with the outermost one the forward of the tree is over."""
-        forward = self.passes.forward  # None: a backward inside of it has failed
+    def exit_forward(self, unit: Unit, *, backward_follows: bool, failed: bool = False) -> None:
+        """Note that ``unit`` has run; with the outermost one the forward of the tree is over."""
+        forward = self.passes.forward  # None: a backward inside it has failed
         if hooks.current_backward() != hooks.NO_BACKWARD or (forward is not None and forward.caller is not unit):
             return
-        self.residency.order.stop()
+        self.unsharder.order.stop()
         if failed:
             self.reset()
             return
-        self.residency.end_forward(backward_follows=backward_follows)
-        self.residency.settle_offloaded()  # in any case: no backward may come, and the shards may be written
+        self.unsharder.end_forward(backward_follows=backward_follows)
+        self.unsharder.settle_offloaded()  # even if a backward is expected: none may come, and shards may be written
         if not backward_follows:
-            self.residency.forget_kept()
-            self.residency.rest()
-        self.passes.end(wait=False)  # last: where a wait fails for what was prefetched, the pass has failed
+            self.unsharder.forget_sources()
+            self.unsharder.rest()
+        self.passes.end(wait=False)  # last: where the wait for a prefetched unit fails, the pass has failed
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def enter_backward(self, unit: UnitBuffers) -> None:
-        """A backward has reached ``unit``. The first time, see to its end: a recomputation, which comes before the task
-        nested in it, or the output that started it all makes sure that this happens in the outermost graph task."""
+    def enter_backward(self, unit: Unit) -> None:
+        """Note that a backward has reached ``unit``. The first time, begin the backward and queue the callback at its
+        end.
+
+        The callback belongs to the outermost graph task: an output of a unit, or a recomputation, is reached there
+        before a nested task runs.
+        """
         if unit.summoned is not None:
             raise backward_of_summoned(unit.name)
         abandoned = self.passes.in_backward and self._end_of_backward() is None  # by a backward that raised
-        if self.passes.in_backward and not (self.passes.failed or abandoned):
+        if self.passes.in_backward and not (self.failed or abandoned):
             return
-        if self.passes.failed or abandoned:
+        if self.failed or abandoned:
             self._clear()
-        self._unfrozen = [other for other in self.units if other.follow_flags()]  # before ranks agree on what it brings
-        self.residency.start_order(unit, backward=True)
+        self._unfrozen = [other for other in self.units if other.follow_flags()]  # before the ranks compare reductions
+        self.unsharder.start_order(unit, backward=True)
         self.passes.begin(Pass("backward"))
         end = _EndOfBackward(self)
         self._end_of_backward = weakref.ref(end)
         hooks.at_end_of_backward(end)
 
     def finish_backward(self) -> None:
+        """End the backward: reduce the rest, wait for the reductions, attach their results, and reshard."""
         try:
             with torch.no_grad(), self.joined():
                 for unit in self._unfrozen:
                     unit.check_unfrozen()
                 for unit in self.units:
-                    unit.end_backward()
+                    self._end_backward_of(unit)
                 self.passes.end(wait=True)
                 if self.root.policy.tree.is_last_backward:
                     self.reductions.drain(attach=True)
                 else:
-                    self.reductions.outlast_backward = True
+                    self.reductions.leave_in_flight()
         except BaseException as error:
             hooks.report(error, self.root.name, "end of backward")
             self.reset()
             raise
-        self.residency.order.stop()
-        self.residency.forget_kept()
-        self.residency.settle_offloaded()
-        self.residency.rest()
+        self.unsharder.order.stop()
+        self.unsharder.forget_sources()
+        self.unsharder.settle_offloaded()
+        self.unsharder.rest()
+
+    def _end_backward_of(self, unit: Unit) -> None:
+        gradients = unit.gradients
+        if unit.is_running or unit.arrivals.held or not gradients.are_at_rest:
+            gradients.copy(unit.arrivals.take(), self.reductions, reads=unit.policy.unshard_in_backward)
+            if gradients.synchronize and not gradients.are_written:
+                gradients.open_accumulated(self.reductions)
+            self.reduce(unit, at_end=True)
+        self._forget_backward(unit)
+        if unit.progress.depth == 0:  # a backward may run inside a forward, whose unit goes on computing
+            self.unsharder.end_backward(unit)
+
+    def reduce(self, unit: Unit, *, at_end: bool = False) -> None:
+        """Reduce the gradients that this backward has copied. At the end of the backward, show those that are not to be
+        reduced."""
+        if not unit.gradients.are_written:
+            return
+        if unit.gradients.are_reduced:
+            self.passes.about_to(REDUCE, unit)
+            with communicates("reduce", unit.name, self.unsharder.generation, logged=self.unsharder.logged):
+                self.start_reduction(unit)
+        elif at_end:
+            unit.gradients.expose(self.reductions)
+
+    def start_reduction(self, unit: Unit, buckets: Sequence[int] | None = None) -> None:
+        """Start to reduce ``buckets`` of ``unit``, or all that have gradients or may have some on other ranks."""
+        communicator = unit.buffers.communicator
+        assert communicator is not None
+        to_replicas = unit.policy.requires_all_reduce
+        unit.gradients.reduce(communicator, self.reductions, buckets, to_replicas=to_replicas)
+
+    def take_part(self, unit: Unit, kind: str, *, full_precision: bool) -> None:
+        """Take part in a gather or reduction that only other ranks need. This rank drops the values, or adds the
+        gradients that it has so far, so that an incomplete gradient goes in two parts."""
+        if kind == REDUCE:
+            if unit.phase is Phase.IDLE:
+                self.unsharder.cast_parameters(unit, full_precision)
+            with self.joined():
+                self.start_reduction(unit)
+            return
+        communicator = unit.buffers.communicator
+        assert communicator is not None
+        with self.streams.on_gather_stream():
+            parts = [handle.part_for_others(self.streams, full_precision=full_precision) for handle in unit.handles]
+            pending = communicator.gather(parts, unit.buffers.tags[0])
+        pending.wait()  # on the compute stream: a later write to the shard must not overtake the gather
+
+    def _forget_backward(self, unit: Unit) -> None:
+        unit.arrivals.forget()
+        for call in unit.progress.open_calls:
+            call.leave()
+        unit.progress.open_calls.clear()
+
+    def fail(self) -> None:
+        """Note that the pass under way fails."""
+        self.failed = True
 
     @property
     def is_on_thread(self) -> bool:
@@ -255,31 +332,36 @@ class RootContext:
         return self._thread == threading.get_ident()
 
     def reset_failed_backward(self) -> None:
-        """Reset if a backward has begun and not ended. Called where none is running, so that one has raised."""
+        """Reset if a backward has begun and not ended. Called where none is running, so that it has raised."""
         if self.passes.in_backward:
             self.reset()
 
     def reset(self) -> None:
-        """Bring every unit back to rest after a forward or backward that failed; the gradients it has not attached yet
-        are dropped. Waits for nothing: other ranks may be gone. What is still under way is waited for by the next pass.
+        """Bring every unit to rest after a forward or backward that failed, and drop the gradients that are not
+        attached.
+
+        Waits for nothing, because other ranks may be gone. The next pass waits for collectives that are in flight.
         """
         with self.joined(), without_waiting():
             for unit in self.units:
-                unit.reset()
+                unit.gradients.abandon(self.reductions)
+                unit.progress.reset()
+                self._forget_backward(unit)
+                self.unsharder.drop_failed(unit)
         self.passes.give_up()
-        self.passes.failed = True
-        self.residency.forget_kept()
-        self.residency.order.stop()
+        self.failed = True
+        self.unsharder.forget_sources()
+        self.unsharder.order.stop()
 
     def _clear(self) -> None:
-        """Wait for the other ranks, and for what a failed pass left under way."""
+        """Wait for the other ranks, and for collectives that a failed pass left in flight."""
         for unit in self.units:
-            unit.follow_parameters()  # what users have put on the modules since, before ours is put there again
+            unit.follow_parameters()  # what users have registered on the modules since, before shards are again
         self.reset()
         self.passes.meet()
         with self.joined():
             for unit in self.units:
-                self.residency.reshard(unit)
+                self.unsharder.reshard(unit)
             self.reductions.drain(attach=False)
-        self.passes.failed = False
-        self.residency.trim()
+        self.failed = False
+        self.unsharder.trim()

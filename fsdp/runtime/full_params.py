@@ -86,7 +86,7 @@ def _summon_one(unit: Unit, context: RootContext, options: SummonOptions) -> Ite
     unit.follow_parameters()
     with torch.no_grad():
         full_grads = _full_grads(unit) if options.with_grads else None
-        context.residency.reshard(unit)
+        context.unsharder.reshard(unit)
         values = unit.gather_vectors()
     offloaded = options.offload_to_cpu and is_device(unit.device)
     writes = options.writeback or not unit.groups.sharded  # parameters that are not sharded are shown themselves

@@ -1,7 +1,7 @@
-"""Callbacks that autograd and optimizers call, how their errors are reported, and what the engine asks autograd.
+"""Hooks of autograd, modules and optimizers, reports of their errors, and queries to autograd.
 
-Hooks are registered here only. An error raised in one goes on to the caller of ``backward()``, with a note of the rank
-and the unit.
+Hooks are registered in this file only. An error raised in a hook propagates to the caller of ``backward()``, with a
+note of the rank and the unit.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 Key = TypeVar("Key")
 
-NO_BACKWARD = -1  # what current_backward() says outside of one
+NO_BACKWARD = -1  # the result of current_backward() outside of a backward
 
 
 def untraced(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """``function``, where torch.compile breaks the graph: it and all that it calls run as they are written.
+    """Return ``function`` so that torch.compile breaks the graph at a call, and compiles neither it nor its callees.
 
-    ``torch.compiler.disable`` does the same, and imports the whole compiler into every program that imports this.
+    ``torch.compiler.disable`` does the same, but would import the whole compiler into every program.
     """
 
     @functools.wraps(function)
@@ -55,10 +55,10 @@ def untraced(function: Callable[Params, Result]) -> Callable[Params, Result]:
 
 
 def breaks_graph(function: Callable[Params, Result]) -> Callable[Params, Result]:
-    """``function`` itself, where torch.compile breaks the graph: what it calls is compiled on its own."""
+    """Mark ``function`` so that torch.compile breaks the graph at a call. Its callees are compiled on their own."""
     marked: Any = function
-    skip_code(marked.__code__)  # where it is called from what is not compiled
-    marked._torchdynamo_disable = True  # where it is called from what is
+    skip_code(marked.__code__)  # for calls from code that is not compiled
+    marked._torchdynamo_disable = True  # for calls from code that is compiled
     marked._torchdynamo_disable_msg = "a unit of FullyShardedDataParallel gathers and frees parameters"
     return function
 
@@ -68,14 +68,16 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback``, which is ``untraced``, when the graph task that is running now is over."""
+    """Call ``callback``, which is ``untraced``, at the end of the running graph task."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def accumulator_of(leaf: torch.Tensor) -> Any:
-    """The graph node that accumulates ``leaf``'s gradient, to be asked for where graphs are made. It stays the same as
-    long as someone holds it and the leaf keeps its dtype and device; one that was kept across such a change matches
-    nothing."""
+    """Return the graph node that accumulates ``leaf``'s gradient. Requires grad mode.
+
+    The node stays the same as long as it is referenced and the leaf keeps its dtype and device. A node that was kept
+    across such a change matches no graph.
+    """
     return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
@@ -83,12 +85,12 @@ def accumulator_of(leaf: torch.Tensor) -> Any:
 next_node_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
-# The graph node that the backward on this thread is at; None where nobody knows (in a graph that runs compiled).
+# The running graph node of the backward on this thread; None in a graph that runs compiled.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def those_that_run(keys: Sequence[Key], nodes: Sequence[Any]) -> set[Key]:
-    """The keys of those ``nodes``, one each, that the graph task which is running reaches."""
+    """Return the keys of the ``nodes``, one each, that the running graph task reaches."""
     try:
         return set(itertools.compress(keys, map(torch._C._will_engine_execute_node, nodes)))
     except RuntimeError:
@@ -96,8 +98,8 @@ def those_that_run(keys: Sequence[Key], nodes: Sequence[Any]) -> set[Key]:
 
 
 def goes_on() -> bool:
-    """Whether the running graph task goes on beyond the node that it is at; autograd.grad() may end there. True where
-    nobody knows."""
+    """Return whether the running graph task continues beyond its running node; autograd.grad() may end there. True in a
+    graph that runs compiled."""
     node = current_node()
     following = [] if node is None else [edge[0] for edge in node.next_functions if edge[0] is not None]
     return node is None or bool(those_that_run(range(len(following)), following))
@@ -107,7 +109,7 @@ def _will_run_or_return(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError as error:
-        # A leaf whose gradient autograd.grad() returns instead of accumulating it: autograd knows, but will not say.
+        # autograd.grad() returns the gradient of this leaf instead of accumulating it, and autograd raises.
         if "autograd.grad" in str(error):
             return True
         raise
@@ -120,16 +122,16 @@ _SELECTIVE = tuple(
 )
 
 
-# The modes that see the operations of this thread; without any there is nothing to keep ours from.
+# The number of dispatch modes on this thread; without any, ``own_operations`` does nothing.
 count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 def own_operations() -> AbstractContextManager[None]:
-    """Around what the engine itself computes inside the forward of a module, between the operations of the module.
+    """Return a context for the engine's own operations inside the forward of a module.
 
-    Selective activation checkpointing sees each operation of a forward, may keep what it returns, and wants those of
-    the recomputation to be the same. What the engine does depends on what is gathered already and where free memory
-    is, and its results must not be replayed, so it is none of those.
+    Selective activation checkpointing records the operations of a forward, may keep their results, and requires the
+    same operations in the recomputation. The engine's operations depend on which units are gathered and where memory is
+    free, and their results must not be replayed. The context hides them.
     """
     if count_of_modes() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
         return _disable_current_modes()
@@ -137,18 +139,18 @@ def own_operations() -> AbstractContextManager[None]:
 
 
 def on_gradient(tensor: torch.Tensor, callback: Callable[[torch.Tensor], None], key: str) -> None:
-    """Call ``callback``, which is ``untraced``, with ``tensor``'s gradient each time that is complete, after the hooks
-    that are there already; where it is the first, it is found by ``key``."""
+    """Call ``callback``, which is ``untraced``, with each complete gradient of ``tensor``, after the hooks that are
+    there already. Where it is the first hook, its key is ``key``."""
     node: Any = tensor.grad_fn
     if node is None or type(tensor) is not torch.Tensor or tensor._backward_hooks is not None:
         tensor.register_hook(callback)
         return
-    tensor._backward_hooks = OrderedDict({key: callback})  # nobody needs a handle to remove it by
+    tensor._backward_hooks = OrderedDict({key: callback})  # without a handle, because it is never removed
     node._register_hook_dict(tensor)
 
 
 def on_saved(callback: Callable[[torch.Tensor], None]) -> AbstractContextManager[None]:
-    """Inside, tell ``callback`` of every tensor that autograd saves."""
+    """Return a context in which ``callback`` is called with every tensor that autograd saves."""
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         callback(tensor)
@@ -160,13 +162,13 @@ def on_saved(callback: Callable[[torch.Tensor], None]) -> AbstractContextManager
 
 def on_leaf_gradient(leaf: torch.Tensor, callback: Callable[[torch.Tensor | None], None]) -> Any:
     """Call ``callback``, which is ``untraced``, each time a backward reaches ``leaf``, with a gradient or with None.
-    Returns a handle, to remove the hook by."""
+    Return a handle that removes the hook."""
     return leaf.register_hook(callback)
 
 
 def instead_of_accumulating(tensor: Any, accumulator: Any, callback: Callable[[torch.Tensor], None]) -> None:
-    """Call ``callback`` with each gradient that ``accumulator``, which is that of ``tensor``, would add to its
-    ``.grad``; autograd leaves ``.grad`` alone, and does not call the hooks behind the accumulation."""
+    """Call ``callback`` with each gradient that ``accumulator`` would add to the ``.grad`` of ``tensor``. Autograd
+    leaves ``.grad`` alone, and does not call post-accumulate hooks."""
 
     @untraced
     def take(grads: tuple[torch.Tensor | None, ...]) -> tuple[None]:
@@ -187,7 +189,7 @@ def instead_of_accumulating(tensor: Any, accumulator: Any, callback: Callable[[t
 
 
 class _LeafHook(dict[str, Callable[[torch.Tensor], None]]):
-    """The one post-accumulate hook of a leaf. Users may register none beside it."""
+    """The one post-accumulate hook of a leaf. Registering another one raises."""
 
     def __setitem__(self, key: Any, hook: Any) -> None:
         raise RuntimeError(
@@ -204,20 +206,21 @@ def on_accumulated(leaf: Any, callback: Callable[[torch.Tensor], None]) -> None:
 def around_forward(
     module: torch.nn.Module, enter: Callable[[Any, Any, Any], Any], leave: Callable[[Any, Any, Any], Any]
 ) -> None:
-    """Call ``enter(module, args, kwargs)``, whose result takes their place, first of all in each forward of ``module``,
-    and ``leave(module, args, output)`` after it."""
+    """Call ``enter(module, args, kwargs)`` before all other hooks of each forward of ``module``, and
+    ``leave(module, args, output)`` after the forward. The result of ``enter`` replaces the arguments."""
     module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
     module.register_forward_hook(leave)
 
 
 def forward_refused(module: torch.nn.Module, why: Callable[[], str]) -> tuple[Any, str, _Refusal]:
-    """Where (a dictionary, a key) what is to be put to refuse forwards of ``module``; ``why`` gives the words."""
+    """Return (dictionary, key, hook): the hook refuses forwards of ``module`` while the dictionary has it under the
+    key. ``why`` returns the reason for the error."""
     return module._forward_pre_hooks, "fsdp_sharded", _Refusal(why)  # torch's own keys are integers
 
 
 class _Refusal:
-    """Forward pre-hook of a module that owns sharded parameters, while they are sharded: the module was called by
-    itself, and would compute with this rank's part of them."""
+    """A forward pre-hook of a module whose parameters are sharded now. A call of the module alone would compute with
+    this rank's parts."""
 
     def __init__(self, why: Callable[[], str]) -> None:
         self._why = why
@@ -233,15 +236,14 @@ class _Refusal:
 
 
 units: weakref.WeakSet[Any] = weakref.WeakSet()  # of this process
-# of each optimizer the number of its parameters when that was last looked at, and the units that it steps
+# by optimizer: the number of its parameters when they were last examined, and the units that it steps
 _optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[Any]]]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """From now on, ``before_step()`` of a unit is called before a step of an optimizer that has parameters of it. The
-    first step of each optimizer is looked at for what is probably not meant, and so is pickling it; see
-    ``mistakes.py``."""
+    """Call ``before_step()`` of a unit, from now on, before each step of an optimizer that has parameters of it. The
+    first step of each optimizer, and pickling it, are checked for probable mistakes; see ``mistakes.py``."""
     register_optimizer_step_pre_hook(_before_step)
     state_of: Callable[[Optimizer], Any] = Optimizer.__getstate__
 
@@ -279,22 +281,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         unit = unit_ref()
         if unit is not None:
             unit.before_step()
-            for gradients in unit.gradients:
-                if gradients.accumulator.exposed:
-                    unsharded.append(unit)
-                    break
+            if unit.gradients.are_exposed:
+                unsharded.append(unit)
     if first and any(unit.groups.reduces for unit_ref in known[1] if (unit := unit_ref()) is not None):
         warn_of_unowned(optimizer, {id(param) for unit in units for param in unit.visible_params()})
     if unsharded:
         check_reduced(optimizer, unsharded, first=first)
 
 
-_own_steps: list[Optimizer] = []  # those that the package steps now; see ``own_step``
+_own_steps: list[Optimizer] = []  # the optimizers that the package steps now; see ``own_step``
 
 
 @contextlib.contextmanager
 def own_step(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the package itself steps ``optimizer``, to make its state: nobody looks for mistakes of the program."""
+    """Enclose a step of ``optimizer`` by the package itself, to make the state: without checks for mistakes."""
     _own_steps.append(optimizer)
     try:
         yield
@@ -303,14 +303,14 @@ def own_step(optimizer: Optimizer) -> Iterator[None]:
 
 
 def report(error: BaseException, unit_name: str, event: str) -> None:
-    """Note the rank and the unit on ``error``, which goes on to the caller of ``backward()``, the first time it comes
-    by. The log has it at level INFO only: the caller shows the error, or handles it."""
+    """Add a note of the rank and the unit to ``error``, once, before it propagates to the caller of ``backward()``. The
+    log gets it at level INFO only, because the caller shows or handles the error."""
     if getattr(error, "_fsdp_reported", False):
         return
     try:
         error._fsdp_reported = True  # type: ignore[attr-defined]
     except AttributeError:
-        pass  # an exception type without a dictionary is reported by each hook it passes
+        pass  # an exception without a dictionary is reported by each hook that it passes
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if hasattr(error, "add_note"):  # from Python 3.11 on
         error.add_note(f"rank {rank}, {event} of {unit_name}")

@@ -48,10 +48,11 @@ def apply_to_unit(
         for views in unit.views:
             views.registration.use_resting()
     device = unit.device
-    if unit.changes_shards(fn, place):
+    if unit.progress.is_first_to_change(fn, place):
         with torch.no_grad():
             device = unit.apply_to_shards(fn) if unit.handles else fn(torch.empty(0, device=device)).device
     if unit.context is not None:
         unit.precision.place_buffers(device, full_precision=unit.precision.wants_full)
-    moved, unit.device = device != unit.device, device
+    moved = device != unit.device
+    unit.move_to(device)
     return moved

@@ -1,4 +1,4 @@
-"""Tensors inside nested inputs and outputs: find them, or rebuild the nest with some of them changed."""
+"""Tensors inside nested inputs and outputs: finding them, and rebuilding the containers with changed tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size, type)
-_PLAIN_TYPES = frozenset(_PLAIN)  # looked up first: a nest may hold many numbers
+_PLAIN_TYPES = frozenset(_PLAIN)  # looked up first: a container may hold many numbers
 
 
 def tensors_in(value: Any, *, objects: bool = True) -> Iterator[torch.Tensor]:
-    """Every tensor in a nest of lists, tuples (named ones too), sets, mappings, dataclasses and, with ``objects``, the
-    attributes of other objects, in the order in which they stand.
+    """Iterate over the tensors in nested lists, tuples (named ones too), sets, mappings, dataclasses and, with
+    ``objects``, the attributes of other objects, in order.
 
-    A tensor that is missed in a unit's output would have its backward run on released parameters, so unknown objects
-    are searched there. However deep the nest, and also if it contains itself.
+    The depth is unlimited, and a container may contain itself. Unknown objects are searched in a unit's output, because
+    the backward of a tensor that is missed there would run on released parameters.
     """
-    if isinstance(value, torch.Tensor):  # most values are one, or a tuple of a few
+    if isinstance(value, torch.Tensor):  # the usual case, beside a tuple of a few tensors
         yield value
         return
     seen: set[int] = set()
@@ -48,7 +48,7 @@ def _inside(value: Any, objects: bool) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):  # a PackedSequence is a named tuple
         return list(value)
-    if isinstance(value, nn.Module) or callable(value):  # holds tensors of its own, which are no outputs
+    if isinstance(value, nn.Module) or callable(value):  # its own tensors are no outputs
         return ()
     if objects:
         slots = (getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
@@ -59,11 +59,10 @@ def _inside(value: Any, objects: bool) -> Iterable[Any]:
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """``value`` with ``change`` applied to each tensor that stands in a list, tuple, set, mapping or dataclass.
+    """Return ``value`` with ``change`` applied to each tensor in a list, tuple, set, mapping or dataclass.
 
-    Containers in which nothing changes are the caller's own; the others are shallow copies of their type, with
-    everything else that hangs on them. A container of a type that cannot be changed so is left as it is, as are other
-    objects.
+    Containers in which nothing changes are the caller's own. The others are shallow copies of the same type, with all
+    other attributes. Containers that cannot be copied in this way stay as they are, and so do other objects.
     """
     changed: dict[int, torch.Tensor] = {}
     for tensor in tensors_in(value, objects=False):
@@ -73,8 +72,8 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
 
 
 def _rebuilt(value: Any, changed: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
-    """``value`` with the tensors of ``changed``, by their ids. ``done`` has what each container became: one that stands
-    in two places stays one, and one that contains itself stays as it is there."""
+    """Return ``value`` with the tensors of ``changed``, given by id. ``done`` maps the ids of containers to their
+    copies, so that a container in two places stays one. A container that contains itself stays as it is there."""
     if isinstance(value, torch.Tensor):
         return changed.get(id(value), value)
     if isinstance(value, (*_PLAIN, nn.Module)):
@@ -105,8 +104,8 @@ def _rebuilt_container(value: Any, rebuild: Callable[[Any], Any]) -> Any:
 
 
 def _with(original: Any, changes: dict[Any, Any], put: Callable[[Any, Any, Any], None]) -> Any:
-    """A copy into which ``changes`` are ``put``. Not ``dataclasses.replace()``: that leaves out what a constructor does
-    not take."""
+    """Return a copy into which ``changes`` are ``put``. ``dataclasses.replace()`` would leave out attributes that the
+    constructor does not take."""
     result = copy.copy(original) if changes else original
     for key, item in changes.items():
         put(result, key, item)
@@ -115,21 +114,21 @@ def _with(original: Any, changes: dict[Any, Any], put: Callable[[Any, Any, Any],
 
 def _with_parts(container: Any, parts: list[Any]) -> Any:
     kind: Any = type(container)
-    if hasattr(kind, "n_sequence_fields"):  # what torch.max() and the like return
+    if hasattr(kind, "n_sequence_fields"):  # of torch.max() and the like
         return kind(parts)
     if isinstance(container, (tuple, frozenset)):
         result = (tuple if isinstance(container, tuple) else frozenset).__new__(kind, parts)
         getattr(result, "__dict__", {}).update(getattr(container, "__dict__", {}))
         return result
-    result = copy.copy(container)  # with whatever its type takes to be made
+    result = copy.copy(container)  # its type may have other attributes
     result.clear()
     (result.update if isinstance(container, set) else result.extend)(parts)
     return result
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``. Whoever had them may change them at once: the host waits for a copy of
-    page-locked memory, and for one that it will read itself."""
+    """Return ``value`` with its tensors on ``device``. The caller may change the originals at once: the host waits for
+    copies from page-locked memory, and for copies that it will read itself."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == device:

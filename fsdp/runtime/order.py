@@ -38,6 +38,11 @@ class ExecutionOrder(Generic[T]):
                 self._cursor = position + 1
                 return
 
+    @property
+    def recorded(self) -> list[T]:
+        """The units of the last pass of this kind, in order."""
+        return self._recorded
+
     def upcoming(self, count: int) -> list[T]:
         """The next ``count`` units, as far as the record tells."""
         return self._recorded[self._cursor : self._cursor + count]

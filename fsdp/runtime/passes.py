@@ -25,7 +25,6 @@ class Passes:
         current: the innermost.
         forward: the forward that is under way, also if a backward runs inside.
         in_backward: whether a backward is under way.
-        failed: a pass ended in an error, or is about to: the next one has to clear up before it begins.
         meetings: of all ranks, after failures: whatever the ranks have each done before does not count.
     """
 
@@ -39,7 +38,7 @@ class Passes:
             for position, group in enumerate([*member.groups_for(REDUCE), *member.groups_for(GATHER_NEARBY)]):
                 units = by_group.setdefault(id(group), (group, []))[1]
                 if position == 0:
-                    member.place = len(units)
+                    member.set_place(len(units))
                 else:
                     further[id(group)] = None
                 units.append(member)
@@ -63,7 +62,6 @@ class Passes:
         for agreement in self._by_group.values():
             agreement.others = [weakref.ref(other) for other in self._by_group.values() if other is not agreement]
         self._now_under_way()
-        self.failed = False
         self.meetings = 0
 
     # -- which pass is this? -------------------------------------------------------------------------------------------
@@ -80,7 +78,7 @@ class Passes:
     def about_to(self, kind: str, member: Member) -> None:
         """``member`` is about to gather or reduce: see that the ranks of its groups agree. Outside of passes and calls
         that is a call by itself."""
-        current, full_precision = self.current, member.full_precision and member.in_full_precision
+        current, full_precision = self.current, member.in_full_precision
         for agreement, said in self._agreements[kind][id(member)]:
             if current is None:
                 with self.calling(kind, f"{kind} of {member.name}", often=True):

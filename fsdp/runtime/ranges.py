@@ -1,10 +1,10 @@
-"""What profilers and logs show of a step: what each unit does, by its name.
+"""Ranges for profilers, the step recorder and the log: the actions of each unit, by the unit's name.
 
-Profilers show it as ranges ``FullyShardedDataParallel.<what> <unit>``: ``forward``, ``_root_pre_forward``,
+Profilers show ranges ``FullyShardedDataParallel.<action> <unit>``, with the actions ``forward``, ``_root_pre_forward``,
 ``_pre_forward``, ``_post_forward``, ``_pre_backward_hook``, ``_post_backward_hook``, ``gather``, ``prefetch`` and
-``reduce``. With ``FSDP_DEBUG=1`` each of the last three is a line in the log ``fsdp``, at level INFO, with the rank and
-the number of the forward of its tree. Inside ``fsdp.trace`` that is told of them, and profilers are not. Where nobody
-asks, it costs two questions per range.
+``reduce``. With ``FSDP_DEBUG=1`` each of the last three writes a line to the log ``fsdp``, at level INFO, with the rank
+and the number of the tree's forward. Inside ``fsdp.trace`` the step recorder gets the ranges, and profilers do not.
+Otherwise a range costs two tests.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 profiler_runs: Callable[[], bool] = torch.autograd._profiler_enabled
 
 
-def profiled(what: str, unit_name: str) -> AbstractContextManager[Any]:
-    """Around what ``unit_name`` does: a range, where a profiler runs."""
+def profiled(action: str, unit_name: str) -> AbstractContextManager[Any]:
+    """Return a context that profilers show as a range of ``unit_name``."""
     if (told := Told.recorder) is not None:
-        return told.span(what, unit_name)
+        return told.span(action, unit_name)
     if not profiler_runs():
         return NOTHING
-    return torch.autograd.profiler.record_function(f"FullyShardedDataParallel.{what} {unit_name}")
+    return torch.autograd.profiler.record_function(f"FullyShardedDataParallel.{action} {unit_name}")
 
 
 def logs() -> bool:
-    """Whether what communicates is to be told of in the log."""
+    """Return whether gathers and reductions are written to the log."""
     return logger.isEnabledFor(logging.INFO) and environment.DEBUG.value
 
 
-def communicates(what: str, unit_name: str, forward: int, *, logged: bool) -> AbstractContextManager[Any]:
-    """As ``profiled``, and if it is ``logged`` a line in the log, for what a unit does in or after its tree's
-    ``forward``-th forward."""
+def communicates(action: str, unit_name: str, forward: int, *, logged: bool) -> AbstractContextManager[Any]:
+    """Return a context like ``profiled``, and if ``logged`` write a line to the log. ``forward`` is the number of the
+    tree's forward."""
     if logged:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        logger.info("rank %d, forward %d: %s %s", rank, forward, what, unit_name)
+        logger.info("rank %d, forward %d: %s %s", rank, forward, action, unit_name)
     elif Told.recorder is None and not profiler_runs():
         return NOTHING
-    return profiled(what, unit_name)
+    return profiled(action, unit_name)
 
 
-def ranged(what: str, name: str) -> Callable[[Method], Method]:
-    """For what the engine does for a unit: ``untraced``, and ``profiled`` around all of it. ``name`` says where the
-    object that the method is of has the name of the unit."""
+def ranged(action: str, name: str) -> Callable[[Method], Method]:
+    """Decorate a method or function as ``untraced`` and ``profiled``. ``name`` is the path of the unit's name in the
+    first argument."""
     name_of = operator.attrgetter(name)
 
     def decorate(method: Method) -> Method:
@@ -68,7 +68,7 @@ def ranged(what: str, name: str) -> Callable[[Method], Method]:
             try:
                 if Told.recorder is None and not profiler_runs():
                     return method(owner, *args, **kwargs)
-                with profiled(what, name_of(owner)):
+                with profiled(action, name_of(owner)):
                     return method(owner, *args, **kwargs)
             finally:
                 if before is not None:

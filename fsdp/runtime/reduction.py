@@ -1,27 +1,30 @@
 """From gradient slots to the gradient that the optimizer sees: reduce-scatter, average, ``.grad`` of the shard.
 
-A leaf's gradient is copied into its slot as soon as autograd has it (the cast to the reduce dtype is part of the
-copy) and dropped; those of small leaves wait for each other. When the unit's last leaf has delivered, the slots nobody
-wrote are zeroed and the whole vector is reduced. What comes out is attached as ``.grad`` at the end of the backward.
+A leaf's gradient is copied into its slot, which casts it to the reduce dtype, and dropped. When the unit's last leaf
+has delivered, the slots that nothing wrote are zeroed and the whole vector is reduced. The result is attached as
+``.grad`` at the end of the backward. Without synchronization (``no_sync``) the slots belong to the ``accumulator``
+instead.
 
-Without synchronisation (``no_sync``) the slots belong to the ``accumulator`` instead.
+[Note: Stages of a reduction]
+A :class:`Reduction` goes through these stages, of which a bucket may lack some:
 
-[Note: Replicas]
-Where units are sharded and replicated, what comes out of the reduction inside the shard group is averaged over the
-replicas. An accelerator begins with that behind the reduction, on a stream of its own. On CPU the host has to wait for
-the reduction first; it does so when the next one begins, which hid this one, and at the end. Not where memory runs
-short: ranks get there in different places of what they do, and collectives of a group have one order.
+1. ``start``: reduce-scatter within the shard group, or the user's communication hook.
+2. ``average``: add the partial sums of earlier backwards, then all-reduce over the replica group.
+3. ``_transform``: the user's all-reduce hook, then the copy to host memory.
+4. ``finish``: attach the result as ``.grad``, or keep it as a partial sum.
+
+An accelerator runs stages 1 to 3 one behind the other, on streams of their own. On CPU a collective is a work handle,
+and the host waits for stage 1 before it starts stage 2: when the next reduction starts, which hid the first one, and at
+the end of the backward. It does not do so when memory runs short. Ranks get there at different places, and collectives
+of a group have one order.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,49 +33,188 @@ import torch
 from fsdp.comm import host_memory
 from fsdp.comm.collectives import Communicator, Pending, Tag
 from fsdp.comm.host_memory import HostBuffers
-from fsdp.comm.recording import NOTHING
 from fsdp.comm.streams import Event, Streams
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
-from fsdp.flat.memory import MemoryPool, PooledTensor
+from fsdp.flat.memory import MemoryPool
 from fsdp.flat.views import BucketViews
-from fsdp.flat.visible import flag_of
 from fsdp.runtime.accumulator import Accumulator
 from fsdp.runtime.comm_hook import CommHook
 
 _READABLE = (BufferState.UNSHARDED, BufferState.RESIDENT)
-_hooks_of: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
-_PLAIN = {torch.Tensor}
-_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # what hangs optimizers on parameters
-_dict_of: Callable[[torch.Tensor], dict[str, Any]] = operator.attrgetter("__dict__")
+_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"  # the module that sets optimizers on parameters
+
+AllReduceHook = Callable[[torch.Tensor], Any]
 
 
 @dataclass(eq=False, slots=True)
-class InFlight:
-    """A reduction under way, and the memory it reads until it is complete."""
+class Slots:
+    """The gradient of one bucket that the backward under way is writing.
 
-    pending: Pending  # what reads `source`
+    Attributes:
+        buffer: the memory that is written.
+        written: the leaves, by index, whose slots hold a gradient.
+        accumulated: positions whose gradients of earlier backwards are in ``buffer``, which is the accumulator then;
+            None for another buffer.
+        hooked: users' hooks or tensor parallelism change gradients before they are written.
+        awaited: hooks or optimizers of the program run during the backward, when the gradient is complete.
+    """
+
+    buffer: SlotBuffer
+    written: set[int]
+    accumulated: set[int] | None
+    hooked: bool
+    awaited: bool
+
+    def write(self, grads: dict[int, torch.Tensor]) -> None:
+        """Put gradients of leaves, by index, into their slots; of the whole vector's leaf, into all slots."""
+        slots, values = self.buffer.slots, list(grads.values())
+        several = len(values) > 1 and len(slots) not in grads and self.written.isdisjoint(grads)
+        if several and {(type(grad), grad.layout) for grad in values} == {(torch.Tensor, torch.strided)}:
+            torch._foreach_copy_([slots[index] for index in grads], values)  # one kernel
+            self.written.update(grads)
+            return
+        for index, grad in grads.items():
+            self._write_one(index, grad)
+
+    def _write_one(self, index: int, grad: torch.Tensor) -> None:
+        slots = self.buffer.slots
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
+        if index == len(slots):
+            for each, part in enumerate(parameter_views(self.buffer.layout, grad.contiguous())):
+                self._write_one(each, part)
+        elif index in self.written:
+            slots[index].add_(grad)
+        else:
+            slots[index].copy_(grad)
+            self.written.add(index)
+
+    def zero_the_rest(self) -> None:
+        """Zero the padding and the slots that nothing wrote; the memory holds old values there."""
+        stale: list[torch.Tensor] = []
+        slots = self.buffer.slots
+        if len(self.written) < len(slots):
+            stale = [slot for index, slot in enumerate(slots) if index not in self.written and slot.numel()]
+        stale += self.buffer.padding
+        if stale:
+            torch._foreach_zero_(stale)
+
+
+@dataclass(eq=False, slots=True)
+class Reduction:
+    """The reduction of one bucket's gradient, in flight; see [Note: Stages of a reduction].
+
+    Attributes:
+        source: the buffer that the first collective reads; None once it is complete.
+        shard: the result, ``layout.shard_numel`` elements; ``source`` itself where nothing is sharded.
+        earlier: partial sums of earlier backwards, which were not averaged over replicas.
+        is_partial: the result is not averaged over replicas either, and is kept.
+        averages: an all-reduce over replicas is still to be started.
+        awaited: the result is attached when it is complete, not at the end of the backward.
+        accumulated: positions with gradients of earlier backwards in ``source``.
+        unused: the leaves, by index, that no rank has a gradient of.
+        pending: the first collective.
+        averaged: the all-reduce.
+        on_host: the result in host memory, and the event after which it is there.
+    """
+
+    bucket: BucketGradients
     source: SlotBuffer | None
-    average: Callable[[], Pending] | None  # begins the mean over replicas of its result, where that is to come
-    at_once: bool  # whether the result is attached as soon as it is complete, not at the end of the backward
-    finish: Callable[[], None]  # attaches the result
-    averaged: Pending | None = field(default=None, init=False)  # what ``average`` has begun
+    shard: torch.Tensor
+    communicator: Communicator
+    streams: Streams
+    tag: Tag
+    earlier: torch.Tensor | None
+    is_partial: bool
+    averages: bool
+    hook: AllReduceHook | None
+    awaited: bool
+    accumulated: Collection[int]
+    unused: set[int]
+    pending: Pending = field(init=False)
+    averaged: Pending | None = field(default=None, init=False)
+    on_host: tuple[torch.Tensor, Event] | None = field(default=None, init=False)
+
+    def start(self, written: Event) -> None:
+        """Start the first collective, on the current stream, after the event ``written``."""
+        source, streams, bucket = self.source, self.streams, self.bucket
+        assert source is not None
+        if not streams.asynchronous_work:
+            streams.wait(written)
+        sharded = bucket.handle.groups.sharded
+        if not sharded and (self.is_partial or self.earlier is not None):
+            self.pending = Pending(None, streams)
+        elif bucket.comm_hook is None:
+            to_write = source.pooled is None
+            self.pending = self.communicator.reduce(self.shard, source.flat, self.tag, to_write=to_write)
+        else:
+            bucket.comm_hook.reduce(self.shard, source.flat, self.tag.label)
+            for start, end in bucket.handle.layout.shard_gaps(bucket.handle.groups.shard_rank):
+                self.shard[start:end].zero_()
+            self.pending = Pending(None, streams)
+        if not self.averages and not self.is_partial:
+            self._transform(self.pending)
+
+    def average(self) -> None:
+        """Add the partial sums of earlier backwards, and start the all-reduce over the replicas."""
+        self.averages = False
+        with self.streams.on_replica_stream():
+            self.pending.wait()
+            if self.earlier is not None:
+                self.shard.add_(self.earlier)
+            self.averaged = self.communicator.average(self.shard, self.tag)
+            self._transform(self.averaged)
+
+    def _transform(self, pending: Pending) -> None:
+        """Call the user's hook and copy the result to host memory, behind ``pending``, the last collective, on the
+        current stream. On CPU, ``finish`` calls the hook."""
+        if self.streams.asynchronous_work:
+            return
+        if self.hook is not None:
+            self.hook(self.shard)
+            pending.extend()
+        if self.bucket.handle.keeps_gradients_on_host:
+            self.on_host = self.bucket.copy_to_host(self.shard, self.streams)
+            pending.extend()
+
+    def finish(self) -> None:
+        """Attach the result, which is complete."""
+        self.earlier = None  # held until here, because the replica stream reads it
+        if self.is_partial:
+            self.bucket.keep_partial(self.shard)
+            return
+        if self.hook is not None and self.streams.asynchronous_work:
+            self.hook(self.shard)
+        if self.on_host is None:
+            self.bucket.attach(self.shard, self.accumulated, self.unused, announces=self.awaited)
+            return
+        grad, copied = self.on_host
+        with self.streams.on_host(copied):
+            self.bucket.attach(grad, self.accumulated, self.unused, announces=self.awaited)
 
 
 class ReductionQueue:
-    """The reductions under way in one tree, oldest first, and the memory of their buffers.
+    """The reductions in flight in one tree, oldest first, and the memory of their buffers.
 
-    At most ``max_buffers`` full vectors wait for their reduction; another one waits for the oldest.
+    At most ``max_buffers`` full vectors wait for their reduction. One more waits for the oldest.
+
+    Attributes:
+        outlasts_backward: a backward has ended with reductions in flight.
     """
 
     def __init__(self, pool: MemoryPool, streams: Streams, max_buffers: int) -> None:
         self.pool, self.streams, self.max_buffers = pool, streams, max_buffers
-        self.outlast_backward = False  # whether a backward has ended with reductions under way
-        self._in_flight: deque[InFlight] = deque()
-        self._reading: deque[InFlight] = deque()  # those that are bounded
-        self._to_average: deque[InFlight] = deque()
+        self.outlasts_backward = False
+        self._in_flight: deque[Reduction] = deque()
+        self._reading: deque[Reduction] = deque()  # those of sharded buckets whose source is in use
+        self._to_average: deque[Reduction] = deque()
+
+    def set_max_buffers(self, max_buffers: int) -> None:
+        """Change the number of full vectors that may wait for their reduction."""
+        self.max_buffers = max_buffers
 
     def allocate(self, buffer: SlotBuffer) -> None:
-        """Give ``buffer`` memory; called on the compute stream, which owns it."""
+        """Give ``buffer`` memory. The current stream is the compute stream, which owns the memory."""
         for item in self._reading:
             if item.source is buffer:  # its last reduction still reads the slots
                 self._complete_all_but(0)
@@ -82,44 +224,43 @@ class ReductionQueue:
         self.pool.allocate(buffer.pooled)
 
     def free(self, buffer: SlotBuffer) -> None:
+        """Take the memory of ``buffer`` back, if it came from the pool."""
         if buffer.pooled is not None:
             self.pool.free(buffer.pooled, None)
 
-    def add(self, item: InFlight, *, bounded: bool) -> None:
-        """``bounded``: its completion frees memory."""
+    def add(self, item: Reduction) -> None:
+        """Queue ``item``, which has started."""
         self._in_flight.append(item)
-        if bounded:
+        if item.bucket.handle.groups.sharded:
             self._reading.append(item)
-        if self._to_average and self.streams.asynchronous_work:  # see [Note: Replicas]
+        if self.streams.asynchronous_work:  # not this one's; see [Note: Stages of a reduction]
             self._average_all()
-        if item.average is not None:
+        if item.averages:
             self._to_average.append(item)
-        if self._to_average and not self.streams.asynchronous_work:
-            self._average_all()
+            if not self.streams.asynchronous_work:
+                self._average_all()
         self._complete_all_but(self.max_buffers)
 
     def _average_all(self) -> None:
         while self._to_average:
             item = self._to_average.popleft()
-            assert item.average is not None
-            begin, item.average = item.average, None
-            item.averaged = begin()
-            self._attach_at_once(item)
+            item.average()
+            self._attach_awaited(item)
 
     def _complete_all_but(self, count: int) -> None:
         while len(self._reading) > count:
             item = self._reading[0]
             self._complete(item)
-            if item.at_once:
-                self._attach_at_once(item)
+            self._attach_awaited(item)
 
-    def _attach_at_once(self, item: InFlight) -> None:
-        if item.at_once and item.source is None and item.average is None:
+    def _attach_awaited(self, item: Reduction) -> None:
+        if item.awaited and item.source is None and not item.averages:
             self._settle([item])
             self._in_flight.remove(item)
             item.finish()
 
-    def _complete(self, item: InFlight) -> None:
+    def _complete(self, item: Reduction) -> None:
+        """Wait for the first collective of ``item``, and free its source."""
         if item.source is not None:
             item.pending.wait_for_sum()  # where that is interrupted, the memory stays in use
             self.free(item.source)
@@ -127,8 +268,8 @@ class ReductionQueue:
             if item in self._reading:
                 self._reading.remove(item)
 
-    def _settle(self, items: Collection[InFlight]) -> None:
-        """Their results are there when this returns."""
+    def _settle(self, items: Collection[Reduction]) -> None:
+        """Wait for all collectives of ``items``, and divide the sums."""
         for item in items:
             self._complete(item)
             if item.averaged is not None:
@@ -136,108 +277,113 @@ class ReductionQueue:
         Pending.divide(item.averaged or item.pending for item in items)
 
     def drain(self, *, attach: bool) -> None:
-        """Wait for every reduction, in order, and attach the results (or, after an error, drop them)."""
+        """Wait for every reduction, in order, and attach the results; after an error, without ``attach``, drop them."""
         if attach:
-            self._average_all()  # all are under way before one is waited for
+            self._average_all()  # start all before waiting for one
         self._to_average.clear()
         self._settle(self._in_flight)
         while self._in_flight:
             item = self._in_flight.popleft()
             if attach:
                 item.finish()
-        self.outlast_backward = False
+        self.outlasts_backward = False
         self.pool.rest()
+
+    def leave_in_flight(self) -> None:
+        """Note that a backward ends without ``drain``."""
+        self.outlasts_backward = True
 
 
 class BucketGradients:
     """The gradient of one bucket during and between backwards.
 
     Attributes:
-        accumulator: the gradients that are not reduced.
-        partial: what earlier backwards have reduced, but not over replicas.
-        target: where this backward writes; None while it has written nothing that is not reduced or shown.
-        used: by index, the leaves that this rank has gradients of in what is reduced and not attached yet; empty where
-            that makes no difference.
-        altered: whether what is reduced is divided by another number, or a hook's to change.
+        slots: where the backward under way writes; None while it has written nothing that is not reduced or exposed.
+            accumulator: the gradients of backwards without synchronization. partial: sums of earlier backwards that
+            were not averaged over replicas. used: the leaves, by index, that this rank has gradients of in reductions
+            that are not attached yet; empty unless
+            ``finds_unused``.
+        comm_hook: the user's reduction in place of the communicator's.
+        altered: the result is divided by another number than usual, or an all-reduce hook changes it.
     """
 
-    def __init__(self, views: BucketViews, *, keep_low_precision: bool = False, finds_unused: bool = False) -> None:
+    def __init__(self, views: BucketViews, *, keep_low_precision: bool, finds_unused: bool) -> None:
         """``keep_low_precision``: ``.grad`` has the compute dtype, not the parameter's. ``finds_unused``: a parameter
-        that no rank uses gets no gradient; else zeros, if others of the unit are used."""
+        that no rank uses gets no gradient. Otherwise it gets zeros if others of the unit are used."""
         self.handle, self.views = views.handle, views
-        self._keep_low_precision, self._finds_unused = keep_low_precision, finds_unused
-        self.used: set[int] = set()
-        self._unused: set[int] = set()  # of what this backward reduces, the leaves that no rank has gradients of
-        self._hook: CommHook | None = None  # reduces in place of the communicator
-        self._on_host = HostBuffers()  # of offloaded gradients
-        self._scratch: SlotBuffer | None = None  # the reduce buffer; with memory from the pool in each backward
-        self.target: SlotBuffer | None = None
-        self._awaited = False  # whether somebody waits for gradients of this backward during it
-        self.hooked = False  # whether hooks of users', or tensor parallelism, have their say before that
-        self._continues = False  # whether that is the accumulator of earlier backwards
-        self._leaves = set(range(len(self.handle.copy.all_leaves)))  # all of them, by index
-        self._written: set[int] = set()  # the leaves, by index, whose slots this backward has written
-        self._adopted: set[int] = set()  # positions that this backward's target has accumulated gradients of
+        self.slots: Slots | None = None
         self.accumulator = Accumulator(views)
         self.partial: torch.Tensor | None = None
+        self.used: set[int] = set()
+        self.comm_hook: CommHook | None = None
         self.altered = False
+        self._keep_low_precision, self._finds_unused = keep_low_precision, finds_unused
+        self._unused: set[int] = set()  # the leaves, by index, that no rank has a gradient of in what is reduced next
+        self._host_buffers = HostBuffers()  # of offloaded gradients
+        self._scratch: SlotBuffer | None = None  # the reduce buffer; it has memory from the pool during a backward
+        self._leaves = set(range(len(self.handle.copy.all_leaves)))  # all indices
 
     @property
     def trainable(self) -> bool:
-        return any(map(flag_of, self.handle.leaves))
+        """Whether a leaf requires grad."""
+        return any(leaf.requires_grad for leaf in self.handle.leaves)
 
     @property
     def reduces(self) -> bool:
-        """Whether a synchronised backward makes another tensor of what the slots hold: reduced, cast or moved."""
+        """Whether a synchronized backward makes another tensor of what the slots hold: reduced, cast or moved."""
         handle = self.handle
-        if handle.groups.reduces or self._hook is not None or self.altered:
+        if handle.groups.reduces or self.comm_hook is not None or self.altered:
             return True
         return handle.reduce_dtype != self.dtype or handle.keeps_gradients_on_host
 
     @property
     def dtype(self) -> torch.dtype:
-        """What ``.grad`` has after a synchronised backward."""
+        """The dtype of ``.grad`` after a synchronized backward."""
         return self.handle.full.dtype if self._keep_low_precision else self.handle.layout.dtype
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier backwards wait to be reduced, or reduced over replicas."""
+        """Whether gradients of earlier backwards are not reduced, or not averaged over replicas."""
         return self.partial is not None or (self.accumulator.is_visible and self.reduces)
 
     @property
-    def waits(self) -> bool:
-        """Whether something may be to do for it at the end of a backward."""
-        return self.target is not None or bool(self.accumulator.exposed) or self.partial is not None
+    def is_at_rest(self) -> bool:
+        """Whether the end of a backward has nothing to do for this bucket."""
+        return self.slots is None and not self.accumulator.exposed and self.partial is None
 
     @property
     def lacks(self) -> bool:
-        """Whether this rank has no gradient of a parameter that requires one in what is reduced."""
+        """Whether a parameter that requires grad has no gradient on this rank in what is reduced."""
         visible = self.views.visible
         return any(each.param.requires_grad and self.used.isdisjoint(each.members) for each in visible)
 
     def note_used(self, used: set[int]) -> None:
-        """What is ``used`` on any rank, in what was reduced so far. Without this it counts as all."""
+        """Take over which leaves any rank has used in what was reduced so far. Without this call all count as used."""
         self._unused |= self._leaves - used
         self._unused = set()  # of the next backward
 
+    def set_altered(self, altered: bool) -> None:
+        """Note whether the result is divided by another number than usual, or changed by an all-reduce hook."""
+        self.altered = altered
+
     def use_hook(self, hook: CommHook) -> None:
         """Reduce by ``hook`` from now on."""
-        self._hook = hook
-        if hook.compresses:  # from the parameters' own dtype, and back to it
-            self.handle.layout = dataclasses.replace(self.handle.layout, reduce_dtype=self.handle.layout.dtype)
+        self.comm_hook = hook
+        if hook.compresses:  # it takes and returns the parameters' own dtype
+            self.handle.reduce_in(self.handle.layout.dtype)
             self._keep_low_precision = False
 
     def forget_buffers(self) -> None:
-        """The bucket has changed its dtype or device."""
-        if self._hook is not None:
-            self.use_hook(self._hook)  # the layout is a new one
+        """Drop buffers and accumulated gradients: the bucket has changed its dtype or device."""
+        if self.comm_hook is not None:
+            self.use_hook(self.comm_hook)  # the layout is a new one
         self._scratch = None
         self.accumulator.forget()
 
     # -- during a backward ---------------------------------------------------------------------------------------------
 
     def check(self, grads: dict[int, torch.Tensor], *, reads_parameters: bool) -> None:
-        """Raises RuntimeError where gradients of leaves, by index, came in a way that is not supported.
+        """Raise RuntimeError if gradients of leaves, by index, arrived in a way that is not supported.
         ``reads_parameters``: the backward needs the values of the bucket."""
         handle = self.handle
         if reads_parameters and handle.copy.state not in _READABLE:
@@ -247,177 +393,110 @@ class BucketGradients:
                 "forward stored, or that a hook took. Return that tensor, or mark it inside the forward by "
                 "fsdp.mark_side_output(tensor)"
             )
-        if any(map(flag_of, grads.values())):
-            index = next(index for index, grad in grads.items() if grad.requires_grad)
-            raise RuntimeError(
-                f"the gradient of parameter {handle.name_of(index)!r} of {handle.unit_name} requires grad itself: "
-                "gradients of gradients (create_graph=True) of sharded parameters are not supported. Compute such "
-                "terms on the plain module"
-            )
+        for index, grad in grads.items():
+            if grad.requires_grad:
+                raise RuntimeError(
+                    f"the gradient of parameter {handle.name_of(index)!r} of {handle.unit_name} requires grad itself: "
+                    "gradients of gradients (create_graph=True) of sharded parameters are not supported. Compute such "
+                    "terms on the plain module"
+                )
 
-    def open(self, queue: ReductionQueue, *, synchronize: bool) -> None:
-        """Take a buffer for this backward; what users left of the accumulator is continued."""
-        layout, device = self.handle.layout, self.handle.device
-        self.hooked = self.views.has_hooks
-        self._awaited = self._is_awaited
-        accumulator, self._adopted, self._written = None, set(), set()
-        if self.accumulator.exposed:
-            accumulator, self._adopted = self.accumulator.reuse()
-            self._written = {index for position in self._adopted for index in self.views.visible[position].members}
-        self._continues = accumulator is not None
+    def open(self, queue: ReductionQueue, *, synchronize: bool) -> Slots:
+        """Return the slots of this backward; take a buffer for them if there is none yet. An accumulator, as far as the
+        user left it, is continued."""
+        if self.slots is not None:
+            return self.slots
+        layout, handle = self.handle.layout, self.handle
+        accumulator, accumulated = self.accumulator.reuse() if self.accumulator.exposed else (None, set[int]())
+        written = {index for position in accumulated for index in self.views.visible[position].members}
         if accumulator is not None:
-            self.target = SlotBuffer(layout, accumulator)
-        elif self.handle.groups.sharded and synchronize:
-            if self._scratch is None or self._scratch.flat.dtype != self.handle.reduce_dtype:
-                flat = torch.empty(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device)
-                self._scratch = SlotBuffer(layout, flat)
-                self._scratch.pooled = PooledTensor(flat)
-            queue.allocate(self._scratch)
-            self.target = self._scratch
-        else:  # users will hold this memory as .grad: it cannot be taken back
-            new = queue.pool.empty if self.handle.groups.sharded else torch.empty
-            self.target = SlotBuffer(layout, new(layout.padded_numel, dtype=self.handle.reduce_dtype, device=device))
+            buffer = SlotBuffer(layout, accumulator)
+        elif handle.groups.sharded and synchronize:
+            if self._scratch is None or self._scratch.flat.dtype != handle.reduce_dtype:
+                flat = torch.empty(layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device)
+                self._scratch = SlotBuffer(layout, flat, pooled=True)
+            buffer = self._scratch
+            queue.allocate(buffer)
+        else:  # the user will hold this memory as .grad: it cannot be taken back
+            new = queue.pool.empty if handle.groups.sharded else torch.empty
+            buffer = SlotBuffer(layout, new(layout.padded_numel, dtype=handle.reduce_dtype, device=handle.device))
+        continued = None if accumulator is None else accumulated
+        self.slots = Slots(buffer, written, continued, self.views.has_hooks, self._is_awaited)
+        return self.slots
 
-    def add(self, grads: dict[int, torch.Tensor], weight: float = 1.0, *, outside: bool = False) -> None:
-        """Put gradients of leaves, by index, into their slots, ``weight`` times; of the whole vector's leaf, into all
-        slots. ``outside``: of tensors that stand for the leaves outside of forward, whose hooks autograd has called."""
-        assert self.target is not None
+    def add(self, slots: Slots, grads: dict[int, torch.Tensor], weight: float, *, outside: bool = False) -> None:
+        """Write gradients of leaves, by index, ``weight`` times. ``outside``: of tensors that stand for the leaves
+        outside of forward; autograd has called their hooks."""
         if outside:
             grads = {index: self.views.local_gradient(index, grad) for index, grad in grads.items()}
-        elif self.hooked:
+        elif slots.hooked:
             grads = {index: self.views.hooked(index, grad) for index, grad in grads.items()}
         if weight != 1:
             grads = {index: grad * weight for index, grad in grads.items()}
-        slots, its = self.target.slots, list(grads.values())
-        together = len(its) > 1 and len(slots) not in grads and self._written.isdisjoint(grads)
-        if together and set(map(type, its)) == _PLAIN:
-            try:
-                torch._foreach_copy_([slots[index] for index in grads], its)
-                self._written.update(grads)
-                return
-            except RuntimeError:
-                pass  # there is a sparse one among them
-        for index, grad in grads.items():
-            self._add(index, grad)
-
-    def _add(self, index: int, grad: torch.Tensor) -> None:
-        assert self.target is not None
-        if grad.layout != torch.strided:
-            grad = grad.to_dense()
-        if index == len(self.target.slots):
-            for each, part in enumerate(parameter_views(self.handle.layout, grad.contiguous())):
-                self._add(each, part)
-            return
-        slot = self.target.slots[index]
-        if index in self._written:
-            slot.add_(grad)
-        else:
-            slot.copy_(grad)
-            self._written.add(index)
+        slots.write(grads)
 
     def reduce(
-        self,
-        communicator: Communicator,
-        queue: ReductionQueue,
-        tag: Tag,
-        *,
-        to_replicas: bool = True,
-        hook: Callable[[torch.Tensor], Any] | None = None,
+        self, communicator: Communicator, queue: ReductionQueue, tag: Tag, hook: AllReduceHook | None, to_replicas: bool
     ) -> None:
-        """Start the reduction of what the slots hold; the result is attached when the queue is drained, after ``hook``
-        has had it. Where it is not to go ``to_replicas``, it is kept until one does, which it is added to."""
+        """Start the reduction of what the slots hold. Without ``to_replicas`` the result is kept as a partial sum,
+        which a later reduction adds."""
+        slots = self.slots
+        assert slots is not None
         unused: set[int] = set()
         if self._finds_unused:
-            self.used |= self._written
-            if not self._awaited:  # else it is attached before the ranks can agree
+            self.used |= slots.written
+            if not slots.awaited:  # else it is attached before the ranks can agree
                 unused = self._unused
             if not self.handle.groups.reduces:
                 self.note_used(self.used)
-        source = self._seal()
-        self.target = source  # until the queue has it: if something raises, it goes where an open one goes
-        if self._continues:
+        slots.zero_the_rest()
+        if slots.accumulated is not None:
             self.accumulator.conceal()
-        sharded, adopted = self.handle.groups.sharded, self._adopted
+        groups, source, streams = self.handle.groups, slots.buffer, queue.streams
         shard = source.flat
-        if sharded:
+        if groups.sharded:
             shard = host_memory.recycled(self.handle.layout.shard_numel, shard)
-        streams, on_host = queue.streams, queue.streams.asynchronous_work
-        written = None if on_host else streams.record()
-        offloaded: list[tuple[torch.Tensor, Event]] = []
-        replicated = self.handle.groups.replica is not None
-        waits = replicated and not to_replicas
-        earlier, self.partial = (self.partial, None) if not waits else (None, self.partial)
-        by_hook = self._hook is not None and self.handle.groups.hybrid
-
-        def fetch(pending: Pending) -> Pending:
-            """On the stream of the last collective."""
-            if hook is not None and not streams.asynchronous_work:
-                hook(shard)
-                pending.extend()
-            if self.handle.keeps_gradients_on_host:
-                grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory
-                memory = self._on_host.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))
-                offloaded.append(streams.fetch(grad, memory))
-                pending.extend()
-            return pending
-
-        def average() -> Pending:
-            with streams.on_replica_stream():
-                pending.wait()
-                if earlier is not None:
-                    shard.add_(earlier)
-                return fetch(communicator.average(shard, tag))
-
-        averages = average if replicated and not waits and (sharded or by_hook or earlier is not None) else None
-        with NOTHING if on_host else streams.on_reduce_stream():
-            if written is not None:
-                streams.wait(written)
-            if not sharded and (waits or earlier is not None):
-                pending = Pending(None, streams)
-            elif self._hook is None:
-                pending = communicator.reduce(shard, source.flat, tag, to_write=source.pooled is None)
-            else:
-                self._hook.reduce(shard, source.flat, tag.label)
-                for start, end in self.handle.layout.shard_gaps(self.handle.groups.shard_rank):
-                    shard[start:end].zero_()
-                pending = Pending(None, streams)
-            if averages is None and not waits and (hook is not None or not on_host):
-                fetch(pending)
-
-        def finish() -> None:
-            nonlocal earlier
-            earlier = None  # held until here, where the stream of the replicas has read it
-            if waits:
-                self.partial = shard if self.partial is None else self.partial.add_(shard)
-                return
-            self.used = set()
-            if hook is not None and streams.asynchronous_work:
-                hook(shard)
-            if not offloaded:
-                self._attach(shard, adopted, unused)
-                return
-            grad, there = offloaded[0]
-            with streams.on_host(there):
-                self._attach(grad, adopted, unused)
-
-        self.target = None
-        queue.add(InFlight(pending, source, averages, self._awaited, finish), bounded=sharded)
+        is_partial = groups.replica is not None and not to_replicas
+        earlier, self.partial = (None, self.partial) if is_partial else (self.partial, None)
+        hybrid_hook = self.comm_hook is not None and groups.hybrid
+        item = Reduction(
+            self,
+            source,
+            shard,
+            communicator,
+            streams,
+            tag,
+            earlier,
+            is_partial,
+            averages=(
+                groups.replica is not None and not is_partial and (groups.sharded or hybrid_hook or earlier is not None)
+            ),
+            hook=hook,
+            awaited=slots.awaited,
+            accumulated=slots.accumulated or (),
+            unused=unused,
+        )
+        if streams.asynchronous_work:
+            item.start(None)
+        else:
+            written = streams.record()
+            with streams.on_reduce_stream():
+                item.start(written)
+        self.slots = None  # from here on the queue has the buffer; where ``start`` raises, ``abandon`` frees it
+        queue.add(item)
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether somebody waits for a gradient during the backward."""
-        params = self.views.params
-        if any(map(_hooks_of, params)):
-            return True
-        if _IN_BACKWARD not in sys.modules:
-            return False
-        return any(map(operator.contains, map(_dict_of, params), itertools.repeat("_in_backward_optimizers")))
+        """Whether hooks or optimizers of the program run during the backward, when a gradient is complete."""
+        params: Sequence[Any] = self.views.params
+        for param in params:
+            if param._post_accumulate_grad_hooks:
+                return True
+        return _IN_BACKWARD in sys.modules and any("_in_backward_optimizers" in param.__dict__ for param in params)
 
     def _announce(self) -> None:
-        """The gradients are complete: call the parameters' hooks, and step the optimizers that torch's
-        ``_apply_optimizer_in_backward`` has hung on them."""
-        if not self._awaited:
-            return
+        """Call the parameters' hooks, and step the optimizers that torch's ``_apply_optimizer_in_backward`` has set on
+        them: the gradients are complete."""
         for held in self.views.visible:
             param: Any = held.param
             if held.absent or param.grad is None or not param.requires_grad:
@@ -428,55 +507,54 @@ class BucketGradients:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def expose(self, *, complete: bool) -> None:
-        """End a backward without reduction: the unsharded gradient becomes ``.grad``, accumulated so far.
-
-        It is ``complete`` where nothing has to be reduced.
-        """
-        unused = self._leaves - self._written if self._finds_unused else set()
-        self.accumulator.expose(self._seal(), unused, continues=self._continues, hides_sharded=self.reduces)
-        if complete:
+    def expose(self, slots: Slots, *, complete: bool) -> None:
+        """End a backward without reduction: the unsharded gradient becomes ``.grad``. It is ``complete`` where nothing
+        has to be reduced."""
+        self.slots = None
+        slots.zero_the_rest()
+        unused = self._leaves - slots.written if self._finds_unused else set()
+        continues = slots.accumulated is not None
+        self.accumulator.expose(slots.buffer, unused, continues=continues, hides_sharded=self.reduces)
+        if complete and slots.awaited:
             self._announce()
 
     def abandon(self, queue: ReductionQueue) -> None:
-        """Forget what this backward wrote (it failed); an accumulator stays as far as it got."""
-        target, self.target = self.target, None
+        """Drop what a failed backward has written. An accumulator keeps what it has."""
+        slots, self.slots = self.slots, None
         self.used, self._unused = set(), set()
-        if target is not None and queue.streams.asynchronous_work:
-            self._scratch = None  # a reduction that nobody can wait for may still read it, and holds it
-        elif target is not None:
+        if slots is not None and queue.streams.asynchronous_work:
+            self._scratch = None  # a reduction that cannot be waited for may still read it, and holds it
+        elif slots is not None:
             with queue.streams.on_reduce_stream():
                 last_use = queue.streams.record()  # by a reduction, or a communication hook that raised
             queue.streams.wait(last_use)
-            queue.free(target)
+            queue.free(slots.buffer)
 
-    # -- inside --------------------------------------------------------------------------------------------------------
+    # -- the result ----------------------------------------------------------------------------------------------------
 
-    def _seal(self) -> SlotBuffer:
-        """End writing: slots that nobody wrote, and the padding, hold whatever the memory held before; zero them."""
-        target, self.target = self.target, None
-        assert target is not None
-        stale: list[torch.Tensor] = []
-        if len(self._written) < len(target.slots):
-            stale = [slot for index, slot in enumerate(target.slots) if index not in self._written and slot.numel()]
-        stale += target.padding
-        if stale:
-            torch._foreach_zero_(stale)
-        return target
+    def copy_to_host(self, shard: torch.Tensor, streams: Streams) -> tuple[torch.Tensor, Event]:
+        """Start copying ``shard`` to host memory. Return the copy, in the dtype of ``.grad``, and its event."""
+        grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory
+        memory = self._host_buffers.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))
+        return streams.fetch(grad, memory)
 
-    def _attach(self, shard: torch.Tensor, adopted: set[int], unused: set[int]) -> None:
-        """Make the reduced gradient visible, or add it, in the parameter's dtype, to what is there.
+    def keep_partial(self, shard: torch.Tensor) -> None:
+        """Add ``shard``, which is not averaged over replicas, to the partial sums."""
+        self.partial = shard if self.partial is None else self.partial.add_(shard)
 
-        ``adopted``: the positions with gradients accumulated before this backward. ``unused``: the leaves that no rank
-        has gradients of.
+    def attach(self, shard: torch.Tensor, accumulated: Collection[int], unused: set[int], *, announces: bool) -> None:
+        """Make the reduced gradient ``.grad``, or add it, in the parameter's dtype, to the ``.grad`` that is there.
+
+        Positions that are ``accumulated`` get it even if they were frozen since. Leaves that are ``unused`` on all
+        ranks get none.
         """
+        self.used = set()
         present, added = [], []
         grads = self.views.sharded_grads(shard if shard.dtype == self.dtype else shard.to(self.dtype))
         wide = self.views.sharded_grads(shard.to(self.handle.layout.dtype)) if self._keep_low_precision else grads
         for position in self.views.present:
             visible, grad = self.views.visible[position], grads[position]
-            frozen = not visible.param.requires_grad and position not in adopted
-            if frozen:  # what was accumulated before it was frozen is still its gradient
+            if not visible.param.requires_grad and position not in accumulated:
                 continue
             if unused and unused.issuperset(visible.members):
                 continue
@@ -494,4 +572,5 @@ class BucketGradients:
                 added.append(wide[position])
         if present:
             torch._foreach_add_(present, added)
-        self._announce()
+        if announces:
+            self._announce()

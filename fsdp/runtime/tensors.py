@@ -80,7 +80,7 @@ def _place_of(param: torch.Tensor) -> _Place | None:
         for unit in every_unit():
             for bucket, views in enumerate(unit.views):
                 for position, visible in enumerate(views.visible):
-                    _places[id(visible.param)] = _Place(unit.ref, bucket, position)
+                    _places[id(visible.param)] = _Place(weakref.ref(unit), bucket, position)
         place = _places.get(id(param))
     return place if place is not None and place.holds(param) else None
 

@@ -1,10 +1,10 @@
-"""Batches of which some ranks have more than others: who has run out of them takes part until all have.
+"""Training loops in which some ranks have more batches than others: ``fsdp.join()``.
 
 DDP's ``model.join()`` is a context around the loop: a rank whose loop is over answers the reductions of the others, and
-gets their model at the end. Nobody has a copy of a rank's shards, though. A rank that is out of batches has to step its
-optimizer on the gradients that the others bring to its shards, and to clip, schedule and accumulate as they do, of
-which a context knows nothing. So here it is the loop itself that goes on: on stand-ins for batches, whose gradients do
-not count.
+gets their model at the end. With sharding no other rank has a copy of its shards. A rank without batches has to step
+its optimizer by the gradients that the other ranks reduce to its shards, and to clip, schedule and accumulate like
+them. A context cannot do that. So here the loop itself continues: on stand-ins for batches, whose gradients do not
+count.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from fsdp.runtime.nested import tensors_in, to_device
 from fsdp.runtime.unit import Unit, units_of
 
 _Batch = TypeVar("_Batch")
-_NOTHING: Any = object()  # where a batch would be
+_NOTHING: Any = object()  # in place of a batch
 
 
 @dataclass(eq=False, repr=False)
 class UnevenBatches(Generic[_Batch]):
-    """What :func:`join` returns.
+    """The batches of one rank, followed by stand-ins; see :func:`join`.
 
     Attributes:
-        active: whether the latest batch is one of this rank's own, and not a stand-in.
-        num_active: how many ranks have one of their own in this step.
+        active: the latest batch is one of this rank's own, not a stand-in.
+        num_active: the number of ranks with a batch of their own in this step.
     """
 
     _model: nn.Module
@@ -64,32 +64,32 @@ class UnevenBatches(Generic[_Batch]):
             yield from self._weighted(latest, weight)
 
     def _meet(self, latest: Any) -> tuple[Any, int]:
-        """See how many ranks, and of how many, have a batch; returns ``latest``, or another rank's where this one has
-        never had any."""
+        """Count the ranks with a batch. Return a batch and the number of ranks; the batch is ``latest``, or another
+        rank's if this rank never had any."""
         context = build.join(_first_unit(self._model))
         root, size, lacking = context.root, 1, int(latest is _NOTHING)
         self.num_active = int(self.active)
         with context.calling("join(): the next batch", often=True):
             for group in root.groups_for(REDUCE):
                 context.passes.announce(group)
-                said = torch.tensor([self.num_active, size, lacking])
-                every = gather_values(said, group, root.device, "agree on the next batch")
+                counts = torch.tensor([self.num_active, size, lacking])
+                every = gather_values(counts, group, root.device, "agree on the next batch")
                 self.num_active, size, lacking = (int(total) for total in every.sum(dim=0))
                 if lacking and self.num_active:
                     latest = _from_another(latest, every[:, 0], group, root.device)
         return latest, size
 
     def _weighted(self, batch: Any, weight: float) -> Iterator[Any]:
-        """Yield ``batch``, whose gradients count ``weight`` times; where they count zero, buffers stay as they are."""
+        """Yield ``batch``, whose gradients count ``weight`` times. With weight zero, restore the buffers afterwards."""
         before = {} if weight else {name: buffer.clone() for name, buffer in self._model.named_buffers()}
         units = units_of(self._model)
         for unit in units:
-            unit.gradient_weight = weight
+            unit.gradients.set_weight(weight)
         try:
             yield batch
         finally:
             for unit in units:
-                unit.gradient_weight = 1.0
+                unit.gradients.set_weight(1.0)
             for name, buffer in self._model.named_buffers() if before else ():
                 if name in before:
                     with torch.no_grad():
@@ -97,12 +97,12 @@ class UnevenBatches(Generic[_Batch]):
 
 
 def _from_another(latest: Any, active: torch.Tensor, group: Any, device: torch.device) -> Any:
-    """``latest``, or where that is nothing, what the first rank of ``group`` that is ``active`` has."""
+    """Return ``latest``, or, if there is none, the batch of the first rank of ``group`` that is ``active``."""
     first = int(active.nonzero()[0])
     sends = group.rank() == first
     on_device = sends and any(tensor.device.type != "cpu" for tensor in tensors_in(latest))
-    said = (to_device(latest, torch.device("cpu")), on_device) if sends else None
-    batch, on_device = all_gather_object(said, group, "send a batch to stand in", device)[first]
+    message = (to_device(latest, torch.device("cpu")), on_device) if sends else None
+    batch, on_device = all_gather_object(message, group, "send a batch to stand in", device)[first]
     if latest is not _NOTHING:
         return latest
     return to_device(batch, device) if on_device else batch
@@ -122,35 +122,39 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> UnevenBatches[_Batch]:
-    """``batches``, for as many steps on every rank as the rank with the most of them has: for training with uneven
-    inputs, in the place of DDP's ``with model.join():``. ::
+    """Iterate over ``batches``, on every rank for as many steps as the rank with the most batches has.
+
+    For training with uneven inputs, in place of DDP's ``with model.join():``. ::
 
         for batch in fsdp.join(model, loader):
             model(batch).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    A rank that has run out of batches gets its last one again, as a stand-in, and does with it what all ranks do. What
-    gradients a stand-in brings to parameters of ``model`` count as zeros, whether they are reduced in this step or
-    accumulated, and the model's buffers are as before when the next step begins. What else the loop does with a batch
-    is up to it: ``active`` of what is returned tells whether it is the rank's own (a mean of losses should leave out
-    the others), and ``num_active`` on how many ranks it is. Parameters that no unit manages get what they get. A rank
-    that never had a batch gets one from another rank, by pickle.
+    A rank that has run out of batches gets its last one again, as a stand-in. Gradients of stand-ins count as zeros for
+    the parameters of ``model``, whether they are reduced in this step or accumulated. The model's buffers are restored
+    after the step. The loop itself has to treat stand-ins otherwise: the result's ``active`` is False for them (a mean
+    of losses should leave them out), and ``num_active`` is the number of ranks with a batch of their own. Gradients of
+    parameters that no unit manages are not changed. A rank that never had a batch gets one from another rank, by
+    pickle.
 
-    The ranks exchange a few bytes per step; their hosts wait for each other then, not for what accelerators compute.
+    The ranks exchange a few bytes per step. Their hosts wait for each other then, but not for accelerators.
 
     Args:
         model: a wrapped model, or a module with wrapped models in it, which communicate over the ranks of the first.
-        batches: this rank's: any iterable, which may have none, and is iterated anew with each loop.
-        divide_by_initial_world_size: True: the sum of the gradients is divided by the number of ranks, as ever;
-            False: by the number of ranks that have a batch of their own in this step.
-        enable: False: nothing but ``batches``, which are taken to be as many on all ranks.
-        throw_on_early_termination: once some ranks have run out of batches and others have not, raise RuntimeError on
-            all of them.
+        batches: any iterable, which may be empty; it is iterated anew with each loop.
+        divide_by_initial_world_size: True: divide the sum of the gradients by the number of ranks; False: by the number
+            of ranks that have a batch of their own in this step.
+        enable: False: iterate over ``batches`` alone, which must be equally many on all ranks.
+        throw_on_early_termination: raise RuntimeError on all ranks when some have run out of batches and others have
+            not.
+
+    Returns:
+        an iterable with the attributes ``active`` and ``num_active``.
 
     Raises:
-        TypeError: ``batches`` is missing, or cannot be iterated.
-        ValueError: nothing in ``model`` is wrapped.
+        TypeError: ``batches`` is missing, or is not iterable.
+        ValueError: no module in ``model`` is wrapped.
     """
     if batches is None or not isinstance(batches, Iterable):
         raise TypeError(f"join() takes the loop's batches, got {type(batches).__name__}. {REMEDY}")

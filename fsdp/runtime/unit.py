@@ -1,103 +1,242 @@
-"""One unit's life: gathered before it computes, resharded when nothing will read it again.
-
-See [Note: When a unit's backward is over] in ``backward.py``.
-"""
+"""A unit: one wrapped module with the parameters it owns, and the state of its forwards and backwards."""
 
 from __future__ import annotations
 
-import functools
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
-from fsdp.comm.recording import NOTHING
+from fsdp.comm import host_memory
+from fsdp.comm.collectives import Communicator, Gather, Tag, agree
+from fsdp.comm.groups import Groups
+from fsdp.comm.nodes import nearby_group
+from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle
+from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
+from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import REDUCE
+from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE
 from fsdp.runtime.arrivals import Arrivals
-from fsdp.runtime.backward import (
-    ForwardCall,
-    Place,
-    Running,
-    close_passed,
-    gradients_arrived,
-    leaf_reached,
-    outside_gradient_arrived,
-)
-from fsdp.runtime.comm_hook import CommHook
-from fsdp.runtime.context import RootContext, backward_of_summoned
-from fsdp.runtime.nested import tensors_in
-from fsdp.runtime.outside import OutsideUses
-from fsdp.runtime.precision import cast_floating
-from fsdp.runtime.ranges import communicates, profiled, ranged
-from fsdp.runtime.reduction import BucketGradients
-from fsdp.runtime.residency import Residence
-from fsdp.runtime.unit_buffers import Summoned, UnitBuffers
+from fsdp.runtime.full_buffers import FullBuffers
+from fsdp.runtime.gradients import UnitGradients
+from fsdp.runtime.policy import UnitPolicy
+from fsdp.runtime.precision import UnitPrecision
+from fsdp.runtime.reduction import AllReduceHook
 
-_waits_of: Callable[[BucketGradients], bool] = operator.attrgetter("waits")
-_reduces: Callable[[BucketGradients], bool] = operator.attrgetter("reduces")
+
+class Summoned(Enum):
+    """Where a unit inside ``summon_full_params`` shows full parameters."""
+
+    EVERYWHERE = auto()  # every rank shows the full parameters on the device: forwards compute with them
+    PARTLY = auto()  # the full parameters are in host memory, or on one rank only: forwards are refused
 
 
 class Phase(Enum):
     IDLE = auto()
     FORWARD = auto()
     BACKWARD = auto()
-    SUMMONED = auto()  # its parameters are shown whole; forwards inside leave it so
+    SUMMONED = auto()  # the full parameters are shown; forwards inside leave it so
 
 
-@dataclass(eq=False)
-class Unit(UnitBuffers):
-    """One wrapped module and the parameters it owns."""
+@dataclass(frozen=True)
+class Position:
+    """The position of a unit in its tree.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.comm_hook: CommHook | None = None  # the user's reduction, in the place of the communicator's
-        keep_low = self.precision.asked.keep_low_precision_grads
-        finds = self.policy.tree.reduce_unused
-        self.gradients = [  # one per bucket
-            BucketGradients(views, keep_low_precision=keep_low, finds_unused=finds) for views in self.views
-        ]
-        self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None  # what else is done to reduced gradients
-        self.follow_divisor()
-        self.membership: Callable[[], Any] = lambda: None  # its place in its tree, which its wrapper holds
-        self.parent_is_built = False  # what is done to modules around it is not meant for it now
-        self.has_parent = False  # one of this package's
-        self.mesh: DeviceMesh | None = None  # that it was made with
-        self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)  # of what it makes and takes
-        self.ref = weakref.ref(self)
-        self._depth = 0  # forwards of this unit under way
-        self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # of its modules those that have come
-        self._ran = dict.fromkeys(members_of(self.module), -1)  # its modules, and in which forward of the tree each ran
-        outside = OutsideUses(self.views, functools.partial(outside_gradient_arrived, self.ref))
-        self.arrivals = Arrivals(
-            self.handles,
-            functools.partial(leaf_reached, self.ref),
-            functools.partial(gradients_arrived, self.ref),
-            outside,
+    Attributes:
+        context: a weak reference to the tree's ``RootContext``; returns None outside of a tree.
+        index: the number of the unit in the tree.
+        ancestors: the indices of the units around it.
+        place: the number among the units of the first group, equal on every rank.
+    """
+
+    context: Callable[[], Any] = lambda: None
+    index: int = 0
+    ancestors: frozenset[int] = frozenset()
+    place: int = 0
+
+
+class Progress:
+    """The forwards and backwards of one unit that are under way.
+
+    A unit has several modules where the program declared a group.
+
+    Attributes:
+        depth: number of calls of the unit's modules that are under way.
+        open_calls: the ``ForwardCall`` s that a backward has entered and not passed.
+    """
+
+    __slots__ = ("_changed_by", "_ran", "depth", "open_calls")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.depth = 0
+        self.open_calls: set[Any] = set()
+        self._ran = dict.fromkeys(members_of(module), -1)  # the last forward of the tree in which each module ran
+        self._changed_by: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}  # see ``is_first_to_change``
+
+    def enter(self) -> None:
+        """Note that a module of the unit runs."""
+        self.depth += 1
+
+    def leave(self) -> bool:
+        """Note that a module has run; return whether no call of the unit is left under way."""
+        self.depth = max(0, self.depth - 1)  # a failed backward inside a forward has reset it
+        return self.depth == 0
+
+    def reset(self) -> None:
+        """Forget forwards that have failed."""
+        self.depth = 0
+
+    @property
+    def has_several_modules(self) -> bool:
+        """Whether the unit is a group of modules."""
+        return len(self._ran) > 1
+
+    def note_ran(self, module: str, generation: int) -> bool:
+        """Note that ``module`` has run in this forward of the tree; return whether all modules have."""
+        self._ran[module] = generation
+        return all(ran == generation for ran in self._ran.values())
+
+    def is_first_to_change(self, change: Callable[[torch.Tensor], torch.Tensor], module: str) -> bool:
+        """Note that ``nn.Module._apply`` has reached ``module`` with ``change``; return whether the shards are to be
+        changed. They are not if it has reached another module of the unit with the same ``change`` before."""
+        first = module in self._changed_by or change not in self._changed_by.values()
+        self._changed_by = {module: change} if first else {**self._changed_by, module: change}
+        if len(self._changed_by) == len(self._ran):
+            self._changed_by = {}
+        return first
+
+
+class Unit:
+    """One wrapped module and the parameters that it owns.
+
+    ``Unsharder`` gathers and reshards it, ``forward.py`` and ``backward.py`` run it, ``RootContext`` reduces it.
+
+    Attributes:
+        module: the wrapped module.
+        name: is used in errors; the path in the tree once there is one.
+        views: what users hold, one per bucket; so are ``handles``.
+        groups: the ranks the unit is sharded and replicated over.
+        device: where the unit computes.
+        policy: when the unit is gathered, resharded and reduced.
+        precision: the dtypes that the unit computes in.
+        gradients: slots, reductions and accumulated gradients.
+        arrivals: the gradients that backwards under way still have to deliver.
+        buffers: the full buffers.
+        progress: forwards and backwards under way.
+        position: in the tree.
+        summoned: where full parameters are shown; None outside of ``summon_full_params``.
+        initial: digests of the buckets' first values; empty if all ranks have those of rank 0.
+        mesh: the mesh that the unit was made with.
+        state_settings: of the state dicts that the unit makes and loads.
+        membership: a weak reference to the ``Membership`` that the unit's wrapper holds.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        views: Sequence[BucketViews],
+        groups: Groups,
+        device: torch.device,
+        policy: UnitPolicy,
+        precision: UnitPrecision,
+        watch_leaves: Callable[[Unit], Arrivals],
+        *,
+        initial: Sequence[InitialValues] = (),
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """``watch_leaves`` hooks the leaves; see ``backward.py``."""
+        self.module, self.views, self.groups, self.device = module, views, groups, device
+        self.handles: list[FlatParamHandle] = [each.handle for each in views]
+        self.policy, self.precision = policy, precision
+        self.gradients = UnitGradients(
+            views,
+            keep_low_precision=precision.asked.keep_low_precision_grads,
+            finds_unused=policy.tree.reduce_unused,
         )
-        self._open_calls: set[ForwardCall] = set()  # entered by a backward that is not behind them yet
+        self.gradients.follow(policy)
+        self.buffers = FullBuffers(self.handles)
+        self.progress = Progress(module)
+        self.position = Position()
+        self.initial, self.mesh = initial, mesh
+        self.state_settings = as_state_dict_settings(StateDictType.FULL_STATE_DICT)
+        self.membership: Callable[[], Any] = lambda: None
+        self.summoned: Summoned | None = None
+        self.set_name(name)
+        self.arrivals = watch_leaves(self)
         hooks.units.add(self)
         hooks.watch_optimizers()
 
     # -- the tree ------------------------------------------------------------------------------------------------------
 
     @property
-    def context(self) -> RootContext | None:
-        """That of its tree."""
-        tree: RootContext | None = self._tree()
-        return tree
+    def context(self) -> Any | None:
+        """The ``RootContext`` of the unit's tree, if there is one."""
+        return self.position.context()
+
+    def join(self, tree: Any, streams: Streams, index: int, name: str, ancestors: frozenset[int]) -> None:
+        """Become unit ``index`` of ``tree``, which is held weakly."""
+        before = self.context
+        if before is not None and before is not tree:
+            before.release(self)
+        self.position = Position(weakref.ref(tree), index, ancestors)
+        communicator = Communicator(self.groups, streams)
+        communicator.divisor = self.policy.gradient_divide_factor
+        nearby = None
+        if self.policy.reshard_ranks:
+            group = nearby_group(self.groups.shard, self.policy.reshard_ranks)
+            nearby = Communicator(Groups.of(group, replicate=False), streams)
+        self.buffers.connect(communicator, nearby)
+        self.set_name(name)
+        self.set_place(0)
+        self.precision.place_buffers(self.device, full_precision=self.precision.wants_full)
+
+    def set_name(self, name: str) -> None:
+        """Use ``name`` in errors."""
+        self.name = name
+        for handle in self.handles:
+            handle.set_unit_name(name)
+
+    def set_place(self, place: int) -> None:
+        """Take number ``place`` among the units of the first group."""
+        self.position = replace(self.position, place=place)
+        self.buffers.set_tags(self._tags("gather", 0))
+        self.gradients.set_tags(self._tags("reduce", 1))
+
+    def _tags(self, kind: str, number: int) -> list[Tag]:
+        first = (self.position.place * 2 + number) * MAX_BUCKETS
+        return [Tag(f"{kind} {self.name}", first + bucket) for bucket in range(len(self.handles) or 1)]
+
+    def set_membership(self, membership: Callable[[], Any]) -> None:
+        """Refer to the wrapper's ``Membership``, weakly."""
+        self.membership = membership
+
+    # -- what the ranks compare ----------------------------------------------------------------------------------------
+
+    @property
+    def in_full_precision(self) -> bool:
+        """Whether messages have the parameters' own dtypes, and otherwise have lower ones."""
+        return self.precision.is_full and any(handle.is_mixed for handle in self.handles)
+
+    def groups_for(self, kind: str) -> list[Any]:
+        """Return the groups that a collective of this kind runs over, in order."""
+        shard, replica = self.groups.shard, self.groups.replica
+        if kind == GATHER_NEARBY:
+            nearby = self.buffers.nearby
+            return [nearby.groups.shard] if nearby is not None else []
+        sharded = [shard] if self.groups.shard_size > 1 else []
+        return [*sharded, replica] if kind == REDUCE and replica is not None else sharded
 
     def signature(self, group: Any) -> str:
+        """Describe the facts that the unit's collectives over ``group`` depend on."""
         if not self.groups.sharded:
             kind = "NO_SHARD"
         else:
@@ -115,13 +254,14 @@ class Unit(UnitBuffers):
             kind += f", replicated {self.groups.replica_size} times"
             if group is self.groups.replica:
                 kind += f", part {self.groups.shard_rank} of {self.groups.shard_size}"
-        by = ", by a communication hook" if self.comm_hook is not None else ""
+        by = ", by a communication hook" if self.gradients.comm_hook is not None else ""
         return f"{kind}, {self.policy.order_in_words()}, {'; '.join(buckets) or 'no parameters'}{by}"
 
     def reduction(self) -> str:
-        trainable = [str(bucket) for bucket, gradients in enumerate(self.gradients) if gradients.trainable]
-        if not self.synchronize or not trainable:
-            return "reduces nothing (no_sync)" if not self.synchronize else "reduces nothing (frozen)"
+        """Describe the collectives that a backward which begins now would reduce the unit by."""
+        trainable = [str(bucket) for bucket in self.gradients.trainable]
+        if not self.gradients.synchronize or not trainable:
+            return "reduces nothing (no_sync)" if not self.gradients.synchronize else "reduces nothing (frozen)"
         policy = self.policy
         divided = "" if policy.gradient_divide_factor is None else f", divided by {policy.gradient_divide_factor}"
         partly = "" if policy.requires_all_reduce else ", but not over replicas"
@@ -129,26 +269,24 @@ class Unit(UnitBuffers):
 
     @property
     def lacks_gradients(self) -> bool:
-        return any(gradients.used for gradients in self.gradients) and any(each.lacks for each in self.gradients)
+        """Whether this rank has reduced the unit without gradients of some of its parameters."""
+        return self.gradients.lack_some
 
     def used(self) -> torch.Tensor:
-        flags = [index in each.used for each in self.gradients for index in range(len(each.handle.leaves))]
-        return torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        """Return a flag per parameter: this rank reduces a gradient of it."""
+        return self.gradients.used()
 
     def note_used(self, flags: list[int]) -> None:
-        its = iter(flags)
-        for each in self.gradients:
-            each.note_used({index for index in range(len(each.handle.leaves)) if next(its)})
+        """Take over the flags of ``used``, combined over all ranks."""
+        self.gradients.note_used(flags)
 
-    def check_gradients(self, call: str) -> None:
-        """Raises RuntimeError if gradients of backwards that are over wait to be reduced, or to be shown."""
+    def take_part(self, kind: str, *, full_precision: bool) -> None:
+        """Take part in a gather or reduction that only other ranks need."""
         context = self.context
-        under_way = context is not None and context.reductions.outlast_backward
-        if under_way or any(gradients.accumulates for gradients in self.gradients):
-            raise RuntimeError(
-                f"{call}: {self.name} has unsharded gradients from no_sync(), or some whose reduction is not over: run "
-                "a backward that reduces and shows them before, or set them to None"
-            )
+        assert context is not None
+        context.take_part(self, kind, full_precision=full_precision)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
@@ -156,65 +294,168 @@ class Unit(UnitBuffers):
         context = self.context
         if context is not None and context.is_on_thread and hooks.current_backward() == hooks.NO_BACKWARD:
             context.reset_failed_backward()
-        if self._depth > 0:
+        if self.progress.depth > 0:
             return Phase.FORWARD
-        if self._open_calls or self.arrivals.pending:
+        if self.is_running:
             return Phase.BACKWARD
-        return Phase.SUMMONED if self.summoned is not None else Phase.IDLE
+        return Phase.IDLE if self.summoned is None else Phase.SUMMONED
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward, or a backward that needs the unit, is under way."""
+        return bool(self.progress.depth or self.progress.open_calls) or self.arrivals.pending
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters that an optimizer holds are parts."""
+        return self.groups.sharded or any(handle.tp_group is not None for handle in self.handles)
+
+    @property
+    def shard_versions(self) -> list[Any]:
+        """Versions that change when a shard is written: through the visible parameters, or by the engine."""
+        return [(view.handle.shard._version, view.versions) for view in self.views]
+
+    def check_idle(self, words: str, kind: type[Exception] = RuntimeError) -> None:
+        """Raise ``kind``, with ``words``, if the unit is running or summoned."""
+        if self.phase is not Phase.IDLE:
+            raise kind(f"{self.name} is in {self.phase.name}: {words}")
+
+    def check_gradients(self, call: str) -> None:
+        """Raise RuntimeError if gradients of earlier backwards are not reduced, or not attached."""
+        context = self.context
+        in_flight = context is not None and context.reductions.outlasts_backward
+        if in_flight or self.gradients.accumulate:
+            raise RuntimeError(
+                f"{call}: {self.name} has unsharded gradients from no_sync(), or some whose reduction is not over: run "
+                "a backward that reduces and shows them before, or set them to None"
+            )
+
+    def check_can_change(self) -> None:
+        """Raise RuntimeError if the unit is running or summoned, or holds unsharded gradients of ``no_sync``."""
+        self.check_idle("it can be moved or cast only while it does not run, or with all units in it while summoned")
+        self.check_gradients("moving or casting a module")
+
+    # -- settings ------------------------------------------------------------------------------------------------------
 
     def choose(self, **choices: Any) -> None:
         """Change fields of the unit's policy, or of the tree's where these count for this unit alone."""
         self.policy = self.policy.replaced(**choices)
+        self.gradients.follow(self.policy)
+        if self.buffers.communicator is not None:
+            self.buffers.communicator.divisor = self.policy.gradient_divide_factor
 
-    def follow_divisor(self) -> None:
-        """What gradients are divided by has changed, or what is done to them besides."""
-        for gradients in self.gradients:
-            gradients.altered = self.policy.gradient_divide_factor is not None or self.all_reduce_hook is not None
-        if self.communicator is not None:
-            self.communicator.divisor = self.policy.gradient_divide_factor
+    def set_all_reduce_hook(self, hook: AllReduceHook | None) -> None:
+        """Call ``hook`` with each reduced gradient from now on."""
+        self.gradients.set_all_reduce_hook(hook, self.policy)
 
-    def use_hook(self, hook: CommHook) -> None:
-        """Reduce gradients by ``hook`` from now on."""
-        self.comm_hook = hook
-        for gradients in self.gradients:
-            gradients.use_hook(hook)
+    def set_state_settings(self, settings: Any) -> None:
+        """Make and load state dicts by these settings."""
+        self.state_settings = settings
 
-    def take_part(self, kind: str, *, full_precision: bool) -> None:
-        context, communicator = self.context, self.communicator
-        assert context is not None and communicator is not None
-        if kind == REDUCE:
-            if self.phase is Phase.IDLE:
-                context.residency.cast_parameters(self, full_precision)
-            with context.joined():
-                self._reduce(context)
-            return
-        with context.streams.on_gather_stream():
-            parts = [handle.part_for_others(context.streams, full_precision=full_precision) for handle in self.handles]
-            pending = communicator.gather(parts, self.gather_tags[0])
-        pending.wait()  # on the compute stream: whoever writes to the shard next must not overtake it
+    def set_mesh(self, mesh: DeviceMesh | None) -> None:
+        """Note the mesh that the unit was made with."""
+        self.mesh = mesh
 
-    def check_idle(self, words: str, kind: type[Exception] = RuntimeError) -> None:
-        """Raises ``kind``, with ``words``, if the unit is running or shown whole."""
-        if self.phase is not Phase.IDLE:
-            raise kind(f"{self.name} is in {self.phase.name}: {words}")
+    def move_to(self, device: torch.device) -> None:
+        """Compute on ``device`` from now on."""
+        self.device = device
 
-    def check_can_change(self) -> None:
-        """Raises RuntimeError if the unit is running or shown whole, or holds unsharded gradients of ``no_sync``."""
-        self.check_idle("it can be moved or cast only while it does not run, or with all units in it while summoned")
-        self.check_gradients("moving or casting a module")
+    # -- parameters ----------------------------------------------------------------------------------------------------
+
+    def visible_params(self) -> Iterator[torch.Tensor]:
+        """Iterate over the unit's parameters as optimizers hold them."""
+        return (visible.param for views in self.views for visible in views.visible)
+
+    def use_resting(self) -> None:
+        """Register shards on the modules, or the summoned parameters."""
+        for view in self.views:
+            view.registration.use_resting()
+
+    def follow_parameters(self) -> None:
+        """Follow what users did to the visible parameters."""
+        changed = False
+        for view in self.views:
+            if not view.is_as_left:
+                changed = view.refresh() or changed
+        if changed:
+            self.arrivals.watch()
+
+    def follow_flags(self) -> bool:
+        """Freeze and unfreeze the leaves like the visible parameters, as a backward begins; return whether some
+        changed. ``check_unfrozen`` finds the gradients for which this came too late."""
+        changed = False
+        for view in self.views:
+            if not view.flags_are_as_left:
+                changed = view.follow_flags() or changed
+        if changed:
+            self.arrivals.watch(awaits_unfrozen=True)
+        return changed
+
+    def check_unfrozen(self) -> None:
+        """Raise RuntimeError if the backward that ends has dropped the gradient of a leaf.
+
+        Autograd drops the gradient of a leaf that is frozen when it arrives. The leaves follow the visible parameters
+        only when the backward first reaches an output of a unit.
+        """
+        for bucket, index in sorted(self.arrivals.lost):
+            raise RuntimeError(
+                f"the gradient of parameter {self.handles[bucket].name_of(index)!r} of {self.name} is lost. The "
+                "parameter was frozen during the last forward and unfrozen after it, and the backward reached the "
+                "parameter before it reached an output of a wrapped module: through a tensor that the forward stored, "
+                "or that a hook took. Return that tensor, or mark it inside the forward by "
+                "fsdp.mark_side_output(tensor); or unfreeze the parameter before the last forward"
+            )
+
+    def before_step(self) -> None:
+        """Follow users' changes before an optimizer writes the shards."""
+        self.buffers.distrust()  # the optimizer may write past the version counters
+        if self.phase is Phase.IDLE and not all(views.is_as_left for views in self.views):
+            self.follow_parameters()
+
+    def shards_were_written(self) -> None:
+        """Drop what was gathered for the next forward: on some rank, if not on this one, a shard was written."""
+        context = self.context
+        if context is not None:
+            context.unsharder.drop_prefetched(self)
+
+    def reshard_by_hand(self) -> None:
+        """Give the memory of the full buffers back, whatever keeps them.
+
+        Raises:
+            RuntimeError: a forward or backward of the unit is under way, or the unit is summoned.
+        """
+        self.check_idle("call reshard() outside of that")
+        context = self.context
+        if context is not None:
+            context.unsharder.forget_output(self)
+            context.unsharder.reshard(self)
+
+    def begin_summon(self, *, everywhere: bool) -> None:
+        """Enter ``summon_full_params``; ``everywhere``: the device of each rank has the full parameters."""
+        self.buffers.forget_sources()  # users are about to write parameters
+        self.summoned = Summoned.EVERYWHERE if everywhere else Summoned.PARTLY
+
+    def end_summon(self) -> None:
+        """Leave ``summon_full_params``. A forward inside has cast the buffers to their own dtypes."""
+        self.summoned = None
+        self.precision.cast_buffers(self.device, full_precision=self.precision.wants_full)
 
     def apply_to_shards(
         self, change: Callable[[torch.Tensor], torch.Tensor], only: FlatParamHandle | None = None
     ) -> torch.device:
         """Replace each shard, and each gradient of a shard, by ``change`` of it, as ``nn.Module._apply`` does with
-        parameters. Visible parameters stay the same objects. Returns the device that the unit computes on from here
-        on: that of the shards, or with ``only`` one bucket's the one before."""
+        parameters. Visible parameters stay the same objects.
+
+        Returns:
+            the device that the unit computes on from here on: of the shards, or with ``only`` one bucket the one
+            before.
+        """
         context = self.context
         if context is not None:
-            context.residency.cast_parameters(self, False)
-            context.residency.forget_output(self)
-            context.residency.reshard(self)
-        for handle, views, gradients in zip(self.handles, self.views, self.gradients):
+            context.unsharder.cast_parameters(self, False)
+            context.unsharder.forget_output(self)
+            context.unsharder.reshard(self)
+        for handle, views, gradients in zip(self.handles, self.views, self.gradients.buckets):
             if only not in (None, handle):
                 continue
             grads = [visible.param.grad for visible in views.visible]
@@ -238,359 +479,67 @@ class Unit(UnitBuffers):
         with torch.no_grad():
             self.apply_to_shards(change, handle)
 
-    def changes_shards(self, change: Callable[[torch.Tensor], torch.Tensor], member: str) -> bool:
-        """``nn.Module._apply`` has come to ``member`` with ``change``: whether the shards are to be changed, which they
-        are not where it has come to another of the unit's modules with the same before."""
-        first = member in self._changed_by or change not in self._changed_by.values()
-        self._changed_by = {member: change} if first else {**self._changed_by, member: change}
-        if len(self._changed_by) == len(self._ran):
-            self._changed_by = {}
-        return first
+    # -- communicating outside of a step -------------------------------------------------------------------------------
 
-    # -- gathered by hand ----------------------------------------------------------------------------------------------
+    def gather_now(self, bucket: int, shard: torch.Tensor) -> torch.Tensor:
+        """Gather a vector, of which each rank gives its ``shard``, outside of the step's schedule. Return ``shard``
+        itself if the unit is not sharded."""
+        if not self.groups.sharded:
+            return shard
+        communicator = self.buffers.communicator
+        assert communicator is not None
+        self.announce(replicas=False)
+        full = torch.empty(self.handles[bucket].layout.padded_numel, dtype=shard.dtype, device=shard.device)
+        communicator.gather([Gather(full, shard)], self.buffers.tags[bucket]).wait()
+        return full
 
-    def unshard_by_hand(self, context: RootContext) -> Callable[[], None]:
-        """Start gathering for the next forward, which will use it: what changes a shard in between comes too late for
-        it. Returns what waits for the gather.
+    def gather_vectors(self) -> list[torch.Tensor]:
+        """Gather the full vector of each bucket in the parameters' dtype, as one collective, into memory of its own.
 
-        Raises:
-            AssertionError: a forward or backward of the unit is under way.
+        The vector of a unit that is not sharded is the shard itself, if the shard is on the unit's device.
         """
-        self.check_idle("Cannot manually unshard parameters during forward/backward", AssertionError)
-        self.follow_parameters()
-        if self.gathers:
-            context.residency.gather_by_hand(self)
-        return self.wait
-
-    # -- forward -------------------------------------------------------------------------------------------------------
-
-    def pre_forward(self, context: RootContext, inputs: Any) -> tuple[ForwardCall | None, Any]:
-        """Gather, and prefetch; returns the call to hand to ``post_forward``, and the inputs, cast."""
-        if self.summoned is Summoned.PARTLY:
-            raise RuntimeError(
-                f"forward of {self.name} inside summon_full_params with rank0_only or offload_to_cpu: the full "
-                "parameters are not on every rank's device. Run it outside, or summon without these options"
-            )
-        if peek_interpreter_stack() is not None and self.gathers:
-            raise RuntimeError(
-                f"{self.name} is called inside of torch.vmap or a transform of torch.func, which sharded parameters do "
-                "not support. Transform functions inside of its forward, or call the plain module"
-            )
-        context.enter_forward(self)
-        self._depth += 1
-        try:
-            start = hooks.next_node_number()
-            if self.summoned is not None:
-                return self._begin_summoned_forward(context, start), inputs
-            precision, asked = self.precision, self.precision.asked
-            full_precision = precision.full_in_eval and precision.wants_full
-            if not full_precision and asked.param_dtype is not None:
-                as_root = asked.cast_root_forward_inputs and self is context.root
-                if as_root or (asked.cast_forward_inputs and self.handles):
-                    inputs = cast_floating(inputs, asked.param_dtype)
-            recomputing = hooks.current_backward() != hooks.NO_BACKWARD
-            with hooks.own_operations() if hooks.count_of_modes() else NOTHING:
-                if recomputing:
-                    close_passed(Place.now())
-                if self.full_precision is not full_precision or asked.buffer_dtype is not None:
-                    context.residency.compute_in(self, full_precision)
-                context.residency.unshard(self, refill=not recomputing)
-                if not recomputing:
-                    context.residency.prefetch(self, begins=True)
-            if not torch.is_grad_enabled():
-                return None, inputs
-            marks = [view.marks() for view in self.views]
-            call = ForwardCall(self, context, start, marks, full_precision=full_precision)
-            args, kwargs = inputs
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor):
-                    call.hook_input(value)
-            return call, inputs
-        except BaseException:
-            self.abort_forward(context)
-            raise
-
-    def _begin_summoned_forward(self, context: RootContext, start: int) -> ForwardCall | None:
-        """Begin a forward inside ``summon_full_params``, which computes with the parameters and in the dtypes that are
-        registered; a backward of it is refused."""
-        self.precision.cast_buffers(self.device, full_precision=True)
-        if not torch.is_grad_enabled():
-            return None
-        return ForwardCall(self, context, start, [], full_precision=True, in_summon=True)
-
-    @ranged("_post_forward", "name")
-    def post_forward(self, context: RootContext, running: Running, output: Any, member: str = "") -> Any:
-        """``member`` has run: reshard unless others of the unit's modules are to come, or the backward follows at once;
-        and hook the outputs, which are returned."""
-        running.end()
-        call = running.call
-        if self.summoned is None:
-            for view in self.views:
-                view.check_leaves()
-        output_dtype = self.precision.asked.output_dtype
-        if output_dtype is not None and self.summoned is None and not self.precision.wants_full:
-            output = cast_floating(output, output_dtype)
-        outputs = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
-        for handle in self.handles:
-            if handle.holds_any(outputs):
-                self.in_output = True
-        if call is not None:
-            call.hook_outputs(differentiable)
-        residency = context.residency
-        with hooks.own_operations() if hooks.count_of_modes() else NOTHING:
-            self._leave_forward(context)
-            if hooks.current_backward() == hooks.NO_BACKWARD and self._depth == 0 and self.summoned is None:
-                follows = residency.expects_backward
-                self._ran[member] = residency.generation
-                if len(self._ran) > 1 and any(ran != residency.generation for ran in self._ran.values()):
-                    residency.keep_to_others(self)
-                elif not (follows and residency.keep_to_backward(self)):
-                    residency.reshard(self, backward_follows=follows)
-                residency.prefetch(self)
-            if self._depth == 0:  # last: what fails before it is aborted
-                context.exit_forward(self, backward_follows=bool(differentiable))
-        return output
-
-    @hooks.untraced
-    def abort_forward(self, context: RootContext, running: Running | None = None) -> None:
-        """The wrapped module raised, or ``post_forward``. Checkpointing ends a recomputation early that way, which is
-        no fault."""
-        if running is not None:
-            running.end()
-        self._leave_forward(context)
-        if hooks.current_backward() == hooks.NO_BACKWARD:
-            context.passes.failed = True
-        if self._depth == 0:
-            context.exit_forward(self, backward_follows=True, failed=True)
-
-    def _leave_forward(self, context: RootContext) -> None:
-        self._depth = max(0, self._depth - 1)  # a failed backward inside a forward has reset it
-        if self._depth > 0:
-            return
-        if hooks.current_backward() != hooks.NO_BACKWARD and not self._in_backward:
-            context.residency.becomes(self, Residence.RECOMPUTED)
-
-    # -- backward ------------------------------------------------------------------------------------------------------
-
-    @property
-    def _in_backward(self) -> bool:
-        return bool(self._open_calls) or self.arrivals.pending
-
-    def backward_reached(self, call: ForwardCall) -> None:
-        """The gradient of an output of ``call`` is there: gather, and note what this backward will bring."""
-        if call.in_summon:
-            raise backward_of_summoned(self.name)
-        context: RootContext = self._tree() or call.context
-        if torch.is_grad_enabled() and self.gathers:  # in a hook: whether the backward was started with create_graph
-            if not hooks.goes_on():
-                return  # the gradient of an output, asked for by autograd.grad(), enters nothing of the unit
-            raise RuntimeError(
-                f"a backward with create_graph=True reached {self.name}: gradients of gradients of sharded parameters "
-                "are not supported. Compute such terms on the plain module, or use ShardingStrategy.NO_SHARD"
-            )
-        context.enter_backward(self)
-        if self.full_precision is not call.full_precision or self.precision.asked.buffer_dtype is not None:
-            context.residency.compute_in(self, call.full_precision)
-        self._open_calls.add(call)
-        call.enter()
-        self.arrivals.enter()
-        if self.policy.unshard_in_backward or self.is_gathered:  # what is recomputed inside uses the leaves
-            context.residency.unshard(self, refill=False)
-        for bucket, (views, before) in enumerate(zip(self.views, call.marks)):  # with what was replaced taken over
-            if views.marks() != before:
-                expected = self.arrivals.enter()
-                views.check_unchanged(before, {index for of, index in expected if of == bucket})
-        context.residency.prefetch(self, begins=True)
-
-    def backward_reached_leaf(self, context: RootContext) -> None:
-        """Enter the backward of the running graph task, which has reached a leaf before an output of the unit."""
-        context.enter_backward(self)
-        self.arrivals.enter()
-
-    def gradients_arrived(self, context: RootContext) -> None:
-        """Copy the gradients that have arrived into their slots. With the last expected one, reduce."""
-        self._copy_gradients(context)
-        if self.arrivals.pending:
-            return
-        context.residency.prefetch(self)  # before the reduction: a gather is waited for sooner
-        with profiled("_post_backward_hook", self.name):
-            self.finish_gradients(context, at_end=False)
-            if self._maybe_reshard(context):
-                context.residency.prefetch(self)
-
-    def _copy_gradients(self, context: RootContext) -> None:
-        grads_of = self.arrivals.take()
-        for bucket, grads in grads_of.items():
-            self.gradients[bucket].check(grads, reads_parameters=self.policy.unshard_in_backward)
-        for bucket, grads in sorted(grads_of.items()):
-            gradients = self.gradients[bucket]
-            if gradients.target is None:
-                gradients.open(context.reductions, synchronize=self.synchronize)
-            if self.gradient_weight:  # else their slots count as unwritten
-                gradients.add(grads, self.gradient_weight)
-
-    def take_outside(self, context: RootContext, bucket: int, index: int, grad: torch.Tensor) -> None:
-        """Take the gradient of a parameter that was used outside of forward; see ``outside.py``."""
-        gradients, grads = self.gradients[bucket], {index: grad}
-        gradients.check(grads, reads_parameters=False)
-        context.enter_backward(self)
-        if gradients.target is None:
-            gradients.open(context.reductions, synchronize=self.synchronize)
-        if self.gradient_weight:
-            gradients.add(grads, self.gradient_weight, outside=True)
-
-    def backward_left(self, call: ForwardCall) -> None:
-        """The backward is at an argument of ``call``, which it is behind of: gather what comes next."""
-        try:
-            (self.context or call.context).residency.prefetch(self)
-        except BaseException as error:
-            self.backward_failed(error, "end of backward")
-            raise
-
-    def backward_passed(self, call: ForwardCall) -> None:
-        """The backward is behind ``call``; of several modules others may be to come, for what they share or have of
-        their own."""
-        context: RootContext = self._tree() or call.context
-        self._open_calls.discard(call)
-        if not self._maybe_reshard(context) and len(self._ran) > 1 and not self._open_calls and self._depth == 0:
-            context.residency.keep_to_others(self)
-
-    def _maybe_reshard(self, context: RootContext) -> bool:
-        """Reshard if the backward is over for the unit; returns whether it is."""
-        if self._open_calls or self._depth > 0 or self.arrivals.pending:
-            return False
-        context.residency.end_backward(self)
-        return True
-
-    def _forget_backward(self) -> None:
-        self.arrivals.forget()
-        for call in self._open_calls:
-            call.entered = None
-        self._open_calls.clear()
-
-    @property
-    def _has_written(self) -> bool:
-        """Whether the slots of a bucket have something that is neither reduced nor shown."""
-        for gradients in self.gradients:
-            if gradients.target is not None:
-                return True
-        return False
-
-    def finish_gradients(self, context: RootContext, *, at_end: bool) -> None:
-        """Reduce what this backward has written; what is not to be reduced is shown as it is at the end."""
-        if not self._has_written:
-            return
-        if self.synchronize and any(map(_reduces, self.gradients)):
-            context.passes.about_to(REDUCE, self)
-            residency = context.residency
-            with communicates("reduce", self.name, residency.generation, logged=residency.logged):
-                self._reduce(context)
-        elif at_end:
-            for gradients in self.gradients:
-                if gradients.trainable:
-                    if gradients.target is None:
-                        gradients.open(context.reductions, synchronize=False)
-                    gradients.expose(complete=self.synchronize)
-
-    def _reduce(self, context: RootContext) -> None:
-        """Start to reduce what this backward has written so far, and zeros where that is nothing."""
-        # A bucket that is unused, but not on all ranks, is reduced as zeros, on every rank alike. So is one that was
-        # frozen after a backward without synchronization.
-        buckets = [
-            bucket
-            for bucket, gradients in enumerate(self.gradients)
-            if gradients.target is not None or gradients.trainable or gradients.accumulates
+        shards = [handle.shard.to(self.device) for handle in self.handles]
+        if not (shards and self.groups.sharded):
+            return shards
+        context, communicator = self.context, self.buffers.communicator
+        assert context is not None and communicator is not None
+        context.passes.about_to(GATHER, self)
+        parts = [
+            Gather(host_memory.empty(handle.layout.padded_numel, dtype=shard.dtype, device=shard.device), shard)
+            for handle, shard in zip(self.handles, shards)
         ]
-        self.reduce_buckets(context, buckets)
+        communicator.gather(parts, self.buffers.tags[0]).wait()
+        return [part.full for part in parts]
 
-    def reduce_buckets(self, context: RootContext, buckets: Iterable[int]) -> None:
-        """Start to reduce the gradients of these buckets: what this backward has written, else what earlier ones have
-        accumulated, else zeros."""
-        assert self.communicator is not None
-        for bucket in buckets:
-            gradients = self.gradients[bucket]
-            if gradients.target is None:
-                gradients.open(context.reductions, synchronize=True)
-            gradients.reduce(
-                self.communicator,
-                context.reductions,
-                self.reduce_tags[bucket],
-                to_replicas=self.policy.requires_all_reduce,
-                hook=self.all_reduce_hook,
-            )
-
-    def backward_failed(self, error: BaseException, event: str) -> None:
-        """A hook of the unit raises ``error``: the backward ends here."""
-        hooks.report(error, self.name, event)
+    def announce(self, *, replicas: bool = True) -> None:
+        """Announce that the call under way communicates over the unit's groups, other than by ``gather``; without
+        ``replicas``, over the shard group alone. See ``Passes.announce``."""
         context = self.context
         if context is not None:
-            context.passes.failed = True
+            for group in self.groups_for(REDUCE if replicas else GATHER):
+                context.passes.announce(group)
 
-    def end_backward(self) -> None:
-        context: RootContext = self._tree()
-        busy = self._depth or self._open_calls or self.arrivals.held
-        if not (busy or self.arrivals.pending or any(map(_waits_of, self.gradients))):
-            self.arrivals.forget()  # nearly always: it is through
-            if not self.groups.sharded or context.residency.of(self) is not Residence.SHARDED:
-                context.residency.end_backward(self)
-            return
-        if self.arrivals.held:
-            self._copy_gradients(context)
-        if self.synchronize and not self._has_written:
-            for gradients in self.gradients:  # not reached now, but in a backward that was not synchronised
-                if gradients.accumulates:
-                    gradients.open(context.reductions, synchronize=True)
-        self.finish_gradients(context, at_end=True)
-        self._forget_backward()
-        if self._depth == 0:  # a backward may run inside a forward, whose unit goes on computing
-            context.residency.end_backward(self)
-
-    def reset(self) -> None:
-        """Forget a forward or backward that failed. A gather under way keeps its buffer until somebody waits for it."""
-        context = self.context
-        assert context is not None
-        for gradients in self.gradients:
-            gradients.abandon(context.reductions)
-        self._depth = 0
-        self._forget_backward()
-        if self.is_gathering:
-            self.use_resting()
-            context.residency.becomes(self, Residence.PREFETCHED)
-        else:
-            context.residency.reshard(self)
-
-    def shards_were_written(self) -> None:
-        """On some rank, if not on this one: what has been gathered for a forward to come is out of date on all."""
-        context = self.context
-        if context is not None and context.residency.of(self) is Residence.PREFETCHED:
-            context.residency.reshard(self)
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether what an optimizer holds of it are parts."""
-        return self.groups.sharded or any(handle.tp_group is not None for handle in self.handles)
-
-    def before_step(self) -> None:
-        """An optimizer is about to change the shards."""
-        self.kept_versions = None  # it may write past what counts versions
-        if self.phase is Phase.IDLE and not all(views.is_as_left for views in self.views):
-            self.follow_parameters()
+    def agree_on_maximum(self, values: torch.Tensor, *, replicas: bool = True) -> None:
+        """Give ``values`` (integers) their maximum over the ranks of the unit's groups, element by element; without
+        ``replicas``, over the shard group alone."""
+        self.announce(replicas=replicas)
+        for group in self.groups_for(REDUCE if replicas else GATHER):
+            agree(values, group, self.device, f"agree on {self.name}")
 
 
 def every_unit() -> list[Unit]:
-    """Those of this process, in no order."""
+    """Return the units of this process, in no order."""
     return list(hooks.units)
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
-    """Every unit in ``module``, depth first, children in registration order, each once.
+    """Iterate over the units in ``module``, depth first, children in registration order, each once.
 
-    As (name, unit, numbers in this order of the units around it). Names are paths from ``module`` in the plain model;
-    where a unit has several modules, the paths of all of them.
+    Yields (name, unit, indices in this order of the units around it). Names are paths from ``module`` in the plain
+    model; where a unit has several modules, the paths of all of them.
 
     Raises:
-        TypeError: it is no module.
+        TypeError: ``module`` is not a module.
     """
     given: Any = module
     if not isinstance(given, nn.Module):
@@ -600,12 +549,12 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, Unit, frozenset[int]]]:
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """Every unit in ``module``, in the order of ``units_in``."""
+    """Return every unit in ``module``, in the order of ``units_in``."""
     return [unit for _, unit, _ in units_in(module)]
 
 
 def units_below(root: Unit) -> Iterator[tuple[str, Unit, frozenset[int]]]:
-    """As ``units_in``, of ``root`` and of the module that it is of."""
+    """Iterate like ``units_in`` over ``root`` and the units in its module."""
     yield "", root, frozenset()
     yield from _walk(root.module, "", frozenset({0}), {root: 0}, set())
 

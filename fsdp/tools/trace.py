@@ -225,8 +225,8 @@ def _received(unit: Unit, kind: str) -> int:
     """Bytes that this rank gets from its shard group."""
     size = unit.groups.shard_size
     if kind == "gather":
-        return unit.full_nbytes * (size - 1) // size
-    trained = [gradients.handle for gradients in unit.gradients if gradients.trainable]
+        return unit.buffers.nbytes * (size - 1) // size
+    trained = [gradients.handle for gradients in unit.gradients.buckets if gradients.trainable]
     return sum(handle.layout.shard_numel * handle.reduce_dtype.itemsize for handle in trained) * (size - 1)
 
 

@@ -271,7 +271,7 @@ def assert_local_parameters(model: nn.Module, full: Values, ulps: float, what: s
 
 
 def _kept(unit: Any) -> bool:
-    return unit.kept_versions is not None and not unit.policy.reshard_after_forward
+    return unit.buffers.kept_versions is not None and not unit.policy.reshard_after_forward
 
 
 def assert_at_rest(model: nn.Module, what: str) -> None:
@@ -292,8 +292,8 @@ def assert_at_rest(model: nn.Module, what: str) -> None:
         for module in unit.module.modules():
             wrong += [f"{key} of {name!r} is a leaf" for key, p in module._parameters.items() if id(p) in leaves]
         context = unit.context
-        gathered = context is not None and any(not _kept(other) for other in context.residency)
-        if context is not None and (gathered or context.residency.idle or context.passes.in_backward):
+        gathered = context is not None and any(not _kept(other) for other in context.unsharder)
+        if context is not None and (gathered or context.unsharder.idle or context.passes.in_backward):
             wrong.append(f"the context of {name!r} is not at rest")
     if wrong:
         raise AssertionError(f"{what}, not at rest: " + "; ".join(wrong[:6]))

@@ -572,9 +572,9 @@ class StreamTracer(TorchDispatchMode):
         roles: dict[int, str] = {}
         for model in filter(None, (reference() for reference in self._models)):
             for _, unit, _ in units_in(model):
-                for handle, gradients in zip(unit.handles, unit.gradients):
+                for handle, gradients in zip(unit.handles, unit.gradients.buckets):
                     parts = {"full buffer": handle.full, "shard": handle.shard}
-                    for buffer in (gradients._scratch, gradients.target):
+                    for buffer in (gradients._scratch, gradients.slots and gradients.slots.buffer):
                         if buffer is not None:
                             parts["reduce buffer"] = buffer.flat
                     for visible in gradients.views.visible:

@@ -1,0 +1,177 @@
+"""The gradients of one unit, during and between backwards: copies into slots, and the settings of their reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp.comm.collectives import Communicator, Tag
+from fsdp.flat.views import BucketViews
+from fsdp.runtime.comm_hook import CommHook
+from fsdp.runtime.policy import UnitPolicy
+from fsdp.runtime.reduction import AllReduceHook, BucketGradients, ReductionQueue
+
+
+class UnitGradients:
+    """The gradients of one unit: one ``BucketGradients`` per bucket, and the settings that they share.
+
+    Attributes:
+        synchronize: backwards reduce the gradients; read when a backward runs.
+        tags: of the reductions, by bucket.
+        weight: factor of this rank's gradients, as they are copied.
+        comm_hook: the user's reduction in place of the communicator's.
+        all_reduce_hook: is called with each reduced gradient.
+    """
+
+    def __init__(self, views: Sequence[BucketViews], *, keep_low_precision: bool, finds_unused: bool) -> None:
+        self.buckets = [
+            BucketGradients(each, keep_low_precision=keep_low_precision, finds_unused=finds_unused) for each in views
+        ]
+        self.synchronize = True
+        self.weight = 1.0
+        self.tags: list[Tag] = []
+        self.comm_hook: CommHook | None = None
+        self.all_reduce_hook: AllReduceHook | None = None
+
+    # -- settings ------------------------------------------------------------------------------------------------------
+
+    def set_synchronize(self, synchronize: bool) -> None:
+        """Let backwards reduce the gradients, or accumulate them."""
+        self.synchronize = synchronize
+
+    def set_weight(self, weight: float) -> None:
+        """Multiply this rank's gradients by ``weight`` from now on."""
+        self.weight = weight
+
+    def set_tags(self, tags: list[Tag]) -> None:
+        """Reduce the buckets under these tags."""
+        self.tags = tags
+
+    def set_comm_hook(self, hook: CommHook) -> None:
+        """Reduce by ``hook`` from now on."""
+        self.comm_hook = hook
+        for bucket in self.buckets:
+            bucket.use_hook(hook)
+
+    def set_all_reduce_hook(self, hook: AllReduceHook | None, policy: UnitPolicy) -> None:
+        """Call ``hook`` with each reduced gradient from now on."""
+        self.all_reduce_hook = hook
+        self.follow(policy)
+
+    def follow(self, policy: UnitPolicy) -> None:
+        """Follow a change of the divisor in the unit's ``policy``."""
+        for bucket in self.buckets:
+            bucket.set_altered(policy.gradient_divide_factor is not None or self.all_reduce_hook is not None)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether gradients of earlier backwards are not reduced, or not averaged over replicas."""
+        return any(bucket.accumulates for bucket in self.buckets)
+
+    @property
+    def are_exposed(self) -> bool:
+        """Whether ``.grad`` of a parameter is, or was, an unsharded gradient that is not reduced."""
+        return any(bucket.accumulator.exposed for bucket in self.buckets)
+
+    @property
+    def are_at_rest(self) -> bool:
+        """Whether the end of a backward has nothing to do."""
+        return all(bucket.is_at_rest for bucket in self.buckets)
+
+    @property
+    def are_written(self) -> bool:
+        """Whether slots hold gradients that are neither reduced nor exposed."""
+        return any(bucket.slots is not None for bucket in self.buckets)
+
+    @property
+    def are_reduced(self) -> bool:
+        """Whether the end of a backward reduces the gradients."""
+        return self.synchronize and any(bucket.reduces for bucket in self.buckets)
+
+    @property
+    def trainable(self) -> list[int]:
+        """The buckets with leaves that require grad."""
+        return [number for number, bucket in enumerate(self.buckets) if bucket.trainable]
+
+    @property
+    def lack_some(self) -> bool:
+        """Whether this rank reduces gradients, and some parameter has none."""
+        return any(bucket.used for bucket in self.buckets) and any(bucket.lacks for bucket in self.buckets)
+
+    def used(self) -> torch.Tensor:
+        """Return a flag per leaf (uint8, on CPU), by bucket and index: this rank has a gradient of it."""
+        flags = [index in bucket.used for bucket in self.buckets for index in range(len(bucket.handle.leaves))]
+        return torch.tensor(flags, dtype=torch.uint8, device="cpu")
+
+    def note_used(self, flags: list[int]) -> None:
+        """Take over the flags of ``used``, combined over all ranks."""
+        remaining = iter(flags)
+        for bucket in self.buckets:
+            bucket.note_used({index for index in range(len(bucket.handle.leaves)) if next(remaining)})
+
+    # -- a backward ----------------------------------------------------------------------------------------------------
+
+    def copy(self, grads_of: dict[int, dict[int, torch.Tensor]], queue: ReductionQueue, *, reads: bool) -> None:
+        """Copy gradients of leaves, by bucket and index, into their slots. ``reads``: the backward reads parameters."""
+        for number, grads in grads_of.items():
+            self.buckets[number].check(grads, reads_parameters=reads)
+        for number, grads in sorted(grads_of.items()):
+            self._add(self.buckets[number], grads, queue)
+
+    def check_outside(self, number: int, grads: dict[int, torch.Tensor]) -> None:
+        """Raise RuntimeError if gradients of parameters that were used outside of forward are not supported."""
+        self.buckets[number].check(grads, reads_parameters=False)
+
+    def add_outside(self, number: int, grads: dict[int, torch.Tensor], queue: ReductionQueue) -> None:
+        """Add gradients of parameters that were used outside of forward; see ``outside.py``."""
+        self._add(self.buckets[number], grads, queue, outside=True)
+
+    def _add(
+        self, bucket: BucketGradients, grads: dict[int, torch.Tensor], queue: ReductionQueue, *, outside: bool = False
+    ) -> None:
+        slots = bucket.open(queue, synchronize=self.synchronize)
+        if self.weight:  # else the slots count as unwritten
+            bucket.add(slots, grads, self.weight, outside=outside)
+
+    def open_accumulated(self, queue: ReductionQueue) -> None:
+        """Open the slots of gradients that earlier backwards have accumulated, and this one did not reach."""
+        for bucket in self.buckets:
+            if bucket.accumulates:
+                bucket.open(queue, synchronize=True)
+
+    def reduce(
+        self,
+        communicator: Communicator,
+        queue: ReductionQueue,
+        buckets: Sequence[int] | None = None,
+        *,
+        to_replicas: bool,
+    ) -> None:
+        """Start to reduce these buckets: what this backward has written, else accumulated gradients, else zeros.
+
+        By default all buckets that have gradients, or may have some on other ranks because they are trainable.
+        """
+        if buckets is None:
+            buckets = [
+                number
+                for number, bucket in enumerate(self.buckets)
+                if bucket.slots is not None or bucket.trainable or bucket.accumulates
+            ]
+        for number in buckets:
+            self.buckets[number].open(queue, synchronize=True)
+            self.buckets[number].reduce(communicator, queue, self.tags[number], self.all_reduce_hook, to_replicas)
+
+    def expose(self, queue: ReductionQueue) -> None:
+        """Show what this backward has written as ``.grad``, unsharded."""
+        for bucket in self.buckets:
+            if bucket.trainable:
+                slots = bucket.open(queue, synchronize=False)
+                bucket.expose(slots, complete=self.synchronize)
+
+    def abandon(self, queue: ReductionQueue) -> None:
+        """Drop what a failed backward has written."""
+        for bucket in self.buckets:
+            bucket.abandon(queue)

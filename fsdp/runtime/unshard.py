@@ -1,0 +1,445 @@
+"""Gathering and resharding the units of one tree: which full buffers have memory, and why.
+
+[Note: Idle units]
+A unit may be gathered without being in use: it was prefetched, or its forward was recomputed and its backward follows.
+It stays while there is room (``Unsharder.make_room``) and is resharded first when there is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+
+import torch
+
+from fsdp.comm.recording import NOTHING
+from fsdp.comm.streams import Streams
+from fsdp.flat.flat_param import gather
+from fsdp.flat.full_copy import BufferState
+from fsdp.flat.memory import MemoryPool
+from fsdp.runtime.agreement import GATHER, GATHER_NEARBY
+from fsdp.runtime.order import ExecutionOrder
+from fsdp.runtime.passes import Passes
+from fsdp.runtime.ranges import communicates
+from fsdp.runtime.unit import Unit
+
+
+class Residence(Enum):
+    """The reason why a unit's full buffers have memory."""
+
+    SHARDED = auto()  # they have none
+    PREFETCHED = auto()  # the unit will run soon
+    IN_USE = auto()  # the modules compute with them, or a forward has returned a parameter
+    RECOMPUTED = auto()  # the forward was recomputed, and the backward follows
+    KEPT = auto()  # the strategy keeps them for the next pass
+    AWAITED = auto()  # some modules of the unit have run in this pass, and others follow
+
+    __hash__ = object.__hash__  # Enum's own is a Python function
+
+
+_IDLE = (Residence.PREFETCHED, Residence.RECOMPUTED)
+_KEPT = frozenset([Residence.KEPT, Residence.AWAITED])
+_NEXT = {
+    Residence.SHARDED: (Residence.PREFETCHED, Residence.IN_USE),
+    Residence.PREFETCHED: (Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
+    Residence.IN_USE: tuple(why for why in Residence if why is not Residence.IN_USE),
+    Residence.RECOMPUTED: (Residence.PREFETCHED, Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
+    Residence.KEPT: (Residence.PREFETCHED, Residence.IN_USE, Residence.SHARDED),
+    Residence.AWAITED: (Residence.PREFETCHED, Residence.IN_USE, Residence.KEPT, Residence.SHARDED),
+}
+_FOLLOWS = {(before, why) for before, several in _NEXT.items() for why in (before, *several)}
+
+
+class Unsharder:
+    """Gathers and reshards the units of one tree. Units that are not sharded are never gathered.
+
+    Attributes:
+        pool: the memory of the full buffers.
+        order: the order in which units run, recorded and predicted.
+        generation: number of outermost forwards. A forward does not trust what an earlier one has gathered.
+        expects_backward: the outermost forward runs with gradients enabled.
+        logged: gathers and reductions are written to the log.
+    """
+
+    def __init__(self, root: Unit, units: list[Unit], streams: Streams, passes: Passes, pool: MemoryPool) -> None:
+        """``units``, the root among them, may lose some later on."""
+        self.pool, self.passes = pool, passes
+        self.order: ExecutionOrder[Unit] = ExecutionOrder()
+        self.generation = 0
+        self.expects_backward = self.logged = False
+        self._root, self._units, self._streams, self._on_host = root, units, streams, streams.asynchronous_work
+        # The gathered units, in the order in which they got their residence; those that are kept, maybe many, apart.
+        self._gathered: dict[Unit, Residence] = {}
+        self._kept: dict[Unit, Residence] = {}
+        self._within_budget: set[Unit] = set()  # ``keep_gathered_nbytes`` keeps these after the pass under way
+        self._farthest = 1  # the largest prefetch distance of a unit
+        self._ahead = 0  # so many of the next units are gathered, as far as they are to be
+        self._sources_kept = True  # a handle may have kept the source of its next gather
+        self._meetings = 0  # of the ranks, when the order was begun
+        self._offloads = any(handle.offload.offload_params for unit in units for handle in unit.handles)
+
+    # -- residences ----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Unit]:
+        """Iterate over the gathered units."""
+        return iter([*self._kept, *self._gathered])
+
+    def residence_of(self, unit: Unit) -> Residence:
+        """Return why ``unit`` is gathered."""
+        return self._gathered.get(unit) or self._kept.get(unit, Residence.SHARDED)
+
+    def becomes(self, unit: Unit, why: Residence, *, gathered: bool = False) -> bool:
+        """Change the residence of ``unit`` if it is gathered; return whether it was. With ``gathered`` it gets memory,
+        or its memory is filled again."""
+        before = self._gathered.pop(unit, None) or self._kept.pop(unit, None)
+        if before is None:
+            if not gathered:
+                return False
+            before = Residence.SHARDED
+        if (before, why) not in _FOLLOWS:
+            raise AssertionError(f"a unit went from {before.name} to {why.name}")
+        if why is not Residence.SHARDED:
+            (self._kept if why in _KEPT else self._gathered)[unit] = why
+        elif before is not Residence.IN_USE:
+            self._ahead = 0
+        return True
+
+    @property
+    def idle(self) -> list[Unit]:
+        """The units that are gathered and not in use, oldest first; see [Note: Idle units]."""
+        return [unit for unit, why in self._gathered.items() if why in _IDLE]
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def set_distance(self, farthest: int) -> None:
+        """Prefetch at most ``farthest`` units."""
+        self._farthest = max(1, farthest)
+
+    def begin_forward(self, unit: Unit, *, expects_backward: bool, logged: bool) -> None:
+        """Begin an outermost forward, of ``unit``."""
+        self.generation += 1
+        self.expects_backward, self.logged = expects_backward, logged
+        self.start_order(unit, backward=False)
+
+    def start_order(self, unit: Unit, *, backward: bool) -> None:
+        """Begin a pass whose first unit is ``unit``. Ranks that have met after a failure remember different orders,
+        would gather different units ahead, and so begin new ones."""
+        if self._meetings != self.passes.meetings:
+            self.order, self._meetings = ExecutionOrder(), self.passes.meetings
+        self.order.start(unit, backward=backward)
+        self._ahead = 0
+        self._within_budget = self._choose_within_budget()
+
+    def _choose_within_budget(self) -> set[Unit]:
+        """Return the units that fit into ``keep_gathered_nbytes``: the last ones of the recorded order, because the
+        next pass begins with them. The first pass has no record, and keeps none."""
+        chosen: set[Unit] = set()
+        room = self._root.policy.tree.keep_gathered_nbytes
+        for unit in reversed(self.order.recorded if room else []):
+            if unit not in chosen and not self.stays(unit) and unit.buffers.nbytes <= room:
+                chosen.add(unit)
+                room -= unit.buffers.nbytes
+        return chosen
+
+    def stays(self, unit: Unit) -> bool:
+        """Whether the strategy keeps ``unit`` gathered from forward to backward."""
+        resharded = unit.policy.reshard_after_forward
+        return unit is self._root if resharded is None else not resharded
+
+    # -- gathering -----------------------------------------------------------------------------------------------------
+
+    def gather(self, unit: Unit, why: Residence = Residence.IN_USE) -> None:
+        """Start filling the full buffers of ``unit``; see :meth:`Communicator.gather`."""
+        buffers = unit.buffers
+        nearby = buffers.has_nearby_source
+        if unit.groups.sharded:
+            self.passes.about_to(GATHER_NEARBY if nearby else GATHER, unit)
+        keep_cast = (
+            self.expects_backward
+            and unit.precision.casts
+            and buffers.nearby is None
+            and not self.stays(unit)
+            and self.passes.forward is not None
+            and not self.passes.in_backward
+        )
+        self._sources_kept = self._sources_kept or keep_cast
+        communicator = buffers.nearby if nearby else buffers.communicator
+        assert communicator is not None
+        what = "prefetch" if why is Residence.PREFETCHED else "gather"
+        shown = communicates(what, unit.name, self.generation, logged=self.logged)
+        with shown, NOTHING if self._on_host else self._streams.on_gather_stream():
+            gather(
+                unit.handles,
+                self.pool,
+                communicator,
+                buffers.tags[0],
+                keep_cast=keep_cast,
+                nearby=nearby,
+            )
+        buffers.note_filled(self.generation)
+        self.becomes(unit, why, gathered=True)
+
+    def unshard(self, unit: Unit, *, refill: bool) -> None:
+        """Register the full parameters on the modules; when this returns, the current stream may read them.
+
+        With ``refill``, a copy that an earlier forward left is gathered again, because the shards may have changed
+        since. Where a backward of ``no_sync`` kept it, the versions of the shards decide.
+        """
+        buffers = unit.buffers
+        if buffers.gathers:
+            why = self.residence_of(unit)
+            if why is not Residence.IN_USE and why is not Residence.RECOMPUTED:
+                self.order.record(unit)
+                self._ahead = 0
+            earlier = refill and buffers.generation != self.generation
+            if why is Residence.SHARDED:
+                self.make_room(unit)
+                self.gather(unit)
+            elif earlier and buffers.kept_versions != unit.shard_versions:
+                torch.clear_autocast_cache()  # its casts are of the old values
+                self.gather(unit)
+            elif earlier:
+                for view in unit.views:
+                    view.check_kept()
+                buffers.note_current(self.generation)
+            for handle in unit.handles:
+                handle.wait()
+        for view in unit.views:
+            view.registration.use_leaves(view.take_over if view.check_writeback else None)
+        self.becomes(unit, Residence.IN_USE)
+
+    def unshard_by_hand(self, unit: Unit) -> Callable[[], None]:
+        """Start gathering ``unit`` for the next forward. A later change of a shard comes too late for that forward.
+        Return a function that waits for the gather.
+
+        Raises:
+            AssertionError: a forward or backward of the unit is under way.
+        """
+        unit.check_idle("Cannot manually unshard parameters during forward/backward", AssertionError)
+        unit.follow_parameters()
+        if unit.buffers.gathers:
+            if not unit.buffers.is_gathered:
+                self.make_room(unit)
+            unit.buffers.forget_sources()
+            self.gathers_follow_compute()
+            self.gather(unit, Residence.PREFETCHED)
+            unit.buffers.note_current(self.generation + 1)
+            self.settle_offloaded()
+        return unit.buffers.wait
+
+    def gathers_follow_compute(self) -> None:
+        """Let gathers from now on read what the current stream, of the optimizer for instance, has written."""
+        updated = self._streams.record()
+        with self._streams.on_gather_stream():
+            self._streams.wait(updated)
+
+    def settle_offloaded(self) -> None:
+        """Wait until the device has read the shards in host memory, which may be written from here on."""
+        if self._offloads:
+            self._streams.settle()
+
+    def forget_sources(self) -> None:
+        """Let the next gathers read the shards again, which may have changed."""
+        kept, self._sources_kept = self._sources_kept, False
+        for unit in self._units if kept else ():
+            unit.buffers.forget_sources()
+
+    # -- resharding ----------------------------------------------------------------------------------------------------
+
+    def reshard(self, unit: Unit, *, backward_follows: bool = False) -> None:
+        """Give the memory of the full buffers back, and register shards on the modules. Idempotent.
+
+        Where ``backward_follows`` and the policy names a number of ranks, this rank keeps its slice for the gather
+        among these, unless an earlier forward has gathered the unit. The gather stream cuts the slice, because it has
+        filled the buffer and will gather it.
+        """
+        for view in unit.views:
+            view.registration.use_resting()
+        buffers = unit.buffers
+        if buffers.in_output or not self.becomes(unit, Residence.SHARDED):
+            return
+        last_use, slice_over = None, None
+        if not self._on_host:
+            buffers.wait()  # the optimizer must not modify the shard during an unused prefetch
+            last_use = self._streams.record()
+        if backward_follows and buffers.nearby is not None and buffers.generation == self.generation:
+            slice_over = buffers.nearby.groups if unit.policy.unshard_in_backward else None
+            self._sources_kept = self._sources_kept or slice_over is not None
+        with NOTHING if self._on_host else self._streams.on_gather_stream():
+            for handle in unit.handles:
+                if handle.copy.state is BufferState.GATHERING:  # on CPU; see above
+                    handle.wait()
+                if slice_over is not None:
+                    handle.keep_part(slice_over)
+                handle.release(self.pool, last_use)
+        torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
+
+    def drop_prefetched(self, unit: Unit) -> None:
+        """Reshard ``unit`` if it was gathered for a forward to come."""
+        if self.residence_of(unit) is Residence.PREFETCHED:
+            self.reshard(unit)
+
+    def drop_failed(self, unit: Unit) -> None:
+        """Reshard ``unit``, whose pass has failed. A gather under way keeps its buffer until it is waited for."""
+        if unit.buffers.is_gathering:
+            unit.use_resting()
+            self.becomes(unit, Residence.PREFETCHED)
+        else:
+            self.reshard(unit)
+
+    def note_recomputed(self, unit: Unit) -> None:
+        """Note that a backward has recomputed the forward of ``unit``, whose backward follows."""
+        self.becomes(unit, Residence.RECOMPUTED)
+
+    def keep(self, unit: Unit, why: Residence = Residence.KEPT) -> None:
+        """Leave ``unit`` gathered for the next pass. Users change the shard in between, not the copy."""
+        unit.use_resting()
+        self.becomes(unit, why)
+
+    def keep_to_others(self, unit: Unit) -> None:
+        """Keep ``unit``, of which some modules have run, for the others, at the latest to the end of the pass. It does
+        not take room from other units."""
+        if self.residence_of(unit) is Residence.IN_USE:
+            self.keep(unit, Residence.AWAITED)
+
+    def leave_forward(self, unit: Unit, *, complete: bool) -> None:
+        """Reshard or keep ``unit``, whose outermost call is over. ``complete``: all of its modules have run."""
+        if not complete:
+            self.keep_to_others(unit)
+        elif self.expects_backward and self._keeps_to_backward(unit):
+            self.keep(unit)
+        else:
+            self.reshard(unit, backward_follows=self.expects_backward)
+        self.prefetch(unit)
+
+    def _keeps_to_backward(self, unit: Unit) -> bool:
+        return unit in self._within_budget or self.stays(unit)
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """Reshard, at the end of the tree's forward, all units that no backward will read, and units that were kept for
+        modules that did not run."""
+        for unit in self.idle if backward_follows else self:
+            self.reshard(unit)
+        for unit in [unit for unit, why in self._kept.items() if why is Residence.AWAITED]:
+            if self._keeps_to_backward(unit):
+                self.keep(unit)
+            else:
+                self.reshard(unit, backward_follows=True)
+
+    def end_backward(self, unit: Unit) -> None:
+        """Reshard ``unit``, unless it is kept for the next forward: by its policy, or, while gradients accumulate
+        unsharded, by its strategy or the budget. That forward gathers it again only if a shard was written."""
+        if unit.groups.sharded and self.residence_of(unit) is Residence.SHARDED:
+            return
+        kept = not unit.policy.reshard_after_backward
+        if not unit.gradients.synchronize:
+            budget = unit is self._root and unit.policy.tree.keep_gathered_nbytes > 0
+            kept = kept or budget or unit in self._within_budget or unit.policy.reshard_after_forward is False
+        if self._sources_kept:
+            unit.buffers.forget_sources()
+        if not (kept and unit.buffers.is_gathered):
+            self.reshard(unit)
+            return
+        unit.buffers.note_kept(unit.shard_versions)
+        self.keep(unit)
+
+    def hold_output(self, unit: Unit) -> None:
+        """Keep the full buffers, which an output of the forward lies in, until the next forward."""
+        unit.buffers.set_in_output(True)
+
+    def forget_output(self, unit: Unit) -> None:
+        """Reshard ``unit`` if it was kept because an earlier forward returned a parameter."""
+        if unit.buffers.in_output:
+            unit.buffers.set_in_output(False)
+            self.reshard(unit)
+
+    def trim(self) -> None:
+        """Give the pool's spare memory back."""
+        with self._streams.on_gather_stream():
+            self.pool.trim()
+
+    def rest(self) -> None:
+        """Note the end of a pass: the pool gives back what the next one does not need, and the rest after a while."""
+        with self._streams.on_gather_stream():
+            self.pool.rest()
+
+    # -- precision -----------------------------------------------------------------------------------------------------
+
+    def compute_in(self, unit: Unit, full_precision: bool) -> None:
+        """Compute in the parameters' own dtypes from here on, or in those of the mixed precision; so do the buffers.
+
+        Raises:
+            RuntimeError: a backward of the unit is under way in the other dtypes.
+        """
+        if unit.precision.is_full is not full_precision:
+            self.cast_parameters(unit, full_precision)
+        if unit.precision.asked.buffer_dtype is not None:
+            unit.precision.cast_buffers(unit.device, full_precision=full_precision)
+
+    def cast_parameters(self, unit: Unit, full_precision: bool) -> None:
+        """As ``compute_in``, without the buffers."""
+        if unit.precision.is_full is full_precision or not unit.handles:
+            return
+        if unit.arrivals.expected and any(handle.casts for handle in unit.handles):
+            raise RuntimeError(
+                f"{unit.name} would have to compute in mixed and in full precision at once. Forwards in eval mode with "
+                "FSDP_USE_FULL_PREC_IN_EVAL=1 are in full precision: give graphs of different precision backwards of "
+                "their own"
+            )
+        self.forget_output(unit)
+        self.reshard(unit)
+        for handle in unit.handles:
+            handle.compute_in_full_precision(full_precision)
+        unit.precision.set_full(full_precision)
+        unit.arrivals.watch()
+
+    def refresh(self, unit: Unit) -> None:
+        """Follow changes of the module's mode and of the visible parameters since the last forward."""
+        self.forget_output(unit)
+        if unit.summoned is None:  # now, so that the right copy is prefetched
+            self.compute_in(unit, unit.precision.wants_full)
+        unit.follow_parameters()
+
+    # -- room ----------------------------------------------------------------------------------------------------------
+
+    def _has_room(self, unit: Unit, room: int) -> bool:
+        """Whether one more unit fits beside ``room`` others, not counting the root, the ancestors of ``unit`` and units
+        that are kept. While a unit computes, as many others may be gathered as are to be prefetched."""
+        for other in self._gathered:
+            limited = other is not self._root and other.policy.reshard_after_forward is not False
+            room -= limited and other.position.index not in unit.position.ancestors
+        return room >= 0
+
+    def make_room(self, unit: Unit) -> None:
+        """Reshard idle units, oldest first, as far as ``unit`` needs their room."""
+        policy = unit.policy
+        distance = policy.backward_prefetch if self.passes.in_backward else policy.forward_prefetch
+        for other in self.idle if policy.tree.limit_all_gathers else ():
+            if self._has_room(unit, distance):
+                return
+            self.reshard(other)
+
+    def prefetch(self, unit: Unit, *, begins: bool = False) -> None:
+        """Start gathering the units that run after ``unit``, as far as the record, the policy and the room allow. Units
+        that the user has listed are gathered when ``unit`` ``begins``."""
+        in_backward, policy = self.passes.in_backward, unit.policy
+        if self._ahead >= self._farthest or policy.tree.reduce_unused:
+            return
+        if in_backward and policy.prefetch_after_gradients:
+            computing = [o for o in self if o.arrivals.pending and self.residence_of(o) is not Residence.AWAITED]
+            if any(other.position.index not in unit.position.ancestors for other in computing):
+                return
+        listed = unit.buffers.listed(in_backward)
+        if listed is not None and not begins:
+            return
+        distance = policy.backward_prefetch if in_backward else policy.forward_prefetch
+        for candidate in self.order.upcoming(distance) if listed is None else listed:
+            if candidate in self._gathered or candidate.buffers.is_gathered or candidate.summoned is not None:
+                continue
+            if in_backward and not candidate.policy.unshard_in_backward:
+                continue
+            if listed is None and policy.tree.limit_all_gathers and not self._has_room(candidate, distance):
+                return
+            self.gather(candidate, Residence.PREFETCHED)
+        if listed is None:
+            self._ahead = distance
