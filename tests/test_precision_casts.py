@@ -115,7 +115,7 @@ def count_casts() -> None:
                 model(x).sum().backward()
                 assert counter.take() == {2 if strategy is FULL else 1}, what  # else gathered once, and kept
                 loss = model(x).sum()
-                kept = [handle._cast is not None for handle in handles_of(model)]
+                kept = [handle._source is not None for handle in handles_of(model)]
                 assert kept == [strategy is FULL and index > 0 for index in range(4)], "the root stays as it is"
                 hook = loss.register_hook(stop)
                 with pytest.raises(ZeroDivisionError):

@@ -160,7 +160,7 @@ def same(actual: Tensor, expected: Tensor, what: str) -> None:
 
 def assert_no_casts_kept(model: FullyShardedDataParallel, what: str) -> None:
     __tracebackhide__ = True
-    assert all(handle._cast is None for handle in handles_of(model)), what
+    assert all(handle._source is None for handle in handles_of(model)), what
 
 
 # -- whatever writes a shard ---------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Pair:
 
     def parts(self) -> int:
         """The bytes that the one keeps from a forward to its backward."""
-        return sum(h._part.nbytes for h in handles_of(self.near) if h._part is not None)
+        return sum(h._source.tensor.nbytes for h in handles_of(self.near) if h.has_slice)
 
     def full(self) -> int:
         return sum(handle.full_nbytes for handle in handles_of(self.near))
@@ -153,7 +153,7 @@ def _train() -> None:
             loss(5)  # no backward
             with torch.no_grad():
                 loss(6)
-            assert all(handle._part is None for handle in handles_of(model))
+            assert all(handle._source is None for handle in handles_of(model))
             loss(7).backward()
 
         assert count(pair.run(evaluate)) == (3 * UNITS, UNITS)

@@ -127,6 +127,18 @@ def take_over_data(param: nn.Parameter, shard: torch.Tensor, name: str) -> None:
     param.data = shard
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class GatherSource:
+    """A tensor that a handle keeps for the next gather, in the compute dtype.
+
+    Attributes:
+        is_slice: it is this rank's slice of the full buffer, for a gather among nearby ranks; else the cast shard.
+    """
+
+    tensor: torch.Tensor
+    is_slice: bool
+
+
 class FlatParamHandle:
     """One bucket: the parameters of a unit that share a dtype and a ``requires_grad``.
 
@@ -167,8 +179,7 @@ class FlatParamHandle:
         self.has_tp = any(self.tp)  # whether some has
         self._cuts, self._places = layout.once(("cuts", groups.shard_rank), lambda: _cuts(layout, groups.shard_rank))
         self.full_precision = False
-        self._cast: torch.Tensor | None = None  # the shard in the compute dtype, from a forward to its backward
-        self._part: torch.Tensor | None = None  # of the full buffer, among the ranks nearby, likewise
+        self._source: GatherSource | None = None  # kept for the next gather
         self.unit_name = "its unit"
 
         self._shard = self._put_at_rest(shard)
@@ -351,19 +362,26 @@ class FlatParamHandle:
         if copy.state is BufferState.SHARDED:
             pool.allocate(copy.pooled)
         copy.enter(BufferState.GATHERING)
-        shard = self._shard
         if nearby:
-            assert self._part is not None
-            shard = self._part
-        elif self.groups.sharded:  # else it is moved and cast as it is copied
-            kept, self._cast = self._cast, None
-            if kept is not None and kept.dtype == copy.tensor.dtype:
-                shard = kept
-            elif copy.differs:
-                shard = self._shard_as(copy.tensor.dtype, communicator.streams)
-            if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
-                self._cast = shard
-        return _new_gather((copy.tensor, shard, copy.cut))
+            assert self._source is not None
+            source = self._source.tensor
+        elif self.groups.sharded:
+            source = self._whole_shard(copy, communicator.streams, keep_cast=keep_cast)
+        else:
+            source = self._shard  # it is moved and cast as it is copied
+        return Gather(copy.tensor, source, copy.cut)
+
+    def _whole_shard(self, copy: FullCopy, streams: Streams, *, keep_cast: bool) -> torch.Tensor:
+        """Return the shard in the dtype of ``copy``: the cast that an earlier gather has kept, or a new one. With
+        ``keep_cast``, keep it."""
+        kept, self._source = self._source, None
+        if kept is not None and not kept.is_slice and kept.tensor.dtype == copy.tensor.dtype:
+            shard = kept.tensor
+        else:
+            shard = self._shard_as(copy.tensor.dtype, streams) if copy.differs else self._shard
+        if keep_cast and shard.dtype != self._shard.dtype and self._shard.device == self.device:
+            self._source = GatherSource(shard, is_slice=False)
+        return shard
 
     def _shard_as(self, dtype: torch.dtype, streams: Streams) -> torch.Tensor:
         """The shard where it is computed, in ``dtype``; in two steps: a host tensor would be cast by the host."""
@@ -378,19 +396,21 @@ class FlatParamHandle:
         return Gather(unread, self._shard_as(dtype, streams))
 
     @property
-    def has_part(self) -> bool:
-        """Whether it has kept a part of what the next gather is for."""
-        return self._part is not None and self._part.dtype == self.copy.tensor.dtype
+    def has_slice(self) -> bool:
+        """Whether a slice of the full buffer is kept for the next gather."""
+        kept = self._source
+        return kept is not None and kept.is_slice and kept.tensor.dtype == self.copy.tensor.dtype
 
-    def keep_part(self, nearby: Groups) -> None:
-        """Keep this rank's part of the full buffer, which is filled, for gathers among the ranks ``nearby``; to be
-        called on the stream that has filled it, and gathers again."""
-        if not self.has_part:
-            self._part = self.full.view(nearby.shard_size, -1)[nearby.shard_rank].clone()
+    def keep_slice(self, nearby: Groups) -> None:
+        """Keep this rank's slice of the filled full buffer for gathers among the ranks ``nearby``. The current stream
+        has filled the buffer, and gathers again."""
+        if not self.has_slice:
+            part = self.full.view(nearby.shard_size, -1)[nearby.shard_rank]
+            self._source = GatherSource(part.clone(), is_slice=True)
 
-    def forget_kept(self) -> None:
-        """The shard may have changed: the next gather reads it again."""
-        self._cast = self._part = None
+    def forget_source(self) -> None:
+        """Let the next gather read the shard, which may have changed."""
+        self._source = None
 
     def wait(self) -> None:
         """The full buffer is filled when this returns (for the current stream)."""
@@ -459,7 +479,7 @@ class FlatParamHandle:
         The flat parameter and the leaves stay the same objects, but for ``DTensor`` s, which keep their dtype. The full
         buffer must have been released.
         """
-        self.forget_kept()
+        self.forget_source()
         self.compute_in_full_precision(False)
         before = self.copy.all_leaves
         self.layout = dataclasses.replace(
@@ -500,9 +520,6 @@ class FlatParamHandle:
         return _piece_of(record, self.layout.piece(index, self.groups.shard_rank), whole)
 
 
-_new_gather: Callable[[tuple[Any, Any, Any]], Gather] = functools.partial(tuple.__new__, Gather)
-
-
 def gather(
     handles: Sequence[FlatParamHandle],
     pool: MemoryPool,
@@ -516,7 +533,7 @@ def gather(
     already. ``nearby``: from the parts that ``communicator``'s ranks have kept.
 
     With ``keep_cast`` the shards in the compute dtype are kept for the next gather, which is to see the same values;
-    :meth:`FlatParamHandle.forget_kept` says that it is not.
+    :meth:`FlatParamHandle.forget_source` drops them.
     """
     parts, issues = [], False
     try:

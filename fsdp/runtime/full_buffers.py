@@ -64,7 +64,7 @@ class FullBuffers:
     @property
     def has_nearby_source(self) -> bool:
         """Whether the next gather reads the slices that the nearby ranks have kept."""
-        return self.nearby is not None and bool(self._handles) and all(handle.has_part for handle in self._handles)
+        return self.nearby is not None and bool(self._handles) and all(handle.has_slice for handle in self._handles)
 
     @property
     def is_gathering(self) -> bool:
@@ -107,4 +107,4 @@ class FullBuffers:
     def forget_sources(self) -> None:
         """Let the next gather read the shards, which may have changed."""
         for handle in self._handles:
-            handle.forget_kept()
+            handle.forget_source()

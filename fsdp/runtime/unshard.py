@@ -270,7 +270,7 @@ class Unsharder:
                 if handle.copy.state is BufferState.GATHERING:  # on CPU; see above
                     handle.wait()
                 if slice_over is not None:
-                    handle.keep_part(slice_over)
+                    handle.keep_slice(slice_over)
                 handle.release(self.pool, last_use)
         torch.clear_autocast_cache()  # it keeps a cast of every leaf until the outermost autocast block ends
 
