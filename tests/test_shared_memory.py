@@ -192,7 +192,7 @@ def write_before_all_have_read() -> None:
     several: list[Any] = [unit for _, unit, _ in units_in(model)]
     own, unit = several[:2]
     handle, pool = unit.handles[0], unit.context.unsharder.pool
-    gather = functools.partial(flat_param.gather, [handle], pool, unit.communicator)
+    gather = functools.partial(flat_param.gather, [handle], pool, unit.buffers.communicator)
     for _ in range(2):  # the first memory was allocated before the ranks knew that they share some
         gather(Tag("gather", 1))
         handle.wait()

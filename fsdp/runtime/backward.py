@@ -141,10 +141,6 @@ class ForwardCall:
         if tensor.requires_grad and tensor.grad_fn is not None:  # a leaf would collect hooks
             hooks.on_gradient(tensor, functools.partial(_input_reached, weakref.ref(self)), _INPUT)
 
-    def set_running(self, running: bool) -> None:
-        """Note whether the module of the call runs."""
-        self._runs = running
-
     # -- a backward ----------------------------------------------------------------------------------------------------
 
     @ranged("_pre_backward_hook", "unit.name")
@@ -296,20 +292,17 @@ def _gradients_arrived(unit_ref: Callable[[], Unit | None]) -> None:
         with NOTHING if context.compute is None else context.joined():  # else there is no stream to join
             reads = unit.policy.unshard_in_backward
             unit.gradients.copy(unit.arrivals.take(), context.reductions, reads=reads)
-            if not unit.arrivals.pending:
-                _reduce(unit, context)
+            if unit.arrivals.pending:
+                return
+            context.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner
+            with profiled("_post_backward_hook", unit.name):
+                context.reduce(unit)
+                if not unit.is_running:
+                    context.unsharder.end_backward(unit)
+                    context.unsharder.prefetch(unit)
     except BaseException as error:
         _fail(unit, error, "gradient of a parameter")
         raise
-
-
-def _reduce(unit: Unit, context: RootContext) -> None:
-    context.unsharder.prefetch(unit)  # before the reduction: a gather is waited for sooner
-    with profiled("_post_backward_hook", unit.name):
-        context.reduce(unit)
-        if not unit.is_running:
-            context.unsharder.end_backward(unit)
-            context.unsharder.prefetch(unit)
 
 
 def _outside_gradient_arrived(unit_ref: Callable[[], Unit | None], bucket: int, index: int, grad: torch.Tensor) -> None:
@@ -377,7 +370,7 @@ class Running:
         self._range.__enter__()
         self._before, _here.innermost = _here.innermost, call
         if call is not None:
-            call.set_running(True)
+            call._runs = True
 
     def end(self) -> None:
         """End the run. Idempotent."""
@@ -386,7 +379,7 @@ class Running:
         shown, self._range = self._range, None
         _here.innermost = self._before
         if self.call is not None:
-            self.call.set_running(False)
+            self.call._runs = False
         shown.__exit__(None, None, None)
 
 

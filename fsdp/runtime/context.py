@@ -211,8 +211,12 @@ class RootContext:
 
     def exit_forward(self, unit: Unit, *, backward_follows: bool, failed: bool = False) -> None:
         """Note that ``unit`` has run; with the outermost one the forward of the tree is over."""
+        if hooks.current_backward() != hooks.NO_BACKWARD:
+            if not unit.is_running:
+                self.unsharder.note_recomputed(unit)
+            return
         forward = self.passes.forward  # None: a backward inside it has failed
-        if hooks.current_backward() != hooks.NO_BACKWARD or (forward is not None and forward.caller is not unit):
+        if forward is not None and forward.caller is not unit:
             return
         self.unsharder.order.stop()
         if failed:

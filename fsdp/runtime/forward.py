@@ -98,7 +98,7 @@ def leave(unit: Unit, context: RootContext, running: Running, output: Any, modul
     if call is not None:
         call.hook_outputs(differentiable)
     with hooks.own_operations() if hooks.count_of_modes() else NOTHING:
-        if _leave(unit, context):
+        if unit.progress.leave():
             if hooks.current_backward() == hooks.NO_BACKWARD and unit.summoned is None:
                 complete = unit.progress.note_ran(module, context.unsharder.generation)
                 context.unsharder.leave_forward(unit, complete=complete)
@@ -112,16 +112,8 @@ def abort(unit: Unit, context: RootContext, running: Running | None = None) -> N
     fault."""
     if running is not None:
         running.end()
-    outermost = _leave(unit, context)
+    outermost = unit.progress.leave()
     if hooks.current_backward() == hooks.NO_BACKWARD:
         context.fail()
     if outermost:
         context.exit_forward(unit, backward_follows=True, failed=True)
-
-
-def _leave(unit: Unit, context: RootContext) -> bool:
-    """Note the end of a call of ``unit``; return whether no other is under way."""
-    outermost = unit.progress.leave()
-    if outermost and hooks.current_backward() != hooks.NO_BACKWARD and not unit.is_running:
-        context.unsharder.note_recomputed(unit)
-    return outermost

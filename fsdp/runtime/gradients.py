@@ -119,7 +119,9 @@ class UnitGradients:
         for number, grads in grads_of.items():
             self.buckets[number].check(grads, reads_parameters=reads)
         for number, grads in sorted(grads_of.items()):
-            self._add(self.buckets[number], grads, queue)
+            slots = self.buckets[number].open(queue, synchronize=self.synchronize)
+            if self.weight:  # else the slots count as unwritten
+                self.buckets[number].add(slots, grads, self.weight)
 
     def check_outside(self, number: int, grads: dict[int, torch.Tensor]) -> None:
         """Raise RuntimeError if gradients of parameters that were used outside of forward are not supported."""
@@ -127,14 +129,9 @@ class UnitGradients:
 
     def add_outside(self, number: int, grads: dict[int, torch.Tensor], queue: ReductionQueue) -> None:
         """Add gradients of parameters that were used outside of forward; see ``outside.py``."""
-        self._add(self.buckets[number], grads, queue, outside=True)
-
-    def _add(
-        self, bucket: BucketGradients, grads: dict[int, torch.Tensor], queue: ReductionQueue, *, outside: bool = False
-    ) -> None:
-        slots = bucket.open(queue, synchronize=self.synchronize)
-        if self.weight:  # else the slots count as unwritten
-            bucket.add(slots, grads, self.weight, outside=outside)
+        slots = self.buckets[number].open(queue, synchronize=self.synchronize)
+        if self.weight:
+            self.buckets[number].add(slots, grads, self.weight, outside=True)
 
     def open_accumulated(self, queue: ReductionQueue) -> None:
         """Open the slots of gradients that earlier backwards have accumulated, and this one did not reach."""

@@ -152,7 +152,7 @@ class Reduction:
             for start, end in bucket.handle.layout.shard_gaps(bucket.handle.groups.shard_rank):
                 self.shard[start:end].zero_()
             self.pending = Pending(None, streams)
-        if not self.averages and not self.is_partial:
+        if not (self.averages or self.is_partial or streams.asynchronous_work):
             self._transform(self.pending)
 
     def average(self) -> None:
@@ -163,13 +163,12 @@ class Reduction:
             if self.earlier is not None:
                 self.shard.add_(self.earlier)
             self.averaged = self.communicator.average(self.shard, self.tag)
-            self._transform(self.averaged)
+            if not self.streams.asynchronous_work:
+                self._transform(self.averaged)
 
     def _transform(self, pending: Pending) -> None:
         """Call the user's hook and copy the result to host memory, behind ``pending``, the last collective, on the
-        current stream. On CPU, ``finish`` calls the hook."""
-        if self.streams.asynchronous_work:
-            return
+        current stream. Accelerators only; on CPU ``finish`` calls the hook."""
         if self.hook is not None:
             self.hook(self.shard)
             pending.extend()

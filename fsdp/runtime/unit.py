@@ -102,7 +102,7 @@ class Progress:
     def note_ran(self, module: str, generation: int) -> bool:
         """Note that ``module`` has run in this forward of the tree; return whether all modules have."""
         self._ran[module] = generation
-        return all(ran == generation for ran in self._ran.values())
+        return set(self._ran.values()) == {generation}
 
     def is_first_to_change(self, change: Callable[[torch.Tensor], torch.Tensor], module: str) -> bool:
         """Note that ``nn.Module._apply`` has reached ``module`` with ``change``; return whether the shards are to be

@@ -306,14 +306,11 @@ class Unsharder:
         """Reshard or keep ``unit``, whose outermost call is over. ``complete``: all of its modules have run."""
         if not complete:
             self.keep_to_others(unit)
-        elif self.expects_backward and self._keeps_to_backward(unit):
+        elif self.expects_backward and (unit in self._within_budget or self.stays(unit)):
             self.keep(unit)
         else:
             self.reshard(unit, backward_follows=self.expects_backward)
         self.prefetch(unit)
-
-    def _keeps_to_backward(self, unit: Unit) -> bool:
-        return unit in self._within_budget or self.stays(unit)
 
     def end_forward(self, *, backward_follows: bool) -> None:
         """Reshard, at the end of the tree's forward, all units that no backward will read, and units that were kept for
@@ -321,7 +318,7 @@ class Unsharder:
         for unit in self.idle if backward_follows else self:
             self.reshard(unit)
         for unit in [unit for unit, why in self._kept.items() if why is Residence.AWAITED]:
-            if self._keeps_to_backward(unit):
+            if unit in self._within_budget or self.stays(unit):
                 self.keep(unit)
             else:
                 self.reshard(unit, backward_follows=True)
