@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fsdp.checkpoint.load_state_dict as loading
 import fsdp.checkpoint.optim_state as optim_state
 import fsdp.placement.redistribute as redistribute
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
@@ -26,7 +25,7 @@ from fsdp.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fsdp.comm import beginning
+from fsdp.comm import beginning, consensus
 from fsdp.runtime.agreement import Agreement
 from tests.harness.agreeing import (
     EQUAL,
@@ -309,7 +308,7 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
     optimizer.step()
     full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
     where, function, make = {
-        "load_state_dict()": (loading, "failures_in", lambda: model.load_state_dict(plain.state_dict())),
+        "load_state_dict()": (consensus, "failures_in", lambda: model.load_state_dict(plain.state_dict())),
         "optim_state_dict()": (
             optim_state,
             "all_gather_object",
@@ -321,7 +320,7 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
             lambda: FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=True),
         ),
         "optim_state_dict_to_load()": (
-            loading,
+            consensus,
             "broadcast_object",
             lambda: FullyShardedDataParallel.scatter_full_optim_state_dict(full, model, optim=optimizer),
         ),

@@ -574,7 +574,7 @@ def _sharded_values_of_what_no_unit_owns() -> None:
             state: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in before.items()}
             if everywhere or dist.get_rank() == 1:
                 state["1.weight"] = value
-            with pytest.raises(RuntimeError, match=rf"'1.weight': no unit .* {type(value).__name__} was given"):
+            with pytest.raises(RuntimeError, match=rf"1.weight.*no unit .* {type(value).__name__} was given"):
                 model.load_state_dict(state)
             assert_bit_equal(model.state_dict(), before)
     replicated = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Replicate()])

@@ -1,8 +1,8 @@
-"""The forms that a tensor has in state dicts: whole, as chunks of rows, as what a shard holds, as a part of a vector.
+"""Forms of tensors in state dicts: whole, in chunks of rows, the elements of a shard, or a part of a flat vector.
 
-A *form* tells which rank gets which elements (``place``), makes of them what stands in the state dict (``wrap``), and
-finds in such a value what this rank has (``read``). All that leaves a model or an optimizer does so by :func:`export`,
-and all that comes back by :func:`fill`, whatever its form.
+A *form* decides which elements each rank gets (``place``), makes the value for the state dict (``wrap``), and finds
+this rank's elements in a value that is loaded (``read``). Tensors of models and optimizers are saved by :func:`export`
+and loaded by :func:`fill`, in every form. No file outside of this one distinguishes forms.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ from fsdp.runtime.unit import Unit
 
 
 class Held(NamedTuple):
-    """A tensor whose elements the ranks of a group hold.
+    """A tensor of a unit, with one element per element of a parameter, whose elements are on the ranks of a group.
 
     Attributes:
-        part: this rank's interval of it.
-        spans: gives the (rank, start, end) of every rank's; None if each has all of it.
-        tp: how tensor parallelism has placed it, if it has: all of this is about a part of it then, and the ranks of
-            another group hold the rest.
+        part: this rank's interval.
+        spans: returns (rank, start, end) of every rank's interval; None if each rank has the whole tensor.
+        tp: placement by tensor parallelism, if any. Then the group holds one part of the tensor.
     """
 
     part: RaggedTensor
@@ -58,23 +57,28 @@ class Held(NamedTuple):
     tp: TensorParallel | None = None
 
     def placement(self, ranks: int) -> Placement | None:
-        """Of its elements on so many ranks; None if each has all of it."""
+        """Return the placement on ``ranks`` ranks; None if each rank has the whole tensor."""
         part, spans = self.part, self.spans
         return spans and Placement.intervals(part.shape, part.stride(), tuple(spans()), ranks, part.within)
 
     @property
     def shares(self) -> Placement:
-        """What each rank of tensor parallelism holds parts of."""
+        """The placement of the parts over the ranks of tensor parallelism."""
         tp = self.tp
         assert tp is not None
         return Placement(tuple((Box(tp.offsets(rank), tp.local_shape(rank)),) for rank in range(tp.group.size())))
 
 
 class Source(NamedTuple):
-    """What this rank has of a tensor; ``placement`` is None if every rank has what it needs. ``group`` are the ranks
-    that have it, if others than those that hold the parts of the tensor that it goes to. If it is ``spread`` over a
-    group, that of tensor parallelism, its ranks have, as the placement there says, together what ``placement`` says of
-    this rank."""
+    """This rank's elements of a value that is loaded.
+
+    Attributes:
+        placement: the elements of each rank; None if every rank has all the elements that it needs.
+        parts: this rank's elements.
+        group: the ranks of ``placement``, unless they are the ranks of the unit's chunks.
+        spread: group of tensor parallelism, and the placement over it, if its ranks together have the elements that
+            ``placement`` gives to this rank.
+    """
 
     placement: Placement | None
     parts: Sequence[Part]
@@ -83,8 +87,12 @@ class Source(NamedTuple):
 
     @classmethod
     def of_first(cls, value: torch.Tensor | None, shape: tuple[int, ...], ranks: int, tp: Any = None) -> Source:
-        """Of a tensor that rank 0 has as ``value``, and the others, where it is None, not at all; with ``tp``, the
-        ranks of tensor parallelism, it is rank 0 of them that has it, and the others have parts to get from it."""
+        """Return the source for a tensor that only rank 0 has.
+
+        Args:
+            value: the tensor; None except on rank 0.
+            tp: ranks of tensor parallelism, of which only rank 0 has the tensor.
+        """
         placement = Placement.whole(shape, ranks, only=0)
         spread = None if tp is None else (tp, Placement.whole(shape, tp.size(), only=0))
         if value is None:
@@ -92,20 +100,26 @@ class Source(NamedTuple):
         return cls(placement, [(Box.whole(shape), local_of(value))], spread=spread)
 
 
+class Mismatch(RuntimeError, AssertionError):
+    """A sharded or local state dict that does not fit: an AssertionError in FSDP1, a RuntimeError in ``nn.Module``."""
+
+
 @dataclass(frozen=True)
 class Form(ABC):
-    """What becomes of tensors on their way into a state dict, whatever their unit.
+    """The form of the tensors of any unit in a state dict.
 
     Attributes:
-        rank0_only: only rank 0 gets it. For ``Full``.
-        offload_to_cpu: tensors in CPU memory; else where the unit computes, or in the shards' own memory.
-        rows: for ``Rows``: the mesh and its dimension over which they lie as ``DTensor``; None for ``ShardedTensor``.
-        configs: what asks for it.
-        called: in errors.
-        is_readable: the values stand in the modules already while ``nn.Module`` walks them.
-        stays: the values are the shards' own; nothing travels.
-        is_cut: each rank gets a part, so that there have to be several; what is not sharded has the full form.
-        is_flat: of flat vectors instead of parameters.
+        rank0_only: only rank 0 gets the tensors. For ``Full``.
+        offload_to_cpu: tensors are in CPU memory; otherwise where the unit computes, or in the shards' own memory.
+        rows: for ``Rows``: the mesh and the dimension over which rows are cut as ``DTensor``; None for
+            ``ShardedTensor``.
+        configs: the config classes that choose the form.
+        called: name in errors.
+        mismatch: the class of errors of dicts that do not fit.
+        is_readable: the values are registered on the modules during the walk of ``nn.Module``.
+        stays: the values are the shards' own memory, without communication.
+        is_cut: each rank gets a part. Units that are not sharded have the full form instead.
+        is_flat: the tensors are flat vectors instead of parameters.
     """
 
     rank0_only: bool = False
@@ -113,6 +127,7 @@ class Form(ABC):
     rows: tuple[DeviceMesh, int] | None = None
 
     configs: ClassVar[tuple[type, ...]]
+    mismatch: ClassVar[type[RuntimeError]] = Mismatch
     called: ClassVar[str]
     is_readable: ClassVar[bool] = False
     stays: ClassVar[bool] = False
@@ -121,15 +136,15 @@ class Form(ABC):
 
     @staticmethod
     def of(config: Any) -> Form:
-        """What this asks for."""
+        """Return the form that ``config`` chooses."""
         form = next(form for form in FORMS if isinstance(config, form.configs))
         return form(getattr(config, "rank0_only", False), config.offload_to_cpu)
 
     def within(self, unit: Unit, *, cut: bool) -> Form:
-        """What it is for ``unit``; whole where each rank would get a part and there are no parts (not ``cut``).
+        """Return the form for ``unit``: whole tensors for a form of parts if the unit is not ``cut``.
 
         Raises:
-            RuntimeError: flat vectors, and the unit has a device mesh; or there is no mesh with tensor parallelism.
+            RuntimeError: flat vectors, and the unit has a device mesh; or no mesh includes tensor parallelism.
         """
         if self.is_cut and not cut:
             return Full(self.rank0_only, self.offload_to_cpu)
@@ -150,38 +165,45 @@ class Form(ABC):
         return replace(self, rows=rows)
 
     def device(self, channel: Channel) -> torch.device | None:
-        """Where tensors go; None for where they are."""
+        """Return the device of the values; None for the device of the shards."""
         return torch.device("cpu") if self.offload_to_cpu else None if self.stays else channel.device
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
-        """Which of so many ranks gets what of a tensor of this shape; None if it stays where it is."""
+        """Return the elements of a tensor of this shape that each of ``ranks`` ranks gets; None if elements do not
+        move."""
         return None
 
     def share(self, held: Held, box: Box) -> Placement:
-        """Which rank of tensor parallelism gets what of ``box``, of a tensor that it has cut."""
+        """Return the elements of ``box`` that each rank of tensor parallelism gets, for a tensor that it has cut."""
         return Placement(((box,),) * len(held.shares.boxes))
 
     @abstractmethod
     def wrap(self, held: Held, local: torch.Tensor | None, channel: Channel) -> Any:
-        """What stands in the state dict for a tensor that the ranks of ``channel`` hold; ``local`` is what this rank
-        got of it, if anything."""
+        """Make the value for the state dict. ``local`` contains the elements that this rank gets by ``place``;
+        ``channel`` is over the group of ``held``."""
+
+    @staticmethod
+    def distribution(value: Any, groups: Groups) -> str:
+        """Describe how ``value`` is distributed, in words that must be equal on all ranks that exchange elements."""
+        return ""
 
     @staticmethod
     @abstractmethod
     def read(value: Any, held: Held, groups: Groups) -> Source:
-        """What this rank has in ``value``, which is of this form and goes to ``held`` of a unit of these groups.
+        """Find this rank's elements in ``value``, a value of this form that is loaded into ``held`` of a unit with
+        ``groups``.
 
         Raises:
-            AssertionError: nobody can tell who has what, or ranks that may not take part have some.
-            ValueError: it has no values, or not those that this rank needs.
+            AssertionError: the placement of ``value`` is unknown, or on ranks that do not take part.
+            ValueError: ``value`` lacks elements that this rank needs.
         """
 
 
 class Full(Form):
-    """Whole tensors on every rank, or on rank 0 alone."""
+    """Whole tensors on every rank, or only on rank 0."""
 
     configs, called = (api.FullStateDictConfig, api.FullOptimStateDictConfig), "a full state dict"
-    is_readable = True
+    is_readable, mismatch = True, RuntimeError
 
     def place(self, shape: tuple[int, ...], ranks: int) -> Placement | None:
         return Placement.whole(shape, ranks)
@@ -197,8 +219,8 @@ class Full(Form):
 
 
 class Rows(Form):
-    """Each rank's chunk of rows, by the rule of ``torch.chunk``: as ``DTensor`` where there is a mesh, else as
-    ``ShardedTensor``. What has no rows is whole on every rank."""
+    """Each rank's chunk of rows, by the rule of ``torch.chunk``: as ``DTensor`` with a mesh, otherwise as
+    ``ShardedTensor``. Tensors without rows are whole on every rank."""
 
     configs = api.ShardedStateDictConfig, api.ShardedOptimStateDictConfig, api.LocalOptimStateDictConfig
     called, is_cut = "a sharded state dict", True
@@ -215,7 +237,7 @@ class Rows(Form):
         if local is None:
             sizes = shape if tp is None else tp.local_shape(tp.group.rank())
             local = torch.empty((0, *sizes[1:]), dtype=held.part.dtype, device=self.device(channel))
-        rows = local.contiguous()  # as torch's sharded tensors have to be, whatever the parameter is
+        rows = local.contiguous()  # torch's sharded tensors require it
         if self.rows is None:
             return one_chunk_each(rows, chunk_rows(shape[0], channel.size), shape, channel.group)
         mesh, dim = self.rows
@@ -225,11 +247,12 @@ class Rows(Form):
             assert at is not None
             layout[at] = tp.spec.placements[0]
         meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), rows.dtype)
-        # not from_local(), which would take to the mesh's device what was offloaded
+        # from_local() would move offloaded rows to the mesh's device
         return DTensor(rows, DTensorSpec(mesh, tuple(layout), meta), requires_grad=False)
 
     def share(self, held: Held, box: Box) -> Placement:
-        """As a ``DTensor`` has it that is cut into rows before: of rows, chunks."""
+        """Return the parts of a ``DTensor`` that is cut into rows first: chunks of ``box`` if tensor parallelism
+        cuts rows as well."""
         assert held.tp is not None
         if held.tp.dim != 0:
             return held.shares.inside(box)
@@ -237,6 +260,14 @@ class Rows(Form):
         ranges = chunk_rows(count, len(held.shares.boxes))
         chunks = [Box((first + start, *offsets), (end - start, *sizes)) for start, end in ranges]
         return Placement(tuple((chunk,) if chunk.numel else () for chunk in chunks))
+
+    @staticmethod
+    def distribution(value: Any, groups: Groups) -> str:
+        if not isinstance(value, DTensor):
+            return " in rows"
+        # with tensor parallelism the ranks of a shard group may have different one-dimensional meshes
+        mesh = value.device_mesh if value.device_mesh.ndim > 1 or groups.tp is None else "a mesh"
+        return f" in rows ({value.placements} on {mesh})"
 
     @staticmethod
     def read(value: Any, held: Held, groups: Groups) -> Source:
@@ -256,7 +287,7 @@ class Rows(Form):
 
 
 class Ragged(Form):
-    """What this rank's shard holds, in the shard's own memory unless it is on another device."""
+    """The elements of this rank's shard, in the shard's own memory if the device allows it."""
 
     configs = api.RaggedStateDictConfig, api.RaggedOptimStateDictConfig
     called, stays = "a state dict without communication", True
@@ -277,7 +308,7 @@ class Ragged(Form):
 
 
 class Local(Form):
-    """Each rank's interval of a vector as ``ShardedTensor``, in the shard's own memory unless that is elsewhere."""
+    """Each rank's interval of a flat vector as ``ShardedTensor``, in the shard's own memory if the device allows it."""
 
     configs, called = (api.LocalStateDictConfig,), "a local state dict"
     stays = is_cut = is_flat = True
@@ -289,7 +320,7 @@ class Local(Form):
 
     @staticmethod
     def read(value: Any, held: Held, groups: Groups) -> Source:
-        """What is given for a flat vector may be whole as well."""
+        """Accept whole vectors as well."""
         source = read(value, held, groups)
         expected, found = held.placement(groups.shard_size), source.placement
         if is_sharded(value) and found != expected:
@@ -300,24 +331,46 @@ class Local(Form):
         return source
 
 
-FORMS: tuple[type[Form], ...] = (Full, Ragged, Rows, Local)  # those of a derived config before those of its base
+FORMS: tuple[type[Form], ...] = (Full, Ragged, Rows, Local)  # configs of Ragged derive from those of Rows
 
 
 def form_of(value: torch.Tensor) -> type[Form]:
-    """The form of a value in a state dict."""
+    """Return the form of a value in a state dict."""
     return Ragged if isinstance(value, RaggedTensor) else Rows if is_sharded(value) else Full
 
 
-def read(value: torch.Tensor, held: Held, groups: Groups) -> Source:
-    """What this rank has in a value of whatever form; see :meth:`Form.read`."""
-    return form_of(value).read(value, held, groups)
+def is_part(value: Any) -> bool:
+    """Return True for a tensor of which this rank may have only a part."""
+    return isinstance(value, torch.Tensor) and form_of(value) is not Full
+
+
+def needs_exchange(value: Any) -> bool:
+    """Return True for a tensor whose elements all ranks have to exchange when they load it."""
+    return isinstance(value, torch.Tensor) and form_of(value) is Rows
+
+
+def scalar_of(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without dimensions as a plain tensor, if its element is on this rank."""
+    return value.local.view(()) if isinstance(value, RaggedTensor) and value.local.numel() == 1 else value
+
+
+def distribution(value: torch.Tensor, groups: Groups) -> str:
+    """Describe how a value of any form is distributed; see :meth:`Form.distribution`."""
+    return form_of(value).distribution(value, groups)
+
+
+def read(value: torch.Tensor, held: Held, groups: Groups, *, flat: bool = False) -> Source:
+    """Find this rank's elements in a value of any form; see :meth:`Form.read`. With ``flat`` the value is a flat
+    vector."""
+    form = Local if flat else form_of(value)
+    return form.read(value, held, groups)
 
 
 def _read_spread(value: DTensor, groups: Groups, of_tp: int) -> Source:
-    """What this rank has in ``value``, which is cut along dimension ``of_tp`` of its mesh by tensor parallelism.
+    """Find this rank's elements in ``value``, which tensor parallelism cuts along mesh dimension ``of_tp``.
 
     Raises:
-        AssertionError: it is cut along others as well, and not into rows over the ranks of the parameter.
+        AssertionError: another dimension cuts the value, and not into rows over the ranks of the parameter.
     """
     mesh, rest, own = value.device_mesh, [dim for dim in cut_dims(value) if dim != of_tp], group_of(groups)
     rows = [dim for dim in rest if value.placements[dim] == ShardOf(0)]
@@ -336,12 +389,12 @@ def _read_spread(value: DTensor, groups: Groups, of_tp: int) -> Source:
     return Source(placement, [(box, local) for box in has.boxes[tp.rank()]], None, (tp, has))
 
 
-# -- out and in --------------------------------------------------------------------------------------------------------
+# -- saving and loading ------------------------------------------------------------------------------------------------
 
 
 class _NewMemory(Sequence[Part]):
-    """Uninitialised memory for boxes of a tensor, which is there from its first use on: so what travels through buffers
-    is not in memory twice."""
+    """Uninitialized memory for boxes of a tensor, allocated at first use: values that travel through buffers are not
+    in memory twice."""
 
     def __init__(self, boxes: Sequence[Box], like: torch.Tensor, device: torch.device) -> None:
         self._boxes, self._like, self._device = boxes, like, device
@@ -356,15 +409,19 @@ class _NewMemory(Sequence[Part]):
         return self._parts[index]
 
     def _memory(self, box: Box) -> torch.Tensor:
-        like = self._like  # in the memory order of the whole
+        like = self._like  # gives the memory order
         whole = box.sizes == tuple(like.shape)
         stride = like.stride() if whole else dense_stride(box.sizes, memory_order(like.shape, like.stride()))
         return empty_strided(box.sizes, stride, dtype=like.dtype, device=self._device)
 
 
 class Leaving(NamedTuple):
-    """A tensor on its way into a state dict; ``wanted`` is what this rank gets of it, or with tensor parallelism its
-    ranks together."""
+    """A tensor on its way into a state dict.
+
+    Attributes:
+        memory: memory for this rank's elements.
+        wanted: boxes that this rank gets, or with tensor parallelism the ranks of that group together.
+    """
 
     form: Form
     held: Held
@@ -373,14 +430,15 @@ class Leaving(NamedTuple):
     wanted: tuple[Box, ...]
 
     def value(self, *, again: bool = False) -> Any:
-        """What stands in the state dict, when the channel has been flushed. ``again``: under one more name."""
+        """Make the value for the state dict after the channel's flush. ``again`` copies it for another name of the
+        parameter."""
         local = self.memory[0][1] if self.memory else None
         return self.form.wrap(self.held, local.clone() if again and local is not None else local, self.channel)
 
 
 def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, first: int = 0) -> list[Leaving]:
-    """Start moving ``tensors`` to whoever gets them in ``form``; see :func:`redistribute`. ``first`` is the channel's
-    rank that gets what one rank alone gets; -1 is none."""
+    """Start to move ``tensors`` to the ranks that get them in ``form``; see :func:`redistribute`. With
+    ``rank0_only`` rank ``first`` of the channel gets them; -1 is no rank."""
     leaving, items, device = [], [], form.device(channel)
     for held in tensors:
         part, target = held.part, form.place(tuple(held.part.shape), channel.size)
@@ -405,7 +463,7 @@ def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, fi
 
 
 def finish(leaving: Iterable[Leaving], channels: Channels, label: str) -> list[Leaving]:
-    """What has been flushed, with what the ranks of tensor parallelism have for each other."""
+    """Exchange the parts of ``leaving`` among the ranks of tensor parallelism, after the flush of the channels."""
     finished: list[Leaving] = []
     items: dict[Channel, list[Item]] = {}
     for one in leaving:
@@ -426,7 +484,7 @@ def finish(leaving: Iterable[Leaving], channels: Channels, label: str) -> list[L
 
 
 def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) -> None:
-    """Start moving what each source has to where the ranks hold the tensor, in the dtype in which they do; see
+    """Start to move the elements of each source to the ranks that hold them, in their dtype; see
     :func:`redistribute`."""
     items = []
     for held, source in arriving:
@@ -443,7 +501,7 @@ def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) 
 def gathered(
     arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str
 ) -> list[tuple[Held, Source]]:
-    """The same, but what is spread over the ranks of tensor parallelism has come to those that need it."""
+    """Exchange spread sources among the ranks of tensor parallelism, so that each rank has its elements."""
     found: list[tuple[Held, Source]] = []
     items: dict[Channel, list[Item]] = {}
     for held, source in arriving:
@@ -465,11 +523,11 @@ def gathered(
 
 
 def fill_each(arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str) -> None:
-    """Start moving what each source has to where the unit's ranks hold the tensor. Of what other ranks have than those
-    that it is sharded over, or cut in another way among them, each gets all, a batch at a time."""
+    """Start to move the elements of each source to the ranks of the unit. A source on other ranks than those of the
+    unit's chunks is sent whole to all of them, a batch at a time."""
     by_group: dict[Any, list[tuple[Held, Source]]] = {}
     for held, source in gathered(arriving, unit, channels, label):
-        group = None  # nothing travels
+        group = None  # no communication
         if source.placement is not None:
             group = source.group or group_of(unit.groups)
         if source.group is not None:
@@ -488,10 +546,15 @@ def fill_from_first(
     group: Any = None,
     tp: Any = None,
 ) -> None:
-    """Start moving what the first rank has, and others have None for, to where the unit's ranks hold the tensors: to
-    those of the first replica, each its part, and from them to the others, which hold the same parts. Where it is the
-    first of a ``group`` of other ranks, each of those gets all. ``tp`` are the ranks of tensor parallelism, if it is
-    the first of them."""
+    """Start to send values from the first rank to the ranks that hold the tensors.
+
+    The ranks of the first replica get their parts, and pass them on to the other replicas.
+
+    Args:
+        values: pairs of a tensor and a value, which is None except on the first rank.
+        group: ranks whose first has the values, if not the unit's; then each of them gets the whole value.
+        tp: ranks of tensor parallelism, if the first of them has the values.
+    """
     groups = unit.groups
     by_replicas = groups.sharded and groups.replica is not None
     if group is not None and not (by_replicas and groups.data_parallel_size == group.size()):
@@ -507,4 +570,5 @@ def fill_from_first(
         channels.flush()
         channel, others = channels.over(groups.replica, unit.device), ((),) * (groups.replica.size() - 1)
         parts = [held.part for held, _ in arriving]
-        fill([(Held(its, None), Source(Placement((its.boxes, *others)), its.parts)) for its in parts], channel, label)
+        copies = [(Held(part, None), Source(Placement((part.boxes, *others)), part.parts)) for part in parts]
+        fill(copies, channel, label)

@@ -33,10 +33,10 @@ from fsdp.checkpoint.load_state_dict import Loading
 from fsdp.checkpoint.progress import bar
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.save_checkpoint import held_nbytes
+from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.torch_state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    kept_if_it_fails,
     optimizers_to_load,
     prepare_model_state_dict,
     trained_parts,
@@ -174,7 +174,7 @@ def _load(
         return loading
 
     planned = ranks.together("take the optimizer's state", plan)
-    with kept_if_it_fails([one for one, _ in planned]), contextlib.ExitStack() as undo:
+    with Snapshot(optimizers=[one for one, _ in planned]), contextlib.ExitStack() as undo:
         loading = ranks.together("load what was read", attempt)
         undo.pop_all()
     loading.write()

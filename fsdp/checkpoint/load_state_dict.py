@@ -1,37 +1,31 @@
-"""``load_state_dict()`` of a wrapped module: all or nothing, with a dict on every rank or with one on rank 0 alone.
+"""Loading the model's state: all or nothing, with a dict on every rank or on rank 0 alone.
 
 [Note: All or nothing]
-``nn.Module`` walks the modules and copies as it goes; what does not fit it reports at the end. So that nothing is
-loaded unless everything fits, on every rank, it meets recorders in place of the parameters. They have the shapes of the
-whole parameters, note what is to be copied into them, and hold no memory. When the outermost module is through and all
-ranks are content, each rank copies its own part of what was noted into its shard. Where everybody has the whole values
-that takes no communication and no unit's memory; rows of torch's sharded tensors are exchanged unit by unit.
-
-Where rank 0 alone has a dict, it loads like any rank but writes nothing; it tells the others what it found, and then
-hands out the values, a unit at a time.
+``nn.Module`` walks the modules, copies at once, and reports errors at the end. During the walk targets are registered
+in place of the parameters of units; they keep the values (see ``targets.py``). Buffers and unowned parameters are
+loaded at once, and a snapshot restores them if the load fails. After the walk the ranks agree that every value fits on
+every rank. Then each rank copies its parts into the shards. Whole values need no communication, and no unit's full
+buffer; rows of torch's sharded tensors are exchanged unit by unit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from fsdp.api import FullStateDictConfig, StateDictType
-from fsdp.checkpoint.forms import fill_from_first
-from fsdp.checkpoint.placeholders import Recorder, RestLoading, UnitLoading, persistent_buffers
-from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.forms import Form, fill_from_first, is_part
+from fsdp.checkpoint.snapshot import Snapshot, persistent_buffers
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, held_tensors
+from fsdp.checkpoint.targets import UnitLoading, mark_parts
 from fsdp.comm.collectives import broadcast
-from fsdp.comm.consensus import Failure, broadcast_object, failures_in
+from fsdp.comm.consensus import Failure, TrainingRanks
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.names import (
@@ -48,21 +42,19 @@ from fsdp.placement.redistribute import Channels
 from fsdp.runtime.build import join
 from fsdp.runtime.unit import Phase, Unit, units_of
 
-_T = TypeVar("_T")
 
-
-class Mismatch(RuntimeError, AssertionError):
-    """A sharded or local state dict does not fit: an error of the one kind in FSDP1, of the other in ``nn.Module``."""
+class NotLoaded(RuntimeError):
+    """No rank has loaded a state dict, because it does not fit on some rank."""
 
 
 def load(
     wrapper: Any, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool, assign: bool
 ) -> Any:
-    """``wrapper.load_state_dict(state_dict, strict, assign)``; ``into_module`` is that of ``nn.Module``."""
+    """Implement ``load_state_dict`` of a wrapper; ``into_module`` is the method of ``nn.Module``."""
     unit = unit_of(wrapper)
-    settings = unit.state_settings
+    form = Form.of(unit.state_settings.state_dict_config)
     with join(unit).calling("load_state_dict()"):
-        if isinstance(settings.state_dict_config, FullStateDictConfig) and settings.state_dict_config.rank0_only:
+        if form.rank0_only:
             empty = torch.tensor([int(isinstance(state_dict, Mapping) and not state_dict)], device="cpu")
             unit.agree_on_maximum(empty)
             if int(empty):
@@ -83,8 +75,8 @@ def load(
                     f"{error}\n\tThe state dict has flat parameters, so it is of the type LOCAL_STATE_DICT: load it "
                     "inside FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT)",
                 )
-            if type(error) is RuntimeError and settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
-                raise Mismatch(str(error)) from error
+            if type(error) in (RuntimeError, NotLoaded) and form.mismatch is not RuntimeError:
+                raise form.mismatch(str(error)) from error
             raise
 
 
@@ -93,7 +85,7 @@ def _is_flat(key: Any) -> bool:
 
 
 def _warn_of_other_names(keys: Sequence[Any], names: Sequence[str]) -> None:
-    """Warn that a load with ``strict=False`` has used none of ``keys``, where the model has ``names``."""
+    """Warn that a load with ``strict=False`` has used none of ``keys``; ``names`` are those of the model."""
     prefixes = {str(key).removesuffix(name) for key in keys for name in names if str(key).endswith(f".{name}")}
     remedy = f": take the prefix {prefixes.pop()!r} away" if len(prefixes) == 1 else ""
     warn_user(
@@ -103,80 +95,98 @@ def _warn_of_other_names(keys: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def load_alike(model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Any:
-    """``model.load_state_dict(state_dict, strict)`` on all ranks that share a unit, or on none. ``into_module`` is
-    that of ``nn.Module``."""
-    with alike_on_all_ranks(units_of(model)) as (given, undo):
-        try:
-            loading = prepare(model, into_module, state_dict, strict)
-        except RuntimeError as error:
-            if state_dict or "Missing key" not in str(error):
-                raise
-            raise RuntimeError(
-                f"The state dict is empty on rank {default_group().rank()}. If only rank 0 has it, load inside "
-                "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)); "
-                f"else pass it on every rank. {error}"
-            ) from error
-        undo.callback(loading.undo)
-        given.update(loading.given())
+    """Load on all ranks that share a unit, or on none.
+
+    Args:
+        into_module: ``load_state_dict`` of ``nn.Module`` for ``model``.
+
+    Raises: as :func:`prepare`, and
+        NotLoaded: another rank cannot load, or was given different parameters of a unit.
+    """
+    with contextlib.ExitStack() as undo:
+
+        def attempt() -> Loading:
+            try:
+                loading = prepare(model, into_module, state_dict, strict)
+            except RuntimeError as error:
+                if state_dict or "Missing key" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"The state dict is empty on rank {default_group().rank()}. If only rank 0 has it, load inside "
+                    "FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)); "
+                    f"else pass it on every rank. {error}"
+                ) from error
+            undo.callback(loading.undo)
+            return loading
+
+        loading = ranks_of(units_of(model)).together("load a state dict", attempt, Loading.given)
+        undo.pop_all()
     loading.write()
     return loading.incompatible
 
 
 def prepare(model: nn.Module, into_module: Callable[..., Any], state_dict: Mapping[str, Any], strict: bool) -> Loading:
-    """All of ``model.load_state_dict(state_dict, strict)`` that can fail, for a model that is wrapped or contains what
-    is; ``into_module`` is that of ``nn.Module``. This rank alone, without communication.
+    """Do all of ``model.load_state_dict(state_dict, strict)`` that can fail, on this rank alone, without communication.
+
+    Args:
+        model: a model that is wrapped, or that contains wrapped modules, or a plain one.
+        into_module: ``load_state_dict`` of ``nn.Module`` for ``model``.
 
     Returns:
-        what then has to ``write()``, which changes parameters and cannot fail, or to ``undo()``.
+        the load, to be completed by ``write()``, which cannot fail, or by ``undo()``.
 
-    Raises: as ``load_state_dict``, with the model as it was.
+    Raises: as ``load_state_dict``, with the model unchanged.
     """
-    loading = Loading(model, _hooks_in(model), alone=True)
+    loading = Loading(model, _hooks_in(model), prepared=True)
     try:
         try:
-            found = loading.incompatible = into_module(state_dict, strict=strict)
+            loading.incompatible = into_module(state_dict, strict=strict)
         except RuntimeError as error:
             if type(error) is not RuntimeError or loading.error_messages is not None:
                 raise
             lines = [line if "Unexpected key(s)" in line else clean_text(line) for line in str(error).split("\n")]
             raise RuntimeError("\n".join(lines)) from error
-        if loading.error_messages is None:  # the model is not a part of a unit, and has none of our hooks
-            loading.error_messages = []
-            loading.finish(found.missing_keys, found.unexpected_keys)
-            if loading.error_messages:
-                raise RuntimeError("; ".join(loading.error_messages))
+        if loading.error_messages is None:  # ``model`` is no part of a unit and has none of the hooks
+            loading.clean_keys(loading.incompatible)
+        if problems := loading.finish():
+            raise RuntimeError("; ".join(problems))
     except BaseException:
         loading.abandon()
         raise
     return loading
 
 
-# -- a whole load ------------------------------------------------------------------------------------------------------
+# -- one load ----------------------------------------------------------------------------------------------------------
 
 
 class Loading:
-    """One call of ``load_state_dict()``, from ``opener``, the outermost module that is a wrapper or in a unit.
+    """One call of ``load_state_dict()``.
+
+    Parameters of units are replaced by targets, which keep the values until ``write``. Buffers and unowned parameters
+    are loaded at once; a snapshot restores them if the load fails.
 
     Attributes:
-        assign: parameters that no unit owns become what the dict has for them.
-        alone: the other ranks wait for what this one has to load: nothing is agreed on, and nothing is written.
-        incompatible: what ``load_state_dict`` returns, once it is through.
+        opener: the outermost module of the walk that is a wrapper or in a unit.
+        prepared: :func:`prepare` completes the load; otherwise ``nn.Module.load_state_dict`` was called directly, and
+            the hooks complete it.
+        assign: parameters that no unit owns become the values of the dict.
+        incompatible: the result of ``load_state_dict``.
+        error_messages: the list in which ``nn.Module`` collects errors, once the walk has reached ``opener``.
+        prefix: prefix of the names in ``opener`` during the walk.
     """
 
-    assign = False
-    incompatible: Any = None
-
-    def __init__(self, opener: nn.Module, hooks_of_units: list[LoadingHooks], *, alone: bool) -> None:
-        """Registers the recorders.
+    def __init__(self, opener: nn.Module, hooks_of_units: list[LoadingHooks], *, prepared: bool) -> None:
+        """Register the targets.
 
         Raises:
             RuntimeError: a unit is running.
         """
-        self.opener, self.alone = opener, alone
-        self.error_messages: list[str] | None = None  # those of nn.Module, once it has come to the opener
-        self.prefix = ""  # of the opener, in the names that nn.Module goes by
-        self.units: list[UnitLoading] = []
-        self.rest = RestLoading({})
+        self.opener, self.prepared, self.assign = opener, prepared, False
+        self.incompatible: Any = None
+        self.error_messages: list[str] | None = None
+        self.prefix = ""
+        self._units: list[UnitLoading] = []
+        self._snapshot = Snapshot()
         self._hooks = list(dict.fromkeys(hooks_of_units))  # one for each unit
         for hooks in self._hooks:
             join(hooks.unit)
@@ -185,67 +195,78 @@ class Loading:
         try:
             for hooks in self._hooks:
                 hooks.active = self
-                if hooks.unit.phase is not Phase.SUMMONED:  # else nn.Module copies into the whole parameters
-                    self.units.append(UnitLoading(hooks.unit, opener))
-            self.rest = RestLoading(dict(opener.named_modules()))
+                if hooks.unit.phase is not Phase.SUMMONED:  # otherwise nn.Module copies into the whole parameters
+                    self._units.append(UnitLoading(hooks.unit, opener))
+            self._snapshot = Snapshot(opener.modules())
         except BaseException:
             self.abandon()
             raise
 
     def abandon(self) -> None:
-        """Register the parameters again, with nothing loaded; idempotent."""
-        for unit in self.units:
+        """End a load that failed: register the parameters again and restore what was loaded; idempotent."""
+        for unit in self._units:
             unit.restore()
-        self.rest.restore()
-        self.undo()
         for hooks in self._hooks:
             hooks.active = None
+        self.undo()
 
-    def finish(self, missing: list[str], unexpected: list[str]) -> None:
-        """``nn.Module`` is through: register the parameters again, and write what was noted if every rank can; else add
-        to the error messages."""
+    def finish(self) -> list[str]:
+        """Register the parameters again after the walk; return errors of values that were assigned."""
+        for hooks in self._hooks:
+            hooks.active = None
+        self._snapshot.close()
+        return [clean_text(problem) for unit in self._units for problem in unit.finish(assign=self.assign)]
+
+    def complete(self) -> None:
+        """Write the values if all ranks can, otherwise restore and add to the error messages of ``nn.Module``."""
         messages = self.error_messages
         assert messages is not None
-        missing[:] = [self.clean(key) for key in missing]
-        unexpected[:] = [self.clean(key) for key in unexpected]
-        for unit in self.units:
-            unit.take_sources()
-        self.rest.take_sources()
-        for hooks in self._hooks:
-            hooks.active = None
-        messages += [problem for unit in self.units for problem in unit.problems(assign=self.assign)]
-        messages += self.rest.problems(assign=self.assign)
-        messages[:] = map(clean_text, messages)
-        if self.alone:
-            return
-        error = RuntimeError("; ".join(messages)) if messages else None
-        elsewhere = problem_elsewhere([hooks.unit for hooks in self._hooks], error, self.given())
-        if messages or elsewhere is not None:
+        messages += self.finish()
+
+        def check() -> Loading:
+            if messages:
+                raise NotLoaded("; ".join(messages))
+            return self
+
+        try:
+            ranks_of([hooks.unit for hooks in self._hooks]).together("load a state dict", check, Loading.given)
+        except NotLoaded as error:
             self.undo()
             if not messages:
-                messages.append(f"Nothing was loaded, because on another rank: {elsewhere}")
+                messages.append(str(error))
+        except BaseException:
+            self.undo()
+            raise
         else:
             self.write()
 
-    def given(self) -> dict[Unit, list[str]]:
-        """A parameter of which one rank would load its part and another would not is a problem as well."""
-        return {unit.unit: list(unit.given()) for unit in self.units}
+    def given(self) -> dict[Any, list[str]]:
+        """Describe the received values for each group of their unit, whose ranks must have received the same."""
+        return by_group({unit.unit: list(unit.given()) for unit in self._units})
+
+    def values_of(self, unit: Unit) -> dict[Key, Any]:
+        """Return the values that the parameters of ``unit`` received."""
+        return next((one.values for one in self._units if one.unit is unit), {})
 
     def write(self) -> None:
-        """Write what was noted."""
+        """Write the received values into the shards."""
         with torch.inference_mode(False), torch.no_grad():
-            for unit in self.units:
-                unit.commit()
+            for unit in self._units:
+                unit.write()
                 unit.unit.shards_were_written()
-            self.rest.commit(assign=self.assign)
 
     def undo(self) -> None:
-        """Take back what was loaded without being noted: buffers and extra state."""
-        with torch.inference_mode(False), torch.no_grad():
-            self.rest.undo()
+        """Restore the values that were loaded at once."""
+        self._snapshot.close()
+        self._snapshot.restore()
 
-    def clean(self, key: str) -> str:
-        """``key`` without the parts that wrappers between it and the root have added."""
+    def clean_keys(self, incompatible: Any) -> None:
+        """Remove the wrappers' parts from the missing and unexpected keys, in place."""
+        for keys in incompatible:
+            keys[:] = map(self._clean, keys)
+
+    def _clean(self, key: str) -> str:
+        """Remove the parts of ``key`` that wrappers between its module and the opener have added."""
         if not key.startswith(self.prefix):
             return key
         module: nn.Module | None = self.opener
@@ -258,78 +279,52 @@ class Loading:
         return self.prefix + ".".join(kept)
 
 
-def problem_elsewhere(
-    units: Iterable[Unit], error: BaseException | None, given: Mapping[Unit, Iterable[str]]
-) -> str | None:
-    """What is wrong on some other rank of the units' groups, or None. All of their ranks have to call.
+# -- agreement ---------------------------------------------------------------------------------------------------------
 
-    Args:
-        error: what is wrong here.
-        given: names what this rank was given for each unit, which has to be the same on all ranks.
-    """
-    alike: dict[Any, list[str]] = {}
-    for unit in units:
-        unit.announce()
-        for group in (unit.groups.shard, unit.groups.replica, unit.groups.tp):
-            alike.setdefault(group, []).extend(given.get(unit, ()))
+
+def _groups_of(unit: Unit) -> list[Any]:
+    groups = unit.groups
+    return [group for group in (groups.shard, groups.replica, groups.tp) if group is not None]
+
+
+def by_group(texts: Mapping[Unit, Iterable[str]]) -> dict[Any, list[str]]:
+    """Join the texts of each unit for each of its groups."""
+    joined: dict[Any, list[str]] = {}
+    for unit, of_unit in texts.items():
+        for group in _groups_of(unit):
+            joined.setdefault(group, []).extend(of_unit)
+    return joined
+
+
+def ranks_of(units: Collection[Unit], groups: Sequence[Any] | None = None) -> TrainingRanks:
+    """Return the ranks of ``groups`` (None: all groups of the units), for agreement on a load."""
+
+    def announce() -> None:
+        for unit in units:
+            unit.announce()
+
+    def error(failures: Mapping[int, Failure]) -> Exception:
+        first = next(iter(failures.values()))
+        return NotLoaded(f"Nothing was loaded, because on another rank: {first.text}")
+
     device = next((unit.device for unit in units), torch.device("cpu"))
-    failures = failures_in(list(alike), error, "load a state dict", device, alike)
-    return next((failure.text for failure in failures.values()), None)
-
-
-@contextlib.contextmanager
-def alike_on_all_ranks(units: Collection[Unit]) -> Iterator[tuple[dict[Unit, list[str]], contextlib.ExitStack]]:
-    """What raises inside on one rank of the units' groups raises on all, after the callbacks of the stack that is
-    yielded. So does what differs between ranks in the dict: what each was given for each unit, in words."""
-    given: dict[Unit, list[str]] = {}
-    for unit in units:  # one that no other rank comes to raises here, and asks nobody
-        unit.announce()
-    with contextlib.ExitStack() as undo:
-        try:
-            yield given, undo
-        except BaseException as error:
-            problem_elsewhere(units, error, given)
-            raise
-        problem = problem_elsewhere(units, None, given)
-        if problem is not None:
-            raise RuntimeError(f"Nothing was loaded, because on another rank: {problem}")
-        undo.pop_all()
+    of_units = [group for unit in units for group in _groups_of(unit)]
+    return TrainingRanks(of_units if groups is None else groups, device, announce=announce, error=error)
 
 
 def watched(group: Any, units: Iterable[Unit]) -> Any:
-    """The group over which the units communicate, if it has the ranks of ``group``: what its ranks wait for is watched,
-    so that one which gives up holds nobody."""
+    """Return the group over which the units communicate if it has the ranks of ``group``, otherwise ``group``. Waits in
+    the units' groups end when a rank fails."""
     own = dict.fromkeys(each for unit in units for each in (unit.groups.shard, unit.groups.replica) if each is not None)
     return next((each for each in own if group_ranks(each) == group_ranks(group)), group)
-
-
-def on_first(action: Callable[[], _T], groups: Sequence[Any], units: Collection[Unit], label: str) -> _T:
-    """What ``action`` returns, or raises, on rank 0 of ``groups``, over which, one after the other, it comes to all."""
-    for unit in units:
-        unit.announce()
-    device = next((unit.device for unit in units), torch.device("cpu"))
-    value: Any = None
-    failure: Failure | None = None
-    try:
-        if all(group.rank() == 0 for group in groups):
-            value = action()
-    except BaseException as error:
-        failure = Failure.of(error)
-        raise
-    finally:
-        for group in groups:
-            value, failure = broadcast_object((value, failure), group, label, device)
-    if failure is not None:
-        raise failure.as_error(failure.text)
-    return value
 
 
 # -- the hooks ---------------------------------------------------------------------------------------------------------
 
 
 class LoadingHooks(StateHooks):
-    """Lets ``load_state_dict()`` of a wrapped module, of a parent, and of every module in its unit load what
-    ``state_dict()`` of the same module gives."""
+    """Hooks that let ``load_state_dict()`` of a wrapped module, of a parent, and of every module in its unit load a
+    dict of ``state_dict()`` of the same module."""
 
     active: Loading | None
 
@@ -344,29 +339,34 @@ class LoadingHooks(StateHooks):
         if self._belongs_to() is None:
             return
         if self.active is not None and self.active.opener is module and self.active.error_messages is not None:
-            self.abandon()  # that one ended in an exception
+            self.abandon()  # the previous load ended in an exception
         if self.active is None:
-            Loading(module, [self, *_hooks_in(module)], alone=False)
-        assert self.active is not None
-        self.active.assign = bool(local_metadata.get("assign_to_params_buffers", False))
-        if self.active.opener is module:
-            *_, self.active.error_messages = rest
-            self.active.prefix = prefix
-        for key, value in state_dict.items():
-            if isinstance(value, ShardedTensor):
-                state_dict[key] = Recorder.of(value)
-        if unit_of(module) is not None:  # a wrapper: the names that nn.Module goes by have the wrapper's part
+            Loading(module, [self, *_hooks_in(module)], prepared=False)
+        loading = self.active
+        assert loading is not None
+        loading.assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        if loading.opener is module:
+            *_, loading.error_messages = rest
+            loading.prefix = prefix
+        mark_parts(module, state_dict, prefix, assign=loading.assign)
+        if unit_of(module) is not None:  # a wrapper, whose part nn.Module expects in the names
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
     def abandon(self) -> None:
-        """Let go of a load that ended in an exception, if there is one."""
+        """End a load that ended in an exception, if there is one."""
         if self.active is not None:
             self.active.abandon()
 
     def _after(self, module: nn.Module, incompatible_keys: Any) -> None:
-        if self.active is not None and self.active.opener is module:
-            self.active.finish(incompatible_keys.missing_keys, incompatible_keys.unexpected_keys)
+        loading = self.active
+        if loading is None or loading.opener is not module:
+            return
+        assert loading.error_messages is not None
+        loading.clean_keys(incompatible_keys)
+        loading.error_messages[:] = map(clean_text, loading.error_messages)
+        if not loading.prepared:
+            loading.complete()
 
 
 def _hooks_in(model: nn.Module) -> list[LoadingHooks]:
@@ -377,10 +377,12 @@ def _hooks_in(model: nn.Module) -> list[LoadingHooks]:
 
 
 def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dict: Any, strict: bool) -> Any:
-    """``model.load_state_dict(state_dict, strict)`` with the dict of rank 0 of the units' group, or of the default one
-    where there are no units; the others' are not looked at. One collective per unit.
+    """Load the dict of rank 0 of the units' group, or of the default group without units. One collective per unit.
 
-    Raises, on every rank, before anything is loaded: as ``prepare`` does on rank 0.
+    Only rank 0's dict is read. Rank 0 loads like any rank, except that it scatters the received values
+    instead of writing parts.
+
+    Raises, on every rank, before values change: as ``prepare`` does on rank 0.
     """
     units = units_of(model)
     tp = _tp_of(units)
@@ -393,23 +395,22 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
             nonlocal loading
             loading = prepare(model, into_module, state_dict, strict)
             undo.callback(loading.undo)
-            kinds = (ShardedTensor, DTensor, RaggedTensor)
-            if sharded := [key for key, value in state_dict.items() if isinstance(value, kinds)]:
+            if sharded := [key for key, value in state_dict.items() if is_part(value)]:
                 raise RuntimeError(f"{', '.join(map(repr, sharded))}: sharded, and only rank 0 has a dict")
             extra = {k: v for k, v in state_dict.items() if k.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX}
-            return loading.incompatible, [list(unit.sources) for unit in loading.units], set(state_dict), extra
+            return loading.incompatible, [list(loading.values_of(unit)) for unit in units], set(state_dict), extra
 
-        incompatible, present, given, extra = on_first(plan, groups, units, "tell what state rank 0 has")
-        with alike_on_all_ranks(units):
+        def load_extra_state() -> None:
             if loading is None and extra:
                 undo.callback(prepare(model, into_module, extra, False).undo)
+
+        incompatible, present, given, extra = ranks_of(units, groups).first("describe rank 0's state dict", plan)
+        ranks_of(units).together("load extra state", load_extra_state)
         undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
-        for position, unit in enumerate(units):
-            _scatter(unit, present[position], loading.units[position].sources if loading is not None else {}, tp)
+        for keys, unit in zip(present, units):
+            _scatter(unit, keys, loading.values_of(unit) if loading is not None else {}, tp)
             unit.shards_were_written()
-        if loading is not None:
-            loading.rest.commit(assign=False)
         tensors = [tensor for name, tensor in rest_of(model) if name in given]
         for group in groups:
             broadcast(tensors, group)
@@ -417,7 +418,11 @@ def load_from_first(model: nn.Module, into_module: Callable[..., Any], state_dic
 
 
 def _ranks_of(model: nn.Module, units: list[Unit]) -> list[Any]:
-    """The groups over which, one after the other, what rank 0 has comes to all."""
+    """Return the groups over which a value of rank 0 is broadcast, one after the other, to reach all ranks.
+
+    Raises:
+        RuntimeError: the units are sharded over different groups, or not over all ranks.
+    """
     if not units:
         return [default_group()]
     root, tp = replace(units[0].groups, tp=None), _tp_of(units)
@@ -433,12 +438,12 @@ def _ranks_of(model: nn.Module, units: list[Unit]) -> list[Any]:
 
 
 def _tp_of(units: Iterable[Unit]) -> Any | None:
-    """The ranks of their tensor parallelism, of which units without such parameters know nothing."""
+    """Return the group of tensor parallelism; units without such parameters have none."""
     return next((unit.groups.tp for unit in units if unit.groups.tp is not None), None)
 
 
 def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of the parameters below ``module`` that no unit owns, and of its persistent buffers."""
+    """List (name, tensor) of the parameters in ``module`` that no unit owns, and of persistent buffers."""
     owned = {id(visible.param) for unit in units_of(module) for views in unit.views for visible in views.visible}
     found: list[tuple[str, torch.Tensor]] = []
     for path, owner in module.named_modules():
@@ -448,13 +453,12 @@ def rest_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def _scatter(unit: Unit, present: list[Key], sources: Mapping[Key, torch.Tensor], tp: Any | None) -> None:
-    """Give every rank its part of the parameters ``present``, whose values the first rank has in ``sources``."""
+def _scatter(unit: Unit, present: list[Key], values: Mapping[Key, torch.Tensor], tp: Any | None) -> None:
+    """Send every rank its part of the parameters ``present``; ``values`` are those of the first rank."""
     held, channels = held_tensors(unit), Channels()
     if unit.groups.replica_rank == 0:
         unit.announce()
-    values = [(held[key], sources.get(key)) for key in present]
-    fill_from_first(values, unit, channels, f"scatter {unit.name}", tp=tp)
+    fill_from_first([(held[key], values.get(key)) for key in present], unit, channels, f"scatter {unit.name}", tp=tp)
     channels.flush()
     for bucket, views in enumerate(unit.views):
-        views.note_writes([index for its, index in present if its == bucket])
+        views.note_writes([index for other, index in present if other == bucket])

@@ -1,4 +1,4 @@
-"""``Optimizer.load_state_dict`` without its wrong casts: states keep the dtypes of the state dict.
+"""``Optimizer.load_state_dict`` without wrong casts: states keep the dtypes of the state dict.
 
 torch casts each state to the dtype of the parameter. That is wrong for scalars (NAdam's ``mu_product``, ASGD's ``eta``
 and ``mu`` are always float32), and for optimizers that keep float32 states for parameters of 16 bits: bits are lost

@@ -76,7 +76,7 @@ class LegacyOptimMethods:
         group: Any = None,
     ) -> dict[str, Any]:
         """Return ``shard_full_optim_state_dict`` of a full dict on rank 0 of ``group`` (None: the default group);
-        the other ranks pass None."""
+        the remaining ranks pass None."""
         return LegacyOptimMethods._optim_state_dict_to_load_impl(
             full_optim_state_dict, model, optim_input, optim, rank0_only=True, group=group
         )

@@ -18,12 +18,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import Held, Source, fill_each, fill_from_first, read
-from fsdp.checkpoint.load_state_dict import alike_on_all_ranks, on_first, watched
+from fsdp.checkpoint.forms import (
+    Held,
+    Source,
+    fill_each,
+    fill_from_first,
+    is_part,
+    needs_exchange,
+    read,
+    scalar_of,
+)
+from fsdp.checkpoint.load_state_dict import by_group, ranks_of, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
     Group,
     Holder,
+    Key,
     Member,
     ModelParams,
     lay_out,
@@ -31,7 +41,6 @@ from fsdp.checkpoint.optim_names import (
     same_value,
     state_order,
 )
-from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import default_group
@@ -52,7 +61,7 @@ class Contents:
     """A description of a dict to load. Equal on all ranks.
 
     Attributes:
-        states: by name of parameter and state; ``Whole`` for tensors with dimensions, and other values themselves.
+        states: by name of parameter and state; ``Whole`` for a tensor with dimensions, otherwise the value.
         others: entries of no parameter.
         groups: the parameter groups; None if the dict has none.
     """
@@ -90,7 +99,7 @@ def _contents_of(optim_state_dict: Mapping[str, Any] | None, params: ModelParams
             )
         if name in known:
             contents.states[name] = {key: _described_value(value) for key, value in state.items()}
-            if full and any(is_sharded(value) or isinstance(value, RaggedTensor) for value in state.values()):
+            if full and any(map(is_part, state.values())):
                 sharded.append(name)
             continue
         contents.others[name] = state
@@ -113,14 +122,14 @@ def _described_value(value: Any) -> Any:
     dtype, shape = kind_of(value)
     if shape:
         return Whole(dtype, shape)
-    return value.local.view(()) if isinstance(value, RaggedTensor) and value.local.numel() == 1 else value
+    return scalar_of(value)
 
 
 # -- the plan ------------------------------------------------------------------------------------------
 
 
 class _Arrival(NamedTuple):
-    """One state of one original parameter, with its place on the ranks and this rank's memory for it."""
+    """One state of one original parameter: the place on the ranks, with this rank's memory."""
 
     name: str
     state: str
@@ -145,7 +154,7 @@ class _Plan:
         self.arrivals: dict[Unit, list[_Arrival]] = {}
         self.as_they_are: list[tuple[nn.Parameter, str, str, Whole]] = []  # (parameter, its name, state)
         self._problems: list[str] = []
-        self._kept, self._contents = kept, contents
+        self._kept, self.contents = kept, contents
         # states without dimensions of parameters that have dimensions
         self._scalars = {"step"} | {
             key
@@ -168,7 +177,7 @@ class _Plan:
                 self.local[param] = dict(kept[param])
 
     def _plan(self, holder: Holder) -> None:
-        present = [member for member in holder.members if self._contents.states.get(member.name)]
+        present = [member for member in holder.members if self.contents.states.get(member.name)]
         if not present:
             return
         states = {member: self._described(holder, member) for member in present}
@@ -195,7 +204,7 @@ class _Plan:
 
     def _described(self, holder: Holder, member: Member) -> dict[str, Any]:
         """Return the states of ``member``; element-wise states of a parameter without dimensions as ``Whole``, too."""
-        states = dict(self._contents.states[member.name])
+        states = dict(self.contents.states[member.name])
         if member.shape == () and (holder.sharded or holder.is_flat):
             for state, value in states.items():
                 if isinstance(value, torch.Tensor) and state not in self._scalars:
@@ -224,7 +233,7 @@ class _Plan:
 
     def _kept_of(self, holder: Holder, member: Member, state: Any) -> Any:
         """Return the optimizer's present state of a member of a flat parameter if it is kept; otherwise None."""
-        value = None if member.name in self._contents.known else self._kept.get(holder.param, {}).get(state)
+        value = None if member.name in self.contents.known else self._kept.get(holder.param, {}).get(state)
         return holder.part(member, value) if isinstance(value, torch.Tensor) and value.dim() > 0 else value
 
     def _common(self, holder: Holder, present: list[Member], state: str, values: list[Any]) -> Any:
@@ -262,7 +271,7 @@ def _source(arrival: _Arrival, states: Mapping[str, Mapping[str, Any]], unit: Un
 
     Raises:
         AssertionError: a sharded value is not cut into chunks of rows, over ranks that share the unit.
-        ValueError: the value has no elements, or not those that this rank needs.
+        ValueError: the value lacks elements that this rank needs.
     """
     try:
         return read(states[arrival.name][arrival.state], arrival.held, unit.groups)
@@ -305,7 +314,7 @@ def optim_state_dict_to_load(
         own: groups of the optimizer; None for one built from ``model.parameters()``.
         is_named: torch's ``_NamedOptimizer`` also needs state for parameters of which this rank holds no elements; such
             state is kept.
-        from_rank0: ``given`` is called only on rank 0 of ``group``; its errors are raised on all ranks.
+        from_rank0: ``given`` is called only on rank 0 of ``group``; errors are raised on all ranks.
         strict: leave out parameters that no group of the dict contains. Without it they stay as ``optim`` has them.
 
     Raises, on every rank: the same errors, and RuntimeError if another rank cannot load sharded values, or has
@@ -316,33 +325,41 @@ def optim_state_dict_to_load(
         group = watched(group if group is not None else default_group(), params.units)
     saved = None if from_rank0 else given()
     of_params = [state for state in (saved or {}).get("state", {}).values() if isinstance(state, Mapping)]
-    chunked = any(is_sharded(value) for state in of_params for value in state.values())
-    with alike_on_all_ranks(params.units if chunked else ()) as (chunks, _):  # otherwise without communication
+    chunked = any(needs_exchange(value) for state in of_params for value in state.values())
+    kept = {} if strict or optim is None else optim.state
+    exchanged: dict[Unit, list[str]] = {}
 
-        def look() -> Contents:
-            nonlocal saved
-            saved = given() if from_rank0 else saved
-            return _contents_of(saved, params, full=from_rank0)
+    def describe() -> Contents:
+        nonlocal saved
+        saved = given() if from_rank0 else saved
+        return _contents_of(saved, params, full=from_rank0)
 
-        label = "describe rank 0's optimizer state"
-        contents = on_first(look, [group], list(params.units), label) if from_rank0 else look()
-        keys = {param: key for key, param in params_by_id(model, own).items()}
+    def make_plan() -> tuple[_Plan, list[dict[str, Any]] | None, dict[nn.Parameter, Key], dict[Unit, list[Source]]]:
+        if from_rank0:
+            contents = ranks_of(list(params.units), [group]).first("describe rank 0's optimizer state", describe)
+        else:
+            contents = describe()
+        keys: dict[nn.Parameter, Key] = {param: key for key, param in params_by_id(model, own).items()}
         if is_named:
             keys = {param: params.key_of_named(param) for param in keys}
         groups = contents.groups
         if groups is not None:
             groups = lay_out(own, groups, params, keys, strict=strict)
-        kept = {} if strict or optim is None else optim.state
         plan = _Plan(params, contents, kept)
-        states: Mapping[str, Any] = {} if saved is None else saved["state"]
+        states = {} if saved is None else saved["state"]
         sources: dict[Unit, list[Source]] = {}
         for unit, arrivals in plan.arrivals.items() if not from_rank0 else ():
             sources[unit] = [_source(arrival, states, unit) for arrival in arrivals]
-            chunks[unit] = [
+            exchanged[unit] = [
                 f"state {one.state!r} of {one.name!r} ({one.whole.dtype}, {source.placement})"
                 for one, source in zip(arrivals, sources[unit])
                 if source.placement is not None  # needs communication
             ]
+        return plan, groups, keys, sources
+
+    ranks = ranks_of(list(params.units) if chunked else [])  # otherwise without communication
+    plan, groups, keys, sources = ranks.together("load optimizer state", make_plan, lambda _: by_group(exchanged))
+    states: Mapping[str, Any] = {} if saved is None else saved["state"]
     channels = Channels()
     for unit, arrivals in plan.arrivals.items():
         held, label = [arrival.held for arrival in arrivals], f"optimizer state of {params.units[unit]}"
@@ -367,7 +384,7 @@ def optim_state_dict_to_load(
         "state": {keys[param]: plan.local[param] for param in params.in_order if param in plan.local and param in keys}
     }
     loadable["state"].update((key, value) for key, value in kept.items() if not isinstance(key, torch.Tensor))
-    loadable["state"].update((name, copy.deepcopy(value)) for name, value in contents.others.items())
+    loadable["state"].update((name, copy.deepcopy(value)) for name, value in plan.contents.others.items())
     if groups is not None:
         loadable["param_groups"] = groups
     if optim is not None:

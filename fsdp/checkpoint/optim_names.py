@@ -154,7 +154,7 @@ class ModelParams:
     """The parameters of a model as optimizers see them.
 
     Attributes:
-        units: all units, depth first, each with its name in messages.
+        units: all units, depth first, with names for messages.
         holders: parameters of units, in the order of units and layouts.
         others: names of the parameters that no unit owns.
         use_orig_params: the setting of all units.
@@ -170,7 +170,7 @@ class ModelParams:
         self.units: dict[Unit, str] = {}
         self.holders: dict[nn.Parameter, Holder] = {}
         modes = set()
-        stands_for: dict[nn.Parameter, nn.Parameter] = {}  # parameter of an unsharded unit -> its flat parameter
+        stands_for: dict[nn.Parameter, nn.Parameter] = {}  # parameter of an unsharded unit -> flat parameter
         for path, module in model.named_modules():
             unit = unit_of(module)
             if unit is None or unit in self.units:
@@ -188,7 +188,7 @@ class ModelParams:
         self._current_names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             self._current_names.setdefault(stands_for.get(param, param), []).append(name)
-        # An unsharded unit has other parameters registered under the same names.
+        # An unsharded unit has different parameters registered under the same names.
         self.others = {
             param: clean(names[0])
             for param, names in self._current_names.items()
@@ -280,7 +280,8 @@ def state_order(name: Any) -> tuple[str, str]:
 # first parameter the state of the first key. So the dict must have the optimizer's own groups, in their order, each
 # with the settings that were saved for the parameters in it.
 
-_BY_PARAMETER = ("params", "param_names")  # lists with an entry for each parameter; the other keys are settings
+STAMP = "fsdp_ranks"  # see optim_watch.py
+_NO_SETTINGS = ("params", "param_names", STAMP)  # keys of a group
 
 
 def lay_out(
@@ -355,7 +356,7 @@ def _settings(names: Iterable[str], group_of: Mapping[str, Group]) -> dict[str, 
         different = [
             f"{key!r} is {first[1].get(key)!r} and {group.get(key)!r}"
             for key in dict.fromkeys([*first[1], *group])
-            if key not in _BY_PARAMETER and not same_value(first[1].get(key), group.get(key))
+            if key not in _NO_SETTINGS and not same_value(first[1].get(key), group.get(key))
         ]
         if different:
             raise ValueError(
@@ -367,7 +368,7 @@ def _settings(names: Iterable[str], group_of: Mapping[str, Group]) -> dict[str, 
 
 
 def _without_params(group: Group) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _BY_PARAMETER}
+    return {key: value for key, value in group.items() if key not in _NO_SETTINGS}
 
 
 # -- names for ids, and back -------------------------------------------------------------------------------------------
@@ -408,7 +409,7 @@ def rekey(
     """Implement ``FullyShardedDataParallel.rekey_optim_state_dict``; ``own`` are the optimizer's groups."""
     groups = copy.deepcopy(optim_state_dict.get("param_groups"))
     named = [key for group in groups or () for key in group["params"]]
-    if not named:  # with groups, other entries belong to no parameter
+    if not named:  # with groups, further entries belong to no parameter
         named = list(optim_state_dict["state"])
     kinds = {type(key) for key in named}
     wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int

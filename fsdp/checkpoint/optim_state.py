@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp.checkpoint.forms import Form, Leaving, export, finish
 from fsdp.checkpoint.optim_names import (
+    STAMP,
     Group,
     Holder,
     Member,
@@ -32,7 +33,7 @@ from fsdp.checkpoint.optim_names import (
     state_order,
 )
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
-from fsdp.comm.consensus import Failure, all_gather_object, failures_in, joint_error
+from fsdp.comm.consensus import Failure, TrainingRanks, all_gather_object, joint_error
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.versions import root_of
 from fsdp.placement.redistribute import Channel, Channels
@@ -97,9 +98,9 @@ def _described(holder: Holder, state: Mapping[str, Any], problems: list[str], kn
 def _merged(
     holder: Holder, by_rank: Sequence[States | None], ranks: Sequence[int], missing: list[str], different: list[str]
 ) -> States | None:
-    """Merge the descriptions of the ranks that own elements of ``holder``; None if none of them has state.
+    """Merge the descriptions of the ranks that own elements of ``holder``; None without state.
 
-    Optimizers may also hold state on other ranks (some create it for empty parameters), but never step it.
+    Optimizers may also hold state on ranks without elements, but never step it.
 
     Args:
         by_rank: descriptions by rank of the shard group.
@@ -139,7 +140,7 @@ def _agree(
     Raises, on every rank:
         KeyError: ``unknown``.
         NotImplementedError: a state is neither a scalar nor element-wise, or cannot be sent to other ranks.
-        RuntimeError: ranks lack states that others have.
+        RuntimeError: some ranks lack states.
         AssertionError: states differ between ranks.
     """
     label, device, me = "agree on the optimizer's states", params.device, dist.get_rank()
@@ -196,15 +197,19 @@ def _agree(
     elif different:
         error = AssertionError("expected states without elements to agree, but " + "; ".join(different))
     of_units = [unit.groups for unit in params.units]
-    several_groups = [
+    several = [
         *dict.fromkeys(group for groups in of_units for group in (groups.shard, groups.replica, groups.tp) if group)
     ]
-    if len(several_groups) > 1:
-        alike = {group: list(_words(local, agreed, group)) for group in several_groups}
-        elsewhere = failures_in(several_groups, error, label, device, alike)
-        error = error or (joint_error(elsewhere) if elsewhere else None)
-    if error is not None:
-        raise error
+
+    def check() -> dict[Any, list[str]]:
+        if error is not None:
+            raise error
+        return {group: list(_words(local, agreed, group)) for group in several}
+
+    if len(several) > 1:
+        TrainingRanks(several, device).together(label, check, lambda texts: texts)
+    else:
+        check()
     return {holder: states for holder in local if (states := agreed[holder]) is not None}
 
 
@@ -291,6 +296,7 @@ def optim_state_dict(
             {
                 key: params.names_of_group(by_key[one] for one in value) if key == "params" else copy.deepcopy(value)
                 for key, value in group_.items()
+                if key != STAMP
             }
             for group_ in raw["param_groups"]
         ]
@@ -368,7 +374,7 @@ def _send(
 
 def _first(saving: int, unit: Unit, channel: Channel) -> int:
     """Return the rank of ``channel`` that gets what rank ``saving`` gets alone: ``saving`` itself, or its counterpart
-    that has other parts of parameters by tensor parallelism. -1 is none."""
+    on the ranks of tensor parallelism. -1 is no rank."""
     ranks = group_ranks(channel.group)
     if unit.groups.tp is None or saving in ranks:
         return ranks.index(saving) if saving in ranks else -1

@@ -1,6 +1,6 @@
 """Values beside tensors in a checkpoint: checks that ``torch.load(weights_only=True)`` accepts them.
 
-A save refuses a value that the default load would refuse, and names its place. NumPy scalars become Python numbers,
+A save refuses a value that the default load would refuse, and names the place. NumPy scalars become Python numbers,
 because learning rates are NumPy scalars as soon as a schedule uses NumPy.
 """
 
@@ -38,7 +38,7 @@ def check_loadable(values: Mapping[str, Any], remedy: str = "") -> None:
         remedy: an additional remedy, appended to the error.
 
     Raises:
-        TypeError: a value is refused; the message has its path, its type and a remedy.
+        TypeError: a value is refused; the message has the path, the type and a remedy.
     """
     if _is_loadable(dict(values)):
         return
@@ -67,7 +67,7 @@ def _without_elements(value: Any) -> Any:
 
 
 def _first_refused(value: Any, path: str) -> tuple[str, Any] | None:
-    """Return the innermost value that is refused, in the order of the values, and its path; None without one."""
+    """Return the innermost value that is refused, in the order of the values, and the path to it; None without one."""
     if _is_loadable(value):
         return None
     for inner_path, inner in _inner(value, path):

@@ -70,6 +70,11 @@ def is_sharded(value: Any) -> bool:
     return bool(cut_dims(value))
 
 
+def warns_of_shape(value: Any) -> bool:
+    """Return True for a ``ShardedTensor``, which warns of deprecation when ``shape`` is read."""
+    return isinstance(value, ShardedTensor)
+
+
 def kind_of(value: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype and the whole shape of a tensor, sharded or not."""
     if isinstance(value, ShardedTensor):  # its methods warn of deprecation

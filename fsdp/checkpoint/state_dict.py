@@ -185,8 +185,9 @@ class UnitSaving(UnitTensors):
         leaving = self._export() if not self._form.is_readable else {}
         settled, taken = self._walk.settled, set[Key]()
         for key, value in [item for item in destination.items() if id(item[1]) not in settled]:
-            if isinstance(value, RaggedTensor) and isinstance(value.origin, tuple) and value.origin[0] is self:
-                ours = value.origin[1]
+            origin = getattr(value, "origin", None)
+            if isinstance(origin, tuple) and origin[0] is self:
+                ours = origin[1]
                 if leaving:
                     destination[key] = value = leaving[ours].value(again=ours in taken)
                     settled[id(value)] = value
@@ -448,7 +449,7 @@ def collecting(wrapper: Any) -> Iterator[_Walk]:
     registers its own parameters again."""
     unit = unit_of(wrapper)
     settings = unit.state_settings
-    alone = ", rank0_only" if getattr(settings.state_dict_config, "rank0_only", False) else ""
+    alone = ", rank0_only" if Form.of(settings.state_dict_config).rank0_only else ""
     context = join(unit)
     outermost = context not in _walks
     try:

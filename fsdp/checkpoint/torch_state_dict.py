@@ -32,10 +32,11 @@ from fsdp.api import (
     StateDictType,
 )
 from fsdp.checkpoint.forms import Form
-from fsdp.checkpoint.load_state_dict import Loading, alike_on_all_ranks, load_alike, load_from_first, prepare
+from fsdp.checkpoint.load_state_dict import Loading, load_alike, load_from_first, prepare, ranks_of
 from fsdp.checkpoint.optim_load import optim_state_dict_to_load
 from fsdp.checkpoint.optim_names import ModelParams, rekey
 from fsdp.checkpoint.optim_state import optim_state_dict
+from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.state_dict import calling, held_param
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import PlainNames, clean, inside, plain_modules, unit_of
@@ -307,39 +308,9 @@ def set_state_dict(
     """Call :func:`set_optimizer_state_dict` and :func:`set_model_state_dict`; return the result of the latter. If
     one of them raises, the model and the optimizers are unchanged on all ranks."""
     optimizers = _several(optimizers)
-    with calling("set_state_dict()", model), kept_if_it_fails(optimizers):
+    with calling("set_state_dict()", model), Snapshot(optimizers=optimizers):
         set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return set_model_state_dict(model, model_state_dict, options=options)
-
-
-@contextlib.contextmanager
-def kept_if_it_fails(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Restore the state and the groups of the optimizers if the body raises.
-
-    ``load_state_dict`` of torch's optimizers makes new tensors. Writes of other optimizers into their existing tensors
-    are not undone.
-    """
-    before = [
-        (
-            one,
-            dict(one.__dict__),
-            {p: dict(s) if isinstance(s, dict) else s for p, s in one.state.items()},
-            [dict(group) for group in one.param_groups],
-        )
-        for one in optimizers
-    ]
-    try:
-        yield
-    except BaseException:
-        for one, attributes, state, groups in before:
-            one.__dict__.clear()
-            one.__dict__.update(attributes)
-            one.state.clear()
-            one.state.update(state)
-            for group, kept in zip(one.param_groups, groups):
-                group.clear()
-                group.update(kept)
-        raise
 
 
 def set_optimizer_state_dict(
@@ -361,10 +332,13 @@ def set_optimizer_state_dict(
         RuntimeError: a parameter that an optimizer trains is not in the dict (``strict``).
     """
     optimizers = _several(optimizers)
-    units = units_of(model)
-    with calling("set_optimizer_state_dict()", model), kept_if_it_fails(optimizers), alike_on_all_ranks(units):
+
+    def load_each() -> None:
         for optimizer, loadable in optimizers_to_load(model, optimizers, optim_state_dict, options=options):
             own_method(optimizer, "load_state_dict")(loadable)
+
+    with calling("set_optimizer_state_dict()", model), Snapshot(optimizers=optimizers):
+        ranks_of(units_of(model)).together("load optimizer state", load_each)
 
 
 def optimizers_to_load(
@@ -406,7 +380,7 @@ def _saved(model: nn.Module, optimizer: Optimizer, raw: dict[str, Any], options:
 def initialised(optimizer: Optimizer, of_model: ModelParams) -> Iterator[None]:
     """Give a fresh optimizer the state of a step without gradients and with a rate of zero, inside the context.
 
-    Parameters of which this rank's shards hold no elements get none if other ranks hold some.
+    Parameters of which this rank's shards hold no elements get none if another rank holds some.
     """
     elsewhere = {holder.param for holder in of_model.holders.values() if holder.rank not in holder.owners}
     params = [param for group in optimizer.param_groups for param in group["params"]]

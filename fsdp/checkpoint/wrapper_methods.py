@@ -78,7 +78,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
         this one, or of one inside, gives the same values. Parameters have their sharded dtype (full precision). Buffers
         and parameters that no unit owns are the live tensors.
 
-        * ``FULL_STATE_DICT``: whole tensors, copied. With ``rank0_only`` other ranks get only the parameters and
+        * ``FULL_STATE_DICT``: whole tensors, copied. With ``rank0_only`` the remaining ranks get only parameters and
           buffers that no unit owns. One gather per unit; the peak is the result and one unit.
         * ``SHARDED_STATE_DICT``: each rank's rows, copied, as ``ShardedTensor``, or as ``DTensor`` if a device mesh was
           given. One exchange per unit.
@@ -107,10 +107,10 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a dict of ``state_dict()``, of a plain module, or of torch's FSDP1.
 
-        Whole tensors need no communication: each rank copies its own part, so every rank must have them. Under
-        ``FullStateDictConfig(rank0_only=True)`` the other ranks may pass an empty dict; rank 0 then scatters its values
-        unit by unit. Rows (``DTensor`` or ``ShardedTensor``) may be on any of the ranks that share the unit, however it
-        is sharded and replicated over them. Parameters stay the same objects, and keep their dtype and device.
+        Whole tensors need no communication: each rank copies its part, so every rank must have them. Under
+        ``FullStateDictConfig(rank0_only=True)`` the remaining ranks may pass an empty dict; rank 0 then scatters the
+        values unit by unit. Rows (``DTensor`` or ``ShardedTensor``) may be on any of the ranks that share the unit,
+        however it is sharded and replicated. Parameters stay the same objects, and keep their dtype and device.
 
         Either all ranks load, or none: every value must fit on every rank, and all ranks must have the same parameters
         of a unit (keys, shapes and kinds of tensor). A module that is not wrapped but contains this one loads its own
@@ -235,7 +235,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
         Raises:
             ValueError: ``model`` has no instances in it.
             KeyError: the optimizer holds parameters that are not in the model.
-            RuntimeError: the optimizers of some ranks lack states that others have.
+            RuntimeError: the optimizers of some ranks lack states.
             AssertionError: the ranks have different values of a state that has one value.
             NotImplementedError: a state is neither a scalar nor has one element per element of its parameter.
         """

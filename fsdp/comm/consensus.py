@@ -3,9 +3,10 @@
 Every rank does something, and then either all of them go on or all of them raise, with the words of those that failed.
 There are two ways to agree, for two places:
 
-* :func:`failures_in`, in the groups and the thread of the training: one all-reduce of three numbers where all is well.
-* :class:`Ranks`, beside the training, as for a checkpoint that is being written: :meth:`Ranks.round` after round over a
-  side group.
+* :class:`TrainingRanks`, in the groups and the thread of the training: one all-reduce of three numbers if all is well.
+* :class:`Ranks`, beside the training, as for a checkpoint that is being written: round after round over a side group.
+
+Both have ``together(label, action)``, run on every rank, and ``first(label, action)``, run on rank 0 for all.
 
 Both number what they say and label it, so that what one rank says in one call is never taken for an answer in another.
 
@@ -198,6 +199,78 @@ def _padded(data: bytes, group: Any, label: str, device: torch.device) -> torch.
     if nbytes is None:
         raise RuntimeError(f"{label}: other ranks do something else")
     return torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
+
+
+class TrainingRanks:
+    """The ranks of several process groups, which agree in the groups and the thread of the training.
+
+    All ranks of the groups make the same calls in the same order, each with the same ``label``.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Any],
+        device: torch.device,
+        *,
+        announce: Callable[[], None] = lambda: None,
+        error: Callable[[Mapping[int, Failure]], Exception] = joint_error,
+    ) -> None:
+        """
+        Args:
+            groups: None stands for this rank alone.
+            device: where the models compute.
+            announce: called before each communication.
+            error: makes the exception for failures of other ranks.
+        """
+        self.groups = [group for group in dict.fromkeys(groups) if group is not None]
+        self._device, self._announce, self._error = device, announce, error
+
+    def together(
+        self, label: str, action: Callable[[], _T], same: Callable[[_T], Mapping[Any, Sequence[str]]] | None = None
+    ) -> _T:
+        """Run ``action`` on every rank; each has its own result.
+
+        Args:
+            same: gives texts for each group that have to be equal on all of its ranks.
+
+        Raises:
+            BaseException: the error of ``action`` on this rank.
+            Exception: ``error`` of the failures of other ranks, or of different texts.
+        """
+        self._announce()
+        try:
+            result = action()
+            texts = same(result) if same is not None else {}
+        except BaseException as error:
+            self._announce()
+            failures_in(self.groups, error, label, self._device)
+            raise
+        self._announce()
+        if failures := failures_in(self.groups, None, label, self._device, texts):
+            raise self._error(failures)
+        return result
+
+    def first(self, label: str, action: Callable[[], _T]) -> _T:
+        """Run ``action`` on the rank that is first in every group; every rank gets the result, or the error.
+
+        The result is broadcast over one group after the other.
+        """
+        self._announce()
+        value: Any = None
+        failure: Failure | None = None
+        try:
+            if all(group.rank() == 0 for group in self.groups):
+                value = action()
+        except BaseException as error:
+            failure = Failure.of(error)
+            raise
+        finally:
+            for group in self.groups:
+                value, failure = broadcast_object((value, failure), group, label, self._device)
+        if failure is not None:
+            raise failure.as_error(failure.text)
+        result: _T = value
+        return result
 
 
 # -- beside the training -----------------------------------------------------------------------------------------------

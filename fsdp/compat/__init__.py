@@ -44,7 +44,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsdp import api, sharded_grad_scaler, wrap
 from fsdp import fully_sharded_data_parallel as wrapper
 from fsdp.checkpoint import torch_state_dict
-from fsdp.checkpoint.load_state_dict import on_first
+from fsdp.checkpoint.load_state_dict import ranks_of
 from fsdp.checkpoint.optim_names import ModelParams
 from fsdp.comm.groups import default_group
 from fsdp.flat.flat_param import FlatParameter
@@ -170,8 +170,8 @@ def _get_model_state_dict(model: nn.Module, info: Any) -> Any:
 
 def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
     # set_state_dict() has looked here, and not on rank 0, whether there is a model's state to load
-    asked = [default_group()], units_of(model), "tell whether there is any"
-    if info.broadcast_from_rank0 and not on_first(lambda: info.handle_model, *asked):
+    ranks = ranks_of(units_of(model), [default_group()])
+    if info.broadcast_from_rank0 and not ranks.first("ask for a model's state", lambda: info.handle_model):
         return _IncompatibleKeys([], [])
     # a dict of dicts by submodule has come to the submodules' names, with our wrappers in them
     return torch_state_dict.set_model_state_dict(model, {clean(key): v for key, v in state_dict.items()}, options=info)

@@ -1,0 +1,188 @@
+"""Placeholders of parameters while a state dict is loaded, and the values that they receive.
+
+[Note: Received values]
+``nn.Module`` copies values one by one, before it is known whether all of them fit on all ranks. Values in rows, and
+values on rank 0 alone, can only be copied when all ranks take part. So a target keeps a reference to the value that is
+copied into it, which takes no memory, and the unit's shards are written at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.checkpoint.forms import Form, distribution, fill_each, is_part, read
+from fsdp.checkpoint.sharded_tensors import check_no_mesh, kind_of, warns_of_shape
+from fsdp.checkpoint.state_dict import Key, UnitTensors
+from fsdp.flat.registration import registered_params
+from fsdp.flat.tensor_parallel import local_of
+from fsdp.placement.redistribute import Channels
+from fsdp.runtime.unit import Unit
+
+_SAME_VALUES: tuple[Any, ...] = (getattr(torch.Tensor.data, "__get__"), torch.Tensor.detach)  # noqa: B009, mypy
+
+
+class _Shape(torch.Tensor):
+    """A tensor with a shape and a dtype, and without elements."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise RuntimeError(
+            f"{func} on a parameter, or a ShardedTensor, while a state dict is loaded into a sharded module: only "
+            "copy_() of the whole parameter is possible. For more, load inside "
+            "FullyShardedDataParallel.summon_full_params"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+class Part(_Shape):
+    """A stand-in for ``value``, a sharded tensor of a state dict. A target receives the value; a parameter that no unit
+    shards refuses it. (``nn.Module`` reads ``shape``, and ``ShardedTensor`` warns that this is deprecated.)"""
+
+    value: Any
+
+    @staticmethod
+    def __new__(cls, value: Any) -> Part:
+        dtype, shape = kind_of(value)
+        part: Part = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
+        part.value = value
+        return part
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and isinstance(args[0], Target):
+            return Target.__torch_function__(func, types, args, kwargs)
+        if func in (torch.Tensor.copy_, *_SAME_VALUES):
+            value = next(arg for arg in args if isinstance(arg, Part)).value
+            raise ValueError(f"no unit shards it, and a {type(value).__name__} was given")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class Target(_Shape):
+    """A placeholder of a parameter; ``copy_`` passes the argument to ``receive``."""
+
+    receive: Callable[[Any], None]
+    _is_param: bool
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor, device: torch.device, requires_grad: bool, receive: Any) -> Target:
+        target: Target = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, dtype=param.dtype, device=device, requires_grad=requires_grad
+        )
+        target.receive = receive
+        target._is_param = True  # isinstance(target, nn.Parameter)
+        return target
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and isinstance(args[0], Target):
+            target, source = args[0], args[1]
+            if target.shape != source.shape:
+                raise RuntimeError(f"a tensor of shape {tuple(source.shape)} for one of shape {tuple(target.shape)}")
+            if source is not target:
+                target.receive(source)
+            return target
+        if func in _SAME_VALUES:  # a copy into these is a copy into the target
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def mark_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, *, assign: bool) -> None:
+    """Replace sharded values in ``state_dict`` by stand-ins where a target or a parameter of ``module`` needs that."""
+    for key, value in state_dict.items():
+        if warns_of_shape(value):
+            state_dict[key] = Part(value)
+    for attribute, param in registered_params(module):
+        key = prefix + attribute
+        value = state_dict.get(key)
+        if type(param) is nn.Parameter and isinstance(value, torch.Tensor) and not isinstance(value, Part):
+            if not is_part(value):
+                state_dict[key] = local_of(value)
+            elif not (assign and isinstance(value, DTensor)):
+                state_dict[key] = Part(value)
+
+
+class UnitLoading(UnitTensors):
+    """The load of one unit.
+
+    Attributes:
+        values: the received values, by bucket and index.
+    """
+
+    def __init__(self, unit: Unit, opener: nn.Module) -> None:
+        """Register targets in place of the parameters.
+
+        Raises:
+            RuntimeError: flat vectors are to be loaded, and the unit has a device mesh; see also ``UnitTensors``.
+        """
+        self._flat = Form.of(unit.state_settings.state_dict_config).is_flat and unit.groups.sharded
+        if self._flat:
+            check_no_mesh(unit)
+        super().__init__(unit, opener, flat=self._flat)
+        self.values: dict[Key, Any] = {}
+        self._held = self.held
+        self._targets: dict[Key, Target] = {}
+        for key, held in self._held.items():
+            device, requires_grad = unit.handles[key[0]].device, self.requires_grad(key)
+            self._targets[key] = Target(held.part, device, requires_grad, partial(self._receive, key))
+        self.register(self._targets)
+
+    def _receive(self, key: Key, value: Any) -> None:
+        """Keep ``value`` for a parameter.
+
+        Raises:
+            AssertionError, ValueError: ``value`` lacks this rank's part; see ``Form.read``.
+        """
+        value = value.value if isinstance(value, Part) else torch.detach(value)
+        read(value, self._held[key], self.unit.groups, flat=self._flat)
+        self.values[key] = value
+
+    def finish(self, *, assign: bool) -> Iterator[str]:
+        """Register the parameters again. Values that were registered in place of targets are received as well.
+
+        Yields:
+            errors of such values. With ``assign`` they must have the dtype of the parameter.
+        """
+        for key, current in self.registered().items():
+            if current is None or current is self._targets[key]:
+                continue
+            own, dtype = self._held[key].part.dtype, current.dtype
+            try:
+                if assign and dtype != own:
+                    raise ValueError(
+                        f"assign=True would make it {dtype}, and the parameters it is sharded with are {own}; use "
+                        "assign=False"
+                    )
+                self._receive(key, current)
+            except (AssertionError, ValueError) as error:
+                yield f"While copying the parameter named {self.name(key)!r} of {self.unit.name}: {error}."
+        self.restore()
+
+    def given(self) -> Iterator[str]:
+        """Describe the received values, in words that must be equal on all ranks that exchange them."""
+        for key, value in self.values.items():
+            yield f"{self.name(key)!r} of {self.unit.name}{distribution(value, self.unit.groups)}"
+
+    def write(self) -> None:
+        """Copy this rank's parts into the shards; values in rows travel in one collective."""
+        unit, channels = self.unit, Channels()
+        arriving = [
+            (self._held[key], read(value, self._held[key], unit.groups, flat=self._flat))
+            for key, value in self.values.items()
+        ]
+        if any(source.placement is not None for _, source in arriving):
+            unit.announce()
+        fill_each(arriving, unit, channels, f"gather {unit.name}")
+        channels.flush()
+        written = {bucket for bucket, _ in self.values}
+        for bucket, views in enumerate(unit.views):
+            views.note_writes(range(len(views.handle.layout.params)) if bucket in written else ())
