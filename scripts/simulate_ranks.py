@@ -31,12 +31,13 @@ from unittest import mock
 import torch
 
 from fsdp.checkpoint import files, index, redistribute
-from fsdp.checkpoint.forms import Form, Full, Held, Rows, export
+from fsdp.checkpoint.forms import Form, Full, Held, Rows
 from fsdp.checkpoint.keys import GROUPS, MODEL, state_key
 from fsdp.checkpoint.load_checkpoint import _fetched, _Like, _Reading
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.save_checkpoint import Save, _packed
 from fsdp.checkpoint.torch_storage import SavePlanner
+from fsdp.checkpoint.transfers import export
 from fsdp.comm.consensus import Ranks, tree
 
 SIZES = (8, 64, 512, 4096)

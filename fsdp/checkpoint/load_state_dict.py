@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from fsdp.checkpoint.forms import Form, fill_from_first, is_part
+from fsdp.checkpoint.forms import Form, is_part
 from fsdp.checkpoint.snapshot import Snapshot, persistent_buffers
 from fsdp.checkpoint.state_dict import Key, StateHooks, check_idle, held_tensors
 from fsdp.checkpoint.targets import UnitLoading, mark_parts
+from fsdp.checkpoint.transfers import fill_from_first
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.consensus import Failure, TrainingRanks
 from fsdp.comm.groups import default_group, group_ranks
@@ -191,7 +192,7 @@ class Loading:
         for hooks in self._hooks:
             join(hooks.unit)
             check_idle([hooks.unit], "load_state_dict()", Phase.SUMMONED)
-            hooks.abandon()
+            hooks.release()
         try:
             for hooks in self._hooks:
                 hooks.active = self
@@ -202,12 +203,17 @@ class Loading:
             self.abandon()
             raise
 
-    def abandon(self) -> None:
-        """End a load that failed: register the parameters again and restore what was loaded; idempotent."""
+    def release(self) -> None:
+        """Register the parameters again, without the received values; idempotent."""
         for unit in self._units:
             unit.restore()
         for hooks in self._hooks:
             hooks.active = None
+        self._snapshot.close()
+
+    def abandon(self) -> None:
+        """End a load that failed: register the parameters again, and restore the values that were loaded at once."""
+        self.release()
         self.undo()
 
     def finish(self) -> list[str]:
@@ -339,7 +345,7 @@ class LoadingHooks(StateHooks):
         if self._belongs_to() is None:
             return
         if self.active is not None and self.active.opener is module and self.active.error_messages is not None:
-            self.abandon()  # the previous load ended in an exception
+            self.release()  # the previous load ended in an exception
         if self.active is None:
             Loading(module, [self, *_hooks_in(module)], prepared=False)
         loading = self.active
@@ -353,10 +359,11 @@ class LoadingHooks(StateHooks):
             for key in [key for key in state_dict if key.startswith(prefix)]:
                 state_dict[f"{prefix}{WRAPPED_MODULE}.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
-    def abandon(self) -> None:
-        """End a load that ended in an exception, if there is one."""
+    def release(self) -> None:
+        """Release an earlier load that ended in an exception, if there is one. Values may have changed since then, so
+        that the snapshot is out of date."""
         if self.active is not None:
-            self.active.abandon()
+            self.active.release()
 
     def _after(self, module: nn.Module, incompatible_keys: Any) -> None:
         loading = self.active

@@ -18,16 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp.checkpoint.forms import (
-    Held,
-    Source,
-    fill_each,
-    fill_from_first,
-    is_part,
-    needs_exchange,
-    read,
-    scalar_of,
-)
+from fsdp.checkpoint.forms import Held, Source, is_part, needs_exchange, read, scalar_of
 from fsdp.checkpoint.load_state_dict import by_group, ranks_of, watched
 from fsdp.checkpoint.optim_dtypes import keep_dtypes
 from fsdp.checkpoint.optim_names import (
@@ -42,6 +33,7 @@ from fsdp.checkpoint.optim_names import (
     state_order,
 )
 from fsdp.checkpoint.sharded_tensors import is_sharded, kind_of
+from fsdp.checkpoint.transfers import fill_each, fill_from_first
 from fsdp.comm.collectives import broadcast
 from fsdp.comm.groups import default_group
 from fsdp.flat.names import bare

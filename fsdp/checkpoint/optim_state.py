@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from fsdp.checkpoint.forms import Form, Leaving, export, finish
+from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.optim_names import (
     STAMP,
     Group,
@@ -33,6 +33,7 @@ from fsdp.checkpoint.optim_names import (
     state_order,
 )
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
+from fsdp.checkpoint.transfers import Leaving, export, finish
 from fsdp.comm.consensus import Failure, TrainingRanks, all_gather_object, joint_error
 from fsdp.comm.groups import default_group, group_ranks
 from fsdp.comm.versions import root_of

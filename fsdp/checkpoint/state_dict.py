@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp.checkpoint.forms import Form, Held, Leaving, export, finish
+from fsdp.checkpoint.forms import Form, Held
 from fsdp.checkpoint.ragged import RaggedTensor
+from fsdp.checkpoint.transfers import Leaving, export, finish
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, clean, joined, members_of, own_modules, unit_of, wrappers_in
 from fsdp.flat.registration import registered_params

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.checkpoint.forms import Form, distribution, fill_each, is_part, read
+from fsdp.checkpoint.forms import Form, distribution, is_part, read
 from fsdp.checkpoint.sharded_tensors import check_no_mesh, kind_of, warns_of_shape
 from fsdp.checkpoint.state_dict import Key, UnitTensors
+from fsdp.checkpoint.transfers import fill_each
 from fsdp.flat.registration import registered_params
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.placement.redistribute import Channels

@@ -1,0 +1,210 @@
+"""Transfers of tensors between the shards of a unit and the values of a state dict, in any form.
+
+A save is :func:`export`, a flush of the channels, and :func:`finish`. A load is :func:`fill_each`, or
+:func:`fill_from_first` for values on rank 0 alone, and a flush.
+
+[Note: Tensor parallelism]
+A tensor that tensor parallelism has cut is on the ranks of a shard group and of a tensor-parallel group. A rank knows
+the intervals of its own shard group, and the chunk of each tensor-parallel rank, but not the intervals of other shard
+groups: with chunks of different sizes their flat vectors have different layouts. So elements move in two steps. A save
+gathers within the shard group first, and a load exchanges within the tensor-parallel group first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp.checkpoint.forms import Form, Held, Source
+from fsdp.checkpoint.sharded_tensors import group_of
+from fsdp.comm.groups import group_ranks
+from fsdp.comm.host_memory import empty_strided
+from fsdp.placement.boxes import Box, Part, Placement, copy_parts, dense_stride, memory_order
+from fsdp.placement.redistribute import Channel, Channels, Item, redistribute
+from fsdp.runtime.unit import Unit
+
+
+class _NewMemory(Sequence[Part]):
+    """Uninitialized memory for boxes of a tensor, allocated at first use: values that travel through buffers are not
+    in memory twice."""
+
+    def __init__(self, boxes: Sequence[Box], like: torch.Tensor, device: torch.device) -> None:
+        self._boxes, self._like, self._device = boxes, like, device
+        self._parts: list[Part] | None = None
+
+    def __len__(self) -> int:
+        return len(self._boxes)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._parts is None:
+            self._parts = [(box, self._memory(box)) for box in self._boxes]
+        return self._parts[index]
+
+    def _memory(self, box: Box) -> torch.Tensor:
+        like = self._like  # gives the memory order
+        whole = box.sizes == tuple(like.shape)
+        stride = like.stride() if whole else dense_stride(box.sizes, memory_order(like.shape, like.stride()))
+        return empty_strided(box.sizes, stride, dtype=like.dtype, device=self._device)
+
+
+class Leaving(NamedTuple):
+    """A tensor on its way into a state dict.
+
+    Attributes:
+        memory: memory for this rank's elements.
+        wanted: boxes that this rank gets, or with tensor parallelism the ranks of that group together.
+    """
+
+    form: Form
+    held: Held
+    memory: Sequence[Part]
+    channel: Channel
+    wanted: tuple[Box, ...]
+
+    def value(self, *, again: bool = False) -> Any:
+        """Make the value for the state dict after the channel's flush. ``again`` copies it for another name of the
+        parameter."""
+        local = self.memory[0][1] if self.memory else None
+        return self.form.wrap(self.held, local.clone() if again and local is not None else local, self.channel)
+
+
+def export(tensors: Iterable[Held], form: Form, channel: Channel, label: str, first: int = 0) -> list[Leaving]:
+    """Start to move ``tensors`` to the ranks that get them in ``form``; see :func:`redistribute`. With
+    ``rank0_only`` rank ``first`` of the channel gets them; -1 is no rank."""
+    leaving, items, device = [], [], form.device(channel)
+    for held in tensors:
+        part, target = held.part, form.place(tuple(held.part.shape), channel.size)
+        gets: Sequence[Part] = ()
+        wanted: tuple[Box, ...] = ()
+        if target is not None:
+            assert device is not None
+            if form.rank0_only:
+                target = Placement.whole(part.shape, channel.size, only=first)
+            wanted = target.boxes[channel.rank]
+            if held.tp is not None:
+                target = target.inside(part.within)
+            gets = _NewMemory(target.boxes[channel.rank], part, device)
+            source = held.placement(channel.size)
+            if source is None:
+                copy_parts(part.parts, gets)
+            else:
+                items.append(Item(part.dtype, part.stride(), source, target, part.parts, gets))
+        leaving.append(Leaving(form, held, gets, channel, wanted))
+    redistribute(items, channel, label)
+    return leaving
+
+
+def finish(leaving: Iterable[Leaving], channels: Channels, label: str) -> list[Leaving]:
+    """Exchange the parts of ``leaving`` among the ranks of tensor parallelism, after the flush of the channels. See
+    [Note: Tensor parallelism]."""
+    finished: list[Leaving] = []
+    items: dict[Channel, list[Item]] = {}
+    for one in leaving:
+        held, part = one.held, one.held.part
+        if held.tp is not None and held.tp.dim is not None and one.wanted:
+            source, target = held.shares.inside(one.wanted[0]), one.form.share(held, one.wanted[0])
+            if source != target:
+                channel, device = channels.over(held.tp.group, one.channel.device), one.form.device(one.channel)
+                assert device is not None
+                gets = _NewMemory(target.boxes[channel.rank], part, device)
+                items.setdefault(channel, []).append(Item(part.dtype, part.stride(), source, target, one.memory, gets))
+                one = one._replace(memory=gets)
+        finished.append(one)
+    for channel, several in items.items():
+        redistribute(several, channel, label)
+        channel.flush()
+    return finished
+
+
+def fill(arriving: Iterable[tuple[Held, Source]], channel: Channel, label: str) -> None:
+    """Start to move the elements of each source to the ranks that hold them, in their dtype; see
+    :func:`redistribute`."""
+    items = []
+    for held, source in arriving:
+        part = held.part
+        if source.placement is None:
+            copy_parts(source.parts, part.parts)
+            continue
+        target = held.placement(channel.size) or Placement.whole(part.shape, channel.size)
+        placement = source.placement if source.spread is None else source.placement.inside(part.within)
+        items.append(Item(part.dtype, part.stride(), placement, target, source.parts, part.parts))
+    redistribute(items, channel, label)
+
+
+def gathered(
+    arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str
+) -> list[tuple[Held, Source]]:
+    """Exchange spread sources among the ranks of tensor parallelism, so that each rank has the elements for its
+    shard group. See [Note: Tensor parallelism]."""
+    found: list[tuple[Held, Source]] = []
+    items: dict[Channel, list[Item]] = {}
+    for held, source in arriving:
+        if source.spread is not None:
+            part, (group, has) = held.part, source.spread
+            channel = channels.over(group, unit.device)
+            needs = held.shares if held.tp is not None else Placement.whole(part.shape, channel.size)
+            if source.placement is not None:
+                rows = source.placement.boxes[group_of(unit.groups).rank()]
+                needs = needs.inside(rows[0]) if rows else Placement(((),) * channel.size)
+            gets = _NewMemory(needs.boxes[channel.rank], part, unit.device)
+            items.setdefault(channel, []).append(Item(part.dtype, part.stride(), has, needs, source.parts, gets))
+            source = source._replace(parts=gets)
+        found.append((held, source))
+    for channel, several in items.items():
+        redistribute(several, channel, label)
+        channel.flush()
+    return found
+
+
+def fill_each(arriving: Iterable[tuple[Held, Source]], unit: Unit, channels: Channels, label: str) -> None:
+    """Start to move the elements of each source to the ranks of the unit. A source on other ranks than those of the
+    unit's chunks is sent whole to all of them, a batch at a time."""
+    by_group: dict[Any, list[tuple[Held, Source]]] = {}
+    for held, source in gathered(arriving, unit, channels, label):
+        group = None  # no communication
+        if source.placement is not None:
+            group = source.group or group_of(unit.groups)
+        if source.group is not None:
+            held = held._replace(spans=None)
+        by_group.setdefault(group, []).append((held, source))
+    for group, several in by_group.items():
+        fill(several, channels.over(group, unit.device), label)
+
+
+def fill_from_first(
+    values: Iterable[tuple[Held, torch.Tensor | None]],
+    unit: Unit,
+    channels: Channels,
+    label: str,
+    *,
+    group: Any = None,
+    tp: Any = None,
+) -> None:
+    """Start to send values from the first rank to the ranks that hold the tensors.
+
+    The ranks of the first replica get their parts, and pass them on to the other replicas.
+
+    Args:
+        values: pairs of a tensor and a value, which is None except on the first rank.
+        group: ranks whose first has the values, if not the unit's; then each of them gets the whole value.
+        tp: ranks of tensor parallelism, if the first of them has the values.
+    """
+    groups = unit.groups
+    by_replicas = groups.sharded and groups.replica is not None
+    if group is not None and not (by_replicas and groups.data_parallel_size == group.size()):
+        shared = groups.sharded and group_ranks(groups.shard) == group_ranks(group)
+        several = [(held if shared else held._replace(spans=None), value) for held, value in values]
+        arriving = [(held, Source.of_first(value, held.part.shape, group.size())) for held, value in several]
+        fill(arriving, channels.over(group, unit.device), label)
+        return
+    arriving = [(held, Source.of_first(value, held.part.shape, groups.shard_size, tp)) for held, value in values]
+    if groups.replica_rank == 0:
+        fill(gathered(arriving, unit, channels, label), channels.over(groups.shard, unit.device), label)
+    if groups.replica is not None:
+        channels.flush()
+        channel, others = channels.over(groups.replica, unit.device), ((),) * (groups.replica.size() - 1)
+        parts = [held.part for held, _ in arriving]
+        copies = [(Held(part, None), Source(Placement((part.boxes, *others)), part.parts)) for part in parts]
+        fill(copies, channel, label)
