@@ -10,7 +10,6 @@ from torch.amp.grad_scaler import GradScaler
 
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import default_group
-from fsdp.comm.streams import streams_for
 
 __all__ = ["ShardedGradScaler"]
 
@@ -114,7 +113,7 @@ class ShardedGradScaler(GradScaler):
         found = torch.stack(flags).sum(dim=0)
         group = self.process_group if self.process_group is not None else default_group()
         if group.size() > 1:
-            combine(found, group, streams_for(found.device), "agree on infinite gradients")
+            combine(found, group, "agree on infinite gradients")
         state["found_inf_per_device"] = {found.device: found}
         return dict(state["found_inf_per_device"])
 

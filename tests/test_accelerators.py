@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import mmap
 import os
 import threading
@@ -24,22 +24,27 @@ from torch.overrides import TorchFunctionMode
 import fsdp.checkpoint.save_checkpoint as save_module
 import fsdp.comm.collectives as collectives_module
 import fsdp.comm.groups as groups_module
+import fsdp.comm.issuing as issuing_module
+import fsdp.comm.native as native_module
+import fsdp.comm.work as work_module
 import fsdp.flat.ownership as ownership_module
 from fsdp import CPUOffload
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.checkpoint import async_save
 from fsdp.checkpoint.ragged import RaggedTensor
-from fsdp.comm import host_memory, ledger, waiting
-from fsdp.comm.collectives import Communicator
+from fsdp.comm import host_memory, threads
+from fsdp.comm.collectives import Communicator, Event, combine
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import HostBuffers, locked_pages, place
+from fsdp.comm.lane import Lane
 from fsdp.comm.streams import AcceleratorStreams, HostStreams
 from fsdp.comm.versions import ALL_GATHER, REDUCE_SCATTER
-from fsdp.comm.waiting import OutOfStep, Watcher, Work
+from fsdp.comm.work import OutOfStep, Watcher, Work
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.ownership import Ignored, move_to, owned_params
 from fsdp.runtime.nested import to_device
 from fsdp.sharded_grad_scaler import ShardedGradScaler
+from tests.harness.agreeing import new_group
 from tests.harness.pool import run_ranks
 from tests.harness.stream_tracer import trace_streams
 
@@ -52,9 +57,10 @@ CPU, AWAY = torch.device("cpu"), torch.device("meta")
 @pytest.mark.parametrize("size, exact", [(1, False), (2, True), (3, False), (6, False), (7, False), (8, True)])
 def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bool) -> None:
     """FD63: NCCL multiplies by bf16(1/n), which is off by 0.195 % for n = 3, 6, 12, 24, and by -0.195 % for 7."""
-    with mock.patch.object(collectives_module, "backend_of", return_value="nccl"):
-        low = collectives_module._averaging(None, size, torch.empty(0, dtype=torch.bfloat16, device=AWAY), None)
-        high = collectives_module._averaging(None, size, torch.empty(0, device=AWAY), None)
+    nccl: Any = mock.Mock()
+    nccl.carrier.backend.return_value = "nccl"
+    low = collectives_module._averaging(nccl, size, torch.empty(0, dtype=torch.bfloat16, device=AWAY), None)
+    high = collectives_module._averaging(nccl, size, torch.empty(0, device=AWAY), None)
     by_hand = (dist.ReduceOp.SUM, 1.0, float(size))
     assert low == ((dist.ReduceOp.AVG, 1.0, 1.0) if exact else by_hand)
     assert high == ((dist.ReduceOp.AVG, 1.0, 1.0) if size > 1 else by_hand)
@@ -62,7 +68,7 @@ def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bo
 
 def talk_beside_nccl() -> list[Any]:
     """What ranks say to each other in a group that does not serve CPU."""
-    rank, group = dist.get_rank(), dist.group.WORLD
+    rank, group = dist.get_rank(), new_group()
     calls: list[Any] = []
     values = torch.tensor([rank, -rank])
     real = dist.all_reduce
@@ -74,12 +80,15 @@ def talk_beside_nccl() -> list[Any]:
     def backend(group: Any, device: torch.device) -> str:
         return "unknown" if device.type == "cpu" else "nccl"
 
-    with mock.patch.object(dist, "all_reduce", all_reduce), mock.patch.object(groups_module, "backend_of", backend):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "all_reduce", all_reduce))
+        for module in (groups_module, native_module, issuing_module):
+            stack.enter_context(mock.patch.object(module, "backend_of", backend))
         collectives_module.agree(values, group, AWAY, "agree")
         every = collectives_module.gather_values(torch.tensor([rank, 7]), group, AWAY, "gather").tolist()
-        same, other = (collectives_module.Vote(number, group, AWAY, "ask", largest=rank) for number in (1, rank))
+        same, other = (Lane.of(group, AWAY).ask("ask", number, largest=rank) for number in (1, rank))
         answers = [same.result(), other.result()]
-        done = same.is_completed()
+        done = same.poll()
     return [values.tolist(), every, answers, done, set(calls)]
 
 
@@ -87,48 +96,6 @@ def test_control_messages_stay_off_the_device() -> None:
     """FD70: on NCCL alone they ran on the compute stream, and the host that waited for them drained it."""
     said = [[1, 0], [[0, 7], [1, 7]], [1, None], True, {("cpu", False)}]
     assert run_ranks(2, talk_beside_nccl) == [said, said]
-
-
-class Alone:
-    """The rank of a group that others are to hear of."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return 2
-
-
-def test_a_rank_catches_up_where_the_others_have_issued() -> None:
-    """FD66: with messages on the device, which is all that NCCL takes, and control messages on what serves the host."""
-    issued: dict[int, list[Any]] = {0: [], 1: []}
-    ranks = [Alone(0), Alone(1)]
-
-    def call(name: str) -> Any:
-        def noted(*tensors: Tensor, group: Any, async_op: bool, **options: Any) -> Any:
-            group, beside = group if isinstance(group, tuple) else (group, False)
-            issued[group.rank()].append((name, beside, [(t.device, t.dtype, t.numel()) for t in tensors], options))
-            return mock.Mock()
-
-        return noted
-
-    functions = {name: call(name) for name in ("all_reduce", ALL_GATHER, REDUCE_SCATTER)}
-    with (
-        mock.patch.multiple(dist, **functions),
-        mock.patch.object(ledger, "serving_group", lambda group, device: (group, True)),
-    ):
-        usual: dict[str, Any] = {"group": ranks[0], "label": "", "asynchronous": True}
-        ledger.issue(ALL_GATHER, torch.ones(6, device=AWAY), torch.ones(3, device=AWAY), **usual)
-        ledger.issue("all_reduce", torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.MAX, control=True, **usual)
-        full, shard = torch.ones(8, dtype=torch.bfloat16, device=AWAY), torch.ones(4, dtype=torch.bfloat16, device=AWAY)
-        ledger.issue(REDUCE_SCATTER, shard, full, op=dist.ReduceOp.AVG, **usual)
-        said = {rank: json.loads(json.dumps(ledger.latest_issued(group))) for rank, group in enumerate(ranks)}
-        ledger.catch_up(ranks[1], AWAY, said)
-    assert issued[1] == issued[0] and [beside for _, beside, *_ in issued[1]] == [False, True, False]
-    assert ledger.latest_issued(ranks[1]) == ledger.latest_issued(ranks[0])
 
 
 class NeverOver:
@@ -149,17 +116,17 @@ def leave_the_order() -> tuple[str, int]:
     for _ in range(2):
         model(torch.ones(1, 3)).sum().backward()
     context = model._join_context()
-    group, ended = dist.group.WORLD, threading.Event()
-    watcher = Watcher(lambda group: ended.set())
+    lane, ended = Lane.of(dist.group.WORLD), threading.Event()
+    watcher = Watcher()
     context.enter_forward(context.root)
     units = [unit for unit in context.units if unit.handles]
     try:
         context.passes.about_to("gather", units[dist.get_rank()])
-        watcher.follow(Over(), Work((), group, "what is over", on_host=False))
-        watcher.follow(NeverOver(), Work((), group, f"gather {units[0].name}", on_host=False))
-        ended.wait(30)
-        watcher.check(mock.Mock())  # other groups go on
-        watcher.check(group)
+        watcher.follow(Over(), Work((), lane, "what is over", on_host=False))
+        watcher.follow(NeverOver(), Work((), lane, f"gather {units[0].name}", on_host=False))
+        with mock.patch.object(lane.carrier, "abort", ended.set):
+            ended.wait(30)
+        combine(torch.ones(1), dist.group.WORLD, "the next collective")
     except OutOfStep as error:
         return str(error), int(ended.is_set())
     return "nothing", 0
@@ -174,34 +141,50 @@ def test_a_rank_that_leaves_the_order_ends_the_others_wait() -> None:
         assert "unit '0'" in words and "unit '1'" in words and "rank 1" in words
 
 
+class Fake:
+    """A process group that torch does not know."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+
 def test_gathers_and_reductions_are_looked_after() -> None:
     """FD66: both, as a program may wait for the device right after the last reduction of a backward."""
-    streams, work = mock.Mock(asynchronous_work=False, is_capturing=lambda: False), mock.Mock()
-    communicator = Communicator(Groups(mock.Mock(), 0, 2, None, 0, 1), streams)
+    streams = mock.Mock(asynchronous_work=False, is_capturing=lambda: False)
+    group = Fake(2)
+    communicator = Communicator(Groups(group, 0, 2, None, 0, 1), streams)
     with (
-        mock.patch.object(collectives_module, "Issuer", return_value=mock.Mock(return_value=work)),
-        mock.patch.object(collectives_module, "watcher") as watcher,
+        mock.patch.multiple(dist, **{name: mock.Mock(return_value=None) for name in (ALL_GATHER, REDUCE_SCATTER)}),
+        mock.patch.object(work_module, "watcher") as watcher,
     ):
         part = collectives_module.Gather(torch.ones(4), torch.ones(2))
-        communicator.gather([part], collectives_module.Tag("gather", 0))
-        communicator.reduce(torch.ones(2), torch.ones(4), collectives_module.Tag("reduce", 1))
-    assert [call.args[1] for call in watcher.follow.call_args_list] == [work, work]
+        works = [
+            communicator.gather([part], Event("gather", 0)),
+            communicator.reduce(torch.ones(2), torch.ones(4), Event("reduce", 1)),
+        ]
+    assert [call.args[1] for call in watcher.follow.call_args_list] == works
 
 
 def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
     """FD66: asking for an event spoils a capture."""
-    watcher, looked = Watcher(mock.Mock()), threading.Event()
+    watcher, looked = Watcher(), threading.Event()
     event = mock.Mock(query=lambda: looked.set() or False)
     watcher.follow(event, mock.Mock())
     assert looked.wait(30)
     watcher.pause()
-    assert not watcher._under_way
+    assert not watcher._in_flight
 
 
 def test_a_graph_may_be_captured_while_earlier_collectives_are_looked_after() -> None:
     """CUDA forbids other threads to ask for events meanwhile, unless they have said that captures do not concern them.
     The thread says so before its first look; and it wakes up once for many collectives."""
-    watcher, over = Watcher(mock.Mock()), threading.Event()
+    watcher, over = Watcher(), threading.Event()
     calls: list[str] = []
     events = [mock.Mock(query=lambda number=number: calls.append(f"look {number}") or True) for number in range(3)]
     events[-1].query = lambda: calls.append("look 2") or over.set() or True
@@ -346,7 +329,7 @@ def test_pages_stay_locked_while_the_device_copies_them() -> None:
         return over.is_set()
 
     uses = [mock.Mock(query=lambda: True), mock.Mock(query=query)]
-    with mock.patch.object(host_memory, "_dropped", host_memory._Dropped()), mock.patch.object(waiting, "IDLE", 0.05):
+    with mock.patch.object(host_memory, "_dropped", host_memory._Dropped()), mock.patch.object(threads, "IDLE", 0.05):
         memory = locked_pages(1 << 20, locked.__setitem__, locked.__delitem__, lambda: uses)
         address = memory.data_ptr()
         del memory
@@ -373,7 +356,7 @@ def test_the_side_group_of_gloo_names_what_it_needs() -> None:
         mock.patch.object(dist, "ProcessGroupGloo", fails),
         pytest.raises(RuntimeError, match=r"eth9.*GLOO_SOCKET_IFNAME.*cpu:gloo,cuda:nccl"),
     ):
-        groups_module.serving_group(group, CPU)
+        groups_module.make_control_group(group, CPU, 0)
 
 
 def test_a_save_uses_the_streams_of_the_models_device() -> None:
@@ -469,7 +452,7 @@ def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
     def lazy(address: int) -> int:
         return int(mapping_of(address)["LazyFree"].split()[0]) << 10
 
-    with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(waiting, "IDLE", 60.0):
+    with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(threads, "IDLE", 60.0):
         first, second = take(), take()
         part, places = first[5:], [first.data_ptr(), second.data_ptr()]
         del first
@@ -484,7 +467,7 @@ def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
             assert lazy(places[0]) == 0
         small, of_another = (host_memory.recycled(n, torch.empty(0, dtype=torch.int8)) for n in (1 << 10, nbytes + 1))
         assert small.data_ptr() not in places and of_another.data_ptr() not in places
-    with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(waiting, "IDLE", 0.05):
+    with mock.patch.object(host_memory, "_left", host_memory._Left()), mock.patch.object(threads, "IDLE", 0.05):
         place = take().data_ptr()
         deadline = time.monotonic() + 60
         while host_memory._left._spare[nbytes] and time.monotonic() < deadline:

@@ -14,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # registers t
 
 from fsdp import FullyShardedDataParallel as FSDP
 from fsdp.comm import board as boards
-from fsdp.comm import waiting
+from fsdp.comm import threads
 from fsdp.comm.board import Board
+from fsdp.comm.lane import Lane
 from tests.harness.pool import Died, run_fresh
 
 
@@ -91,7 +92,7 @@ def test_who_gives_up_a_meeting_and_comes_again_is_still_one(ranks_on_machines: 
     def give_up() -> None:
         raise KeyboardInterrupt
 
-    with mock.patch.object(waiting, "PATIENCE", timedelta(0)):
+    with mock.patch.object(threads, "PATIENCE", timedelta(0)):
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
                 first.meet("here", give_up)
@@ -106,11 +107,10 @@ def test_a_rank_that_waits_looks_around_as_cheaply_among_many_ranks(size: int, m
     try:
         model = FSDP(torch.nn.Linear(3, 3))
         model(torch.ones(2, 3)).sum().backward()
-        watch = waiting.watch_of(dist.group.WORLD)
-        assert watch is not None
+        lane = Lane.of(dist.group.WORLD)
         store = Counted()
         monkeypatch.setattr(boards, "group_store", lambda group: store)  # until here the fake group agreed with itself
-        watch.slow()
+        lane.slow()
         assert 8 < store.asked < 40, store.asked
     finally:
         dist.destroy_process_group()

@@ -35,11 +35,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.comm import ledger, shared_memory, waiting
-from fsdp.comm.collectives import PARTS, Communicator, Gather, Tag
+from fsdp.comm import native, shared_memory, threads
+from fsdp.comm.collectives import PARTS, Communicator, Event, Gather
 from fsdp.comm.groups import Groups, group_store
+from fsdp.comm.lane import Lane
 from fsdp.comm.streams import streams_for
-from fsdp.comm.waiting import OutOfStep
+from fsdp.comm.work import OutOfStep
 from fsdp.flat.memory import PooledTensor
 from fsdp.runtime.unit import units_in
 from fsdp.wrap import ModuleWrapPolicy
@@ -286,28 +287,24 @@ def gather_several_buckets() -> None:
         communicator = Communicator(Groups.of(group, replicate=False), streams_for(torch.device("cpu")))
         parts = parts_of(dtypes)
         if count is None:
-            communicator.gather(parts[:PARTS], Tag("gather", 7)).wait()
+            communicator.gather(parts[:PARTS], Event("gather", 7)).wait()
             check(parts[:PARTS])
             channel = shared_memory.channel_of(group)
             assert channel is not None and channel.collectives.number == 1
             parts = parts_of(dtypes)
-            communicator.gather(parts, Tag("gather", 7)).wait()
+            communicator.gather(parts, Event("gather", 7)).wait()
             assert channel.collectives.number == 3
         else:
             with record_collectives() as log:
-                communicator.gather(parts, Tag("gather", 7)).wait()
+                communicator.gather(parts, Event("gather", 7)).wait()
             assert len(log.records) == count
         check(parts)
-    with mock.patch.object(ledger, "_coalesces", lambda *_: True):  # gloo has no use for it, but it can
-        parts = parts_of(dtypes)
-        ledger.issue_gathers([part[:2] for part in parts], group, "gather", asynchronous=False)
+    lane = Lane.of(group)
+    with mock.patch.object(native, "coalesces", lambda *_: True):  # gloo gains nothing by it, but it can
+        parts, count = parts_of(dtypes), lane.issued
+        lane.gather([part[:2] for part in parts], Event("gather"), asynchronous=False)
         check(parts)
-        count, latest = ledger.latest_issued(group)
-        if rank == 0:
-            ledger.issue_gathers([part[:2] for part in parts], group, "gather", asynchronous=False)
-        else:  # it has failed before that
-            ledger.catch_up(group, torch.device("cpu"), {0: [count + 1, [*latest, latest[-1]]], 1: [count, latest]})
-        assert ledger.issued_in(group) == count + 1, "one collective"
+        assert lane.issued == count + 1, "one collective"
 
 
 def run_out_of_memory_half_way() -> None:
@@ -325,40 +322,26 @@ def run_out_of_memory_half_way() -> None:
     assert model(torch.ones(2, 5)).isfinite().all()
 
 
-class Impatient:
-    """Whoever waits long is told that the ranks are out of step, until they are not any more."""
-
-    out_of_step = True
-
-    def slow(self) -> None:
-        if self.out_of_step:
-            raise OutOfStep("the others do not come")
-
-    def explain(self) -> str:
-        return ""
-
-
 def wait_for_a_late_rank(way: str) -> None:
     os.environ["FSDP_COLLECTIVES"] = way
-    group, store, watch = new_group(), group_store(dist.group.WORLD), Impatient()
+    group, store = new_group(), group_store(dist.group.WORLD)
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(torch.device("cpu")))
     communicator.choose(torch.device("cpu"))
     full, shard = torch.ones(4), torch.ones(2)
-    waiting.watch(group, watch)
+    lane, late = Lane.of(group), OutOfStep("the others do not come")
     for number, what in enumerate(("gather", "reduce")):
-        tag, told = Tag(what, number), f"{what} {way}"
+        event, told = Event(what, number), f"{what} {way}"
         if dist.get_rank() == 1:
             store.wait([told])
         if what == "gather":
-            pending = communicator.gather([Gather(full, shard)], tag)
+            pending = communicator.gather([Gather(full, shard)], event)
         else:
-            pending = communicator.reduce(shard, full, tag)
+            pending = communicator.reduce(shard, full, event)
         if dist.get_rank() == 0:
-            watch.out_of_step = True
-            with mock.patch.object(waiting, "PATIENCE", timedelta(seconds=0.05)), pytest.raises(OutOfStep):
+            patience = mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.05))
+            with patience, mock.patch.object(lane, "slow", side_effect=late), pytest.raises(OutOfStep):
                 pending.wait()
             store.set(told, "")
-        watch.out_of_step = False
         pending.wait()
 
 
@@ -366,29 +349,6 @@ def wait_for_a_late_rank(way: str) -> None:
 def test_who_waits_for_a_late_rank_looks_around(way: str) -> None:
     """Also where the backend can only wait to the end; and what is given up is waited for again."""
     run_ranks(2, wait_for_a_late_rank, way)
-
-
-@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "all_gather_single"), reason="this torch names it otherwise")
-def test_torchs_groups_get_the_options_of_each_call() -> None:
-    """The package's own calls of a group's collectives set up the options once, which say what was asked for."""
-    group = mock.Mock(spec=dist.ProcessGroup)
-    out, full = torch.empty(2), torch.empty(4)
-    for asynchronous, op in itertools.product((True, False), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
-        usual: dict[str, Any] = {"group": group, "label": "", "asynchronous": asynchronous}
-        each: list[tuple[str, Any, tuple[torch.Tensor, ...], dict[str, Any]]] = [
-            ("all_gather_single", group.all_gather_single, (full, out), {}),
-            ("reduce_scatter_single", group.reduce_scatter_single, (out, full), {"op": op}),
-            ("all_reduce", group.allreduce, (full,), {"op": op}),
-        ]
-        for name, called, tensors, options in each:
-            called.reset_mock()
-            issuer = ledger.Issuer(name, tensors, **usual, **options)
-            for _ in range(2):
-                issuer(*tensors)
-                *given, torchs = called.call_args.args
-                assert given == (list(tensors) if len(tensors) > 1 else [list(tensors)])
-                assert torchs.asyncOp is asynchronous and getattr(torchs, "reduceOp", None) == options.get("op")
-            assert called.call_count == 2 and called.return_value.wait.call_count == (0 if asynchronous else 2)
 
 
 def test_buckets_are_gathered_together() -> None:

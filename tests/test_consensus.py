@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fsdp.comm import consensus, ledger, waiting
+from fsdp.comm import consensus, threads
 from fsdp.comm.consensus import CPU, failures_in, joint_error
+from fsdp.comm.lane import Lane
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 
@@ -60,10 +61,10 @@ def agreements() -> None:
     assert "differs" in next(iter(different.values())).text  # rank 2 learns of it, too
     with pytest.raises(RuntimeError, match=r"in '.*', collective .*, while others are in"):
         unanimous([world], failing_on(set(), ValueError), "save" if rank == 0 else "load")
-    ledger._ledger_of(world).count += rank == 1  # it has come farther than the others
+    Lane.of(world).issued += rank == 1  # it has come farther than the others
     with pytest.raises(RuntimeError, match=r"rank.*: in 'load', collective"):
         unanimous([world], failing_on(set(), ValueError), "load")
-    ledger._ledger_of(world).count -= rank == 1
+    Lane.of(world).issued -= rank == 1
     assert unanimous([world], failing_on(set(), ValueError), "load") == 7
     dist.destroy_process_group(own[1])
 
@@ -115,7 +116,7 @@ def rounds_over_a_tree() -> None:
             ranks.together("b", failing_on({3}, KeyboardInterrupt))
         with ranks.call("go on"):
             assert ranks.first("b", lambda: 5) == 5
-        patch.setattr(waiting, "PATIENCE", timedelta(0))
+        patch.setattr(threads, "PATIENCE", timedelta(0))
         patch.setattr(consensus._SideGroup, "_raise_if_dead", lambda side: interrupt() if rank == 3 else None)
         if rank == 3:  # it leaves while it waits for the others to come, and they come later
             with pytest.raises(KeyboardInterrupt), ranks.call("wait"):

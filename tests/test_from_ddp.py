@@ -27,7 +27,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.checkpoint import load, save
 from fsdp.comm.consensus import broadcast_object
-from fsdp.comm.waiting import OutOfStep
+from fsdp.comm.work import OutOfStep
 from fsdp.sharded_grad_scaler import ShardedGradScaler
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.oracle import clean_name

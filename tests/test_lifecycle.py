@@ -216,7 +216,7 @@ def delete_after(life: str, strategies: list[ShardingStrategy], use_orig_params:
             held = meter.live() - base
             block = model.module.blocks[0]
             context = block._fsdp_unit.context
-            holders = [] if context is None else list(context.passes._by_group.values())  # of process groups
+            holders = [] if context is None else list(context.passes._by_group.values())  # of lanes
             parts = (model, model.module, block, block._fsdp_unit, block._handle, model.params[0], *holders)
             alive = [weakref.ref(part) for part in parts]
             del model, block, parts, context, holders

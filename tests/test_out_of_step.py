@@ -25,8 +25,8 @@ from fsdp.checkpoint import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from fsdp.comm import beginning, consensus
-from fsdp.runtime.agreement import Agreement
+from fsdp.comm import consensus
+from fsdp.comm.lane import Lane
 from tests.harness.agreeing import (
     EQUAL,
     FULL_SHARD,
@@ -267,22 +267,22 @@ def fail_apart(farther: int) -> dict[str, Tensor]:
     for _ in range(2):
         train(model)
     train_and_raise(model, 2 if dist.get_rank() == farther else 1)
-    look = Agreement.slow
+    look = Lane.slow
 
-    def look_once(self: Agreement) -> None:
+    def look_once(self: Lane) -> None:
         look(self)
         raise KeyboardInterrupt
 
-    def look_and_tell(self: Agreement) -> None:
+    def look_and_tell(self: Lane) -> None:
         store.set("looked", "")
         look(self)
 
     if dist.get_rank() == 1:
         store.wait(["looked"], timedelta(seconds=SHORT))
     else:
-        with mock.patch.object(Agreement, "slow", look_once), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(Lane, "slow", look_once), pytest.raises(KeyboardInterrupt):
             state_dict_by(False)(model)
-    with mock.patch.object(Agreement, "slow", look_and_tell):
+    with mock.patch.object(Lane, "slow", look_and_tell):
         state: dict[str, Tensor] = state_dict_by(False)(model)
     train(model)
     return state
@@ -388,7 +388,7 @@ def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
     group = new_group()
     model = build(Chain((5,) * 6), group)
     model.check_is_root()
-    (agreement_,) = model._join_context().passes._by_group.values()
+    history = Lane.of(group)._history
     store = dist.distributed_c10d._world.pg_map[group][1]
     random = torch.Generator().manual_seed(0)
     kept = []
@@ -396,8 +396,8 @@ def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
         order = torch.randperm(6, generator=random)[: int(torch.randint(1, 7, (1,), generator=random))]
         model.module.order = order.tolist()
         train(model)
-        kept.append((len(agreement_._record), store.num_keys()))
-    return kept, float(agreement_._longest_record), 0.0
+        kept.append((len(history._followers), store.num_keys()))
+    return kept, float(history._capacity), 0.0
 
 
 def test_fd34_order_that_changes_at_every_step() -> None:
@@ -559,15 +559,16 @@ def wait_at_a_beginning() -> list[str | None]:
     have met there, and as they have."""
     group = new_group()
     train(new_model(group))
-    its, issued = beginning._known[group], beginning._issued(group)
+    lane = Lane.of(group)
+    arrivals, issued = lane.arrivals, lane._progress()
     told = []
     for less in (0, 1):
         if dist.get_rank() == ODD:
-            its.board.post("here", [its.count, "a model", [issued[0] - less, *issued[1:]], True])
+            arrivals.board.post("here", [arrivals.count, "a model", [issued[0] - less, *issued[1:]], True])
         dist.barrier()
-        told.append(beginning.gone_on(group))
+        told.append(arrivals.gone_on(issued))
         dist.barrier()
-    return [*told, beginning.gone_on(group, met=lambda: False), beginning.gone_on(group, met=lambda: True)]
+    return [*told, arrivals.gone_on(issued, lambda: False), arrivals.gone_on(issued, lambda: True)]
 
 
 def test_a_rank_that_is_ahead_has_not_gone_on() -> None:

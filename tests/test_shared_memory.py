@@ -27,13 +27,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, shard_info
-from fsdp.comm import ledger, shared_memory, waiting
-from fsdp.comm.collectives import Communicator, Gather, Tag, Vote
+from fsdp.comm import shared_memory, threads
+from fsdp.comm.collectives import Communicator, Event, Gather
 from fsdp.comm.groups import Groups, group_store
+from fsdp.comm.lane import Lane
 from fsdp.comm.segment import HEADER, Mapping, Segment
 from fsdp.comm.shared_memory import Channel
 from fsdp.comm.streams import streams_for
-from fsdp.comm.waiting import OutOfStep
+from fsdp.comm.work import OutOfStep
 from fsdp.flat import flat_param
 from fsdp.flat.memory import SharedPool, pool_for
 from fsdp.runtime.unit import units_in
@@ -161,11 +162,11 @@ def fast_and_slow_ranks() -> None:
         full, numel = torch.empty(2 * (100 + 40 * (number % 7))), 100 + 40 * (number % 7)
         if number % 2:
             shard = torch.full((numel,), float(number))
-            gathered = communicator.gather([Gather(full, shard)], Tag(f"gather {number}", number))
+            gathered = communicator.gather([Gather(full, shard)], Event(f"gather {number}", number))
             under_way.append((gathered, full, float(number)))
         else:
             out = torch.empty(numel)
-            pending = communicator.reduce(out, full.fill_(number + rank), Tag(f"reduce {number}", number))
+            pending = communicator.reduce(out, full.fill_(number + rank), Event(f"reduce {number}", number))
             under_way.append((pending, out, number + 0.5))
         while len(under_way) > (5 if rank else 0):
             wait_for_oldest()
@@ -194,21 +195,21 @@ def write_before_all_have_read() -> None:
     handle, pool = unit.handles[0], unit.context.unsharder.pool
     gather = functools.partial(flat_param.gather, [handle], pool, unit.buffers.communicator)
     for _ in range(2):  # the first memory was allocated before the ranks knew that they share some
-        gather(Tag("gather", 1))
+        gather(Event("gather", 1))
         handle.wait()
         values = handle.full.clone()
         handle.release(pool, None)
-    gather(Tag("gather", 2))
+    gather(Event("gather", 2))
     if rank == 0:
         handle.wait()
         handle.shard.add_(1)
-        gather(Tag("gather", 3))
+        gather(Event("gather", 3))
         dist.barrier()
     else:
         dist.barrier()
         handle.wait()
         assert torch.equal(handle.full, values)
-        gather(Tag("gather", 3))
+        gather(Event("gather", 3))
     handle.wait()
     half = handle.layout.shard_numel
     assert torch.equal(handle.full[:half], values[:half] + 1) and torch.equal(handle.full[half:], values[half:])
@@ -244,12 +245,13 @@ def ask_questions() -> None:
     share()
     group, rank = new_group(), dist.get_rank()
     full, communicator = torch.empty(2), Communicator(Groups.of(group, replicate=False), streams_for(CPU))
-    communicator.gather([Gather(full, torch.ones(1))], Tag("gather", 1)).wait()
-    issued = ledger.issued_in(group)
-    assert Vote(7, group, CPU, "the same", largest=-5 - rank).result() == -5
-    assert Vote(rank, group, CPU, "another").result() is None
-    several = [Vote(1 << 61, group, CPU, f"question {number}", largest=rank + number) for number in range(20)]
-    gathered = communicator.gather([Gather(full, torch.ones(1))], Tag("gather", 2))
+    communicator.gather([Gather(full, torch.ones(1))], Event("gather", 1)).wait()
+    lane = Lane.of(group)
+    issued = lane.issued
+    assert lane.ask("the same", 7, largest=-5 - rank).result() == -5
+    assert lane.ask("another", rank).result() is None
+    several = [lane.ask(f"question {number}", 1 << 61, largest=rank + number) for number in range(20)]
+    gathered = communicator.gather([Gather(full, torch.ones(1))], Event("gather", 2))
     if rank == 0:
         dist.barrier()
     gathered.wait()  # whoever waits for that answers, too
@@ -257,20 +259,20 @@ def ask_questions() -> None:
         dist.barrier()
     assert [vote.result() for vote in several] == list(range(1, 21))
     for number in range(100):
-        vote = Vote(number, group, CPU, "many", largest=number)
+        vote = lane.ask("many", number, largest=number)
         if rank or number % 30 == 0:
             assert vote.result() == number
-    assert ledger.issued_in(group) == issued
+    assert lane.issued == issued
     for recorded in ([0, 1], [1], []):
         with record_collectives() if rank in recorded else nullcontext() as log:
-            assert Vote(3, group, CPU, "recorded", largest=rank).result() == 1
+            assert lane.ask("recorded", 3, largest=rank).result() == 1
         if recorded == [0, 1]:
             assert log.labels("all_reduce") == ["recorded"]
     if rank == 0:
-        asked = Vote(3, group, CPU, "alone")
+        asked = lane.ask("alone", 3)
     dist.barrier()
     shared_memory.renew(group)
-    assert Vote(4, group, CPU, "together", largest=rank).result() == 1
+    assert lane.ask("together", 4, largest=rank).result() == 1
     if rank == 0:
         assert asked.result() is None
 
@@ -293,13 +295,13 @@ def post_different_things() -> list[str]:
         name, number = (f"gather {what} {rank}", rank) if what == "another unit" else (f"gather {what}", 7)
         started = time.monotonic()
         with pytest.raises(OutOfStep) as error:
-            communicator.gather([Gather(full, shard)], Tag(name, number)).wait()
+            communicator.gather([Gather(full, shard)], Event(name, number)).wait()
         assert time.monotonic() - started < 5
         words.append(str(error.value))
         dist.barrier()
         shared_memory.renew(group)
         shard, full = torch.full((3,), float(rank)), torch.empty(6)
-        communicator.gather([Gather(full, shard)], Tag("gather", 1)).wait()
+        communicator.gather([Gather(full, shard)], Event("gather", 1)).wait()
         assert full.tolist() == [0.0] * 3 + [1.0] * 3
     return words
 
@@ -371,14 +373,14 @@ def die_between_two_gathers() -> tuple[str, float]:
     group, rank = new_group(20), dist.get_rank()
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
     full, shard = torch.empty(6), torch.full((3,), float(rank))
-    first = communicator.gather([Gather(full, shard)], Tag("gather the first", 1))
+    first = communicator.gather([Gather(full, shard)], Event("gather the first", 1))
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     first.wait()  # what the dead rank has posted is there
     assert full.tolist() == [0.0] * 3 + [1.0] * 3
     started = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        communicator.gather([Gather(full, shard)], Tag("gather the second", 1)).wait()
+        communicator.gather([Gather(full, shard)], Event("gather the second", 1)).wait()
     return str(error.value), time.monotonic() - started
 
 
@@ -445,11 +447,11 @@ def leave_nothing() -> None:
         full = torch.empty(2)
         communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
         for again in range(number % 3 * 40):
-            communicator.gather([Gather(full, torch.full((1,), float(number)))], Tag(f"gather {again}", again)).wait()
+            communicator.gather([Gather(full, torch.full((1,), float(number)))], Event(f"gather {again}", again)).wait()
             assert full.tolist() == [number, number]
         if number % 5 == 4:
             shared_memory.renew(group)
-        assert Vote(number, group, CPU, "the same", largest=dist.get_rank()).result() == 1
+        assert Lane.of(group).ask("the same", number, largest=dist.get_rank()).result() == 1
         if number == 4:
             held, files = held_at_rest(), len(os.listdir("/proc/self/fd"))
         del communicator
@@ -463,7 +465,7 @@ def leave_nothing() -> None:
     address = storage.data_ptr()
     assert segment.lent_at(address) is not None
     out = torch.empty(10)
-    communicator.reduce(out, pieces, Tag("reduce", 1)).wait()
+    communicator.reduce(out, pieces, Event("reduce", 1)).wait()
     del storage  # what nobody holds any more comes back by itself
     assert out.tolist() == [3.0] * 10 and held_at_rest() <= HEADERS and segment.lent_at(address) is None
 
@@ -478,7 +480,7 @@ def step_in_small_units() -> list[bool]:
     units = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
     model = wrap(units, wrap_policy=ModuleWrapPolicy({nn.Linear}), process_group=new_group())
     found = []
-    with mock.patch.object(waiting, "IDLE", 60.0), mock.patch.object(Mapping, "give_back") as given:
+    with mock.patch.object(threads, "IDLE", 60.0), mock.patch.object(Mapping, "give_back") as given:
         for _ in range(4):
             given.reset_mock()
             model(torch.ones(2, 3)).sum().backward()
@@ -641,13 +643,13 @@ def train_and_rest() -> None:
 
     step()
     gradients = held_at_rest()  # which users hold
-    with mock.patch.object(waiting, "IDLE", 0.2):
+    with mock.patch.object(threads, "IDLE", 0.2):
         step()
         deadline = time.monotonic() + 60
         while held() > gradients and time.monotonic() < deadline:
             time.sleep(0.01)
         assert held() == gradients, "nothing is given back by itself"
-    with mock.patch.object(waiting, "IDLE", 5.0):
+    with mock.patch.object(threads, "IDLE", 5.0):
         for _ in range(3):  # a rank that is ahead may need more than one that is not
             step()
         assert whole < held() - gradients < 5 * whole + HEADERS
@@ -669,13 +671,13 @@ def drop_what_is_under_way() -> None:
     group = new_group()
     rank, (nbytes, part) = dist.get_rank(), (1 << 20, 1 << 19)
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
-    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Tag("first", 1)).wait()
+    communicator.gather([Gather(torch.empty(4), torch.ones(2))], Event("first", 1)).wait()
     before = held_at_rest()
     gathered = own_segment().allocate(nbytes)
     full = torch.empty(0).set_(gathered)  # type: ignore[call-overload]
     for turn in range(2):
         if rank == turn:
-            pending = communicator.gather([Gather(full, torch.ones(part // 4))], Tag("under way", 2))
+            pending = communicator.gather([Gather(full, torch.ones(part // 4))], Event("under way", 2))
         dist.barrier()
     del full, gathered
     own_segment().trim()
@@ -686,7 +688,7 @@ def drop_what_is_under_way() -> None:
     own_segment().trim()
     assert held() == before
     total = torch.empty(4)
-    communicator.gather([Gather(total, torch.full((2,), float(rank)))], Tag("next", 3)).wait()
+    communicator.gather([Gather(total, torch.full((2,), float(rank)))], Event("next", 3)).wait()
     assert total.tolist() == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -728,7 +730,7 @@ def collect_in_the_middle_of_a_wait() -> None:
     gc.disable()
     try:
         del model
-        pending = communicator.gather([Gather(full, torch.full((1000,), 1.0 + dist.get_rank()))], Tag("gather", 1))
+        pending = communicator.gather([Gather(full, torch.full((1000,), 1.0 + dist.get_rank()))], Event("gather", 1))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Mapping, "piece", interrupted)
             pending.wait()
@@ -784,8 +786,8 @@ def interrupt_the_decision() -> None:
     if rank == 1:
         usual = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        def interrupted(group: Any, key: str, value: Any) -> list[Any]:
-            values = tell(group, key, value)
+        def interrupted(group: Any, slow: Any, key: str, value: Any) -> list[Any]:
+            values = tell(group, slow, key, value)
             if key.startswith("opened"):
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return values
@@ -796,7 +798,7 @@ def interrupt_the_decision() -> None:
         signal.signal(signal.SIGINT, usual)
     full = torch.empty(4)
     communicator = Communicator(Groups.of(group, replicate=False), streams_for(CPU))
-    communicator.gather([Gather(full, torch.full((2,), float(rank)))], Tag("gather", 1)).wait()
+    communicator.gather([Gather(full, torch.full((2,), float(rank)))], Event("gather", 1)).wait()
     assert full.tolist() == [0.0, 0.0, 1.0, 1.0] and channel_of(group).collectives.number == 1
 
 

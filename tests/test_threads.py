@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import load, save
-from fsdp.comm import waiting
-from fsdp.comm.ledger import current_label, labelled
-from fsdp.comm.waiting import OutOfStep, Work, watch
+from fsdp.comm import threads
+from fsdp.comm.issuing import current_label, labelled
+from fsdp.comm.work import OutOfStep, Work
 from tests.harness.models import ZOO
 from tests.harness.oracle import Schedule, adamw, assert_bit_equal, flatten_state, named_grads, rank_batch, run_plain
 from tests.harness.pool import RankFailure, run_ranks
@@ -97,12 +97,10 @@ class WithoutTimeout(dist.Work):
         return True
 
 
-class Group:
-    """Tells nothing of itself."""
-
-
 class Impatient:
-    """Watches a wait that others are slow in, and sees to it that it is over."""
+    """A watch of slow ranks that completes the work in flight."""
+
+    timeout, epoch = 30.0, 0
 
     def __init__(self, work: WithoutTimeout, error: Exception | None = None) -> None:
         self._work, self.error = work, error
@@ -112,28 +110,31 @@ class Impatient:
             raise self.error
         self._work.over.set()
 
-    def explain(self) -> str:
-        return "so far, so good"
+    def tell(self, seconds: float, label: str) -> None:
+        raise AssertionError("the wait takes long")
+
+    def failed(self, error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
+        return RuntimeError(f"{label}: {error}. {on_host} {in_memory}")
+
+    def abort(self, words: str) -> None:
+        raise AssertionError("the host waits")
 
 
-def test_fd22_works_that_take_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FD22: they are waited for once, by a thread; this one looks around, and learns how they end."""
-    monkeypatch.setattr(waiting, "PATIENCE", timedelta(seconds=0.01))
-    work, group = WithoutTimeout(), Group()
-    watcher = Impatient(work, OutOfStep("gone"))
-    watch(group, watcher)
-    blocking = Work([work], group, "gather", on_host=True)
+def test_works_without_a_timeout_are_waited_for_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The waiting thread compares the ranks meanwhile, and gets the result of the one wait."""
+    monkeypatch.setattr(threads, "PATIENCE", timedelta(seconds=0.01))
+    work = WithoutTimeout()
+    watch = Impatient(work, OutOfStep("gone"))
+    blocking = Work([work], watch, "gather", on_host=True)
     for _ in range(2):
         with pytest.raises(OutOfStep, match="gone"):
             blocking.wait()
-    watcher.error = None
+    watch.error = None
     blocking.wait()
-    assert work.waits == 1 and blocking.is_completed()
+    assert work.waits == 1 and blocking.poll()
     failing = WithoutTimeout(RuntimeError("closed"))
-    watcher = Impatient(failing)
-    watch(group, watcher)
-    with pytest.raises(RuntimeError, match=r"gather: the collective failed or timed out: closed\. so far, so good"):
-        Work([failing], group, "gather", on_host=True).wait()
+    with pytest.raises(RuntimeError, match=r"gather: closed\. True False"):
+        Work([failing], Impatient(failing), "gather", on_host=True).wait()
 
 
 class Late(dist.Work):
@@ -152,9 +153,8 @@ class Late(dist.Work):
 
 
 def test_what_ends_just_after_a_wait_was_given_up_has_not_failed() -> None:
-    work, group, watcher = Late(), Group(), Impatient(WithoutTimeout())
-    watch(group, watcher)
-    Work([work], group, "gather", on_host=True, ends_alone=True).wait()
+    work = Late()
+    Work([work], Impatient(WithoutTimeout()), "gather", on_host=True, ends_alone=True).wait()
     assert work.waits == 2
 
 
@@ -193,22 +193,22 @@ def test_threads_that_were_stopped_are_started_again() -> None:
 
 def test_a_thread_that_waits_for_work_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the action that is under way; work that comes later gets another thread."""
-    monkeypatch.setattr(waiting, "IDLE", 0.01)
+    monkeypatch.setattr(threads, "IDLE", 0.01)
     before, meet, given_back = set(threading.enumerate()), threading.Event(), threading.Event()
-    result = waiting.in_thread(lambda: meet.wait(30))
+    result = threads.in_thread(lambda: meet.wait(30))
     busy = set(threading.enumerate()) - before
     assert len(busy) <= 1  # an idle one was there
     threading.Timer(0.1, meet.set).start()
     if busy:
         busy.pop().stop()  # type: ignore[attr-defined]
         assert result.done()
-    assert result.result(30) and waiting.in_thread(lambda: 5).result(30) == 5
+    assert result.result(30) and threads.in_thread(lambda: 5).result(30) == 5
 
     def give_back() -> bool:
         given_back.set()
         return False
 
-    when_idle = waiting.WhenIdle(give_back)
+    when_idle = threads.WhenIdle(give_back)
     for _ in range(2):
         when_idle.came_back()
         assert given_back.wait(30)

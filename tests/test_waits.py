@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fsdp import FullyShardedDataParallel
 from fsdp.checkpoint import async_save, load, save
-from fsdp.comm import waiting
+from fsdp.comm import threads
 from tests.harness.agreeing import PATIENT, SHORT, UNEQUAL, Chain, build, impatient, new_group, summon, train
 from tests.harness.pool import run_ranks
 
@@ -151,8 +151,8 @@ def test_ranks_that_summon_with_other_arguments() -> None:
 
 
 @impatient
-def come_late(way: str) -> tuple[list[str], list[float]]:
-    """The last rank comes later than the group's timeout; then all try again. Their errors, and the seconds of each."""
+def come_late(way: str) -> tuple[list[str], float]:
+    """The last rank comes later than the group's timeout; then all go on. The errors, and the seconds of the rest."""
     os.environ["FSDP_COLLECTIVES"] = way
     group = new_group(SHORT)
     torch.manual_seed(0)
@@ -162,30 +162,30 @@ def come_late(way: str) -> tuple[list[str], list[float]]:
     dist.barrier()
     if dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(SHORT + 1.5)
-    errors, seconds = list[str](), list[float]()
+    errors, started = list[str](), time.monotonic()
     for _ in range(3):
-        started = time.monotonic()
         try:
             train(model)
+            break
         except RuntimeError as error:
             errors.append(str(error))
-        seconds.append(time.monotonic() - started)
-    train(build(Chain(UNEQUAL), new_group()))
-    return errors, seconds
+    model.state_dict()
+    train(model)
+    return errors, time.monotonic() - started
 
 
 @pytest.mark.parametrize("way", ["auto", "native", "direct"])
 def test_a_rank_that_comes_later_than_the_timeout(way: str) -> None:
-    """Every rank gets an error. Then the ranks go on, in shared memory; gloo has closed the connections, and every
-    further use of the group says so at once."""
+    """Every rank gets an error, and then the ranks go on with the same model. Gloo has closed the connections of the
+    group, so the ranks connect anew."""
     for rank, (errors, seconds) in enumerate(run_ranks(2, come_late, way)):
-        first, *later = errors
+        assert 1 <= len(errors) <= 2 and seconds < PATIENT / 2, errors
         if rank == 0:
+            first = errors[0]
             assert "rank 0 waited 4 s in the forward of the root unit" in first and "for rank 1" in first, first
-        assert len(later) == (0 if way == "auto" else 2), errors
-        for error, took in zip(later, seconds[1:]):
-            assert error.startswith("the connections of this process group are closed") and took < PATIENT / 2, error
-            assert "came later than the group's timeout (4 s)" in error and "make a new process group" in error, error
+            if way != "auto":
+                assert "the connections of this process group are closed" in first, first
+                assert "The next forward or call of the model, on all ranks, makes new ones" in first, first
 
 
 # -- ranks that are elsewhere ------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def wait_long(path: str) -> dict[str, list[str]]:
     for name, (call, _) in LONG.items():
         run.step()
         stderr = Stderr(store, f"said/{name}")
-        with mock.patch.object(waiting, "NOTICE", timedelta(seconds=0.3)), contextlib.redirect_stderr(stderr):
+        with mock.patch.object(threads, "NOTICE", timedelta(seconds=0.3)), contextlib.redirect_stderr(stderr):
             if last:
                 store.wait([f"said/{name}"])
                 time.sleep(0.3)  # they say it once

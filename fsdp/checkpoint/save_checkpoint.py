@@ -47,7 +47,7 @@ from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.torch_state_dict import StateDictOptions, get_model_state_dict, optimizer_state_as_it_is
 from fsdp.checkpoint.torch_storage import SavePlanner, Writer, compact
 from fsdp.comm.consensus import Ranks
-from fsdp.comm.streams import Event, streams_for
+from fsdp.comm.streams import StreamEvent, streams_for
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.runtime.unit import units_of
 
@@ -425,7 +425,7 @@ def _staged(state: dict[str, Any]) -> dict[str, Any]:
         if _is_on_accelerator(local):
             nbytes[local.device] += _aligned(local.nbytes)
     room = {device: streams_for(device).host_memory(total, pinned=True) for device, total in nbytes.items()}
-    events: list[tuple[torch.device, Event]] = []
+    events: list[tuple[torch.device, StreamEvent]] = []
 
     def staged(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

@@ -23,13 +23,13 @@ from torch import nn
 from fsdp.checkpoint.forms import Form, Held
 from fsdp.checkpoint.ragged import RaggedTensor
 from fsdp.checkpoint.transfers import Leaving, export, finish
+from fsdp.comm.issuing import GATHER
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.names import WRAPPED_MODULE, clean, joined, members_of, own_modules, unit_of, wrappers_in
 from fsdp.flat.registration import registered_params
 from fsdp.flat.tensor_parallel import local_of
 from fsdp.placement.boxes import Box, dense_stride, elements_of, memory_order
 from fsdp.placement.redistribute import Channels
-from fsdp.runtime.agreement import GATHER
 from fsdp.runtime.build import Membership, inside_checkpoint, join, outermost_of
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Phase, Unit, units_of

@@ -1,16 +1,16 @@
 """Counts of the calls that each rank has begun, by which ranks that wait for each other in different calls find out.
 
-The ranks of a group begin things in one order: the passes and calls of one tree (``runtime/agreement.py``), the calls
+The ranks of a group begin three kinds of things, each in one order: passes and calls of trees (``comm/lane.py``), calls
 beside the training, such as ``fsdp.checkpoint.save()`` (``comm/consensus.py``), and the first uses of trees
-(``comm/beginning.py``). :class:`Calls` counts one such sequence on one rank. Of two ranks that run the same program one
+(``comm/arrivals.py``). :class:`Calls` counts one such sequence on one rank. Of two ranks that run the same program one
 is ahead, in every sequence. If a rank is ahead in one sequence and behind in another, the two have diverged: each is in
 a call that the other has not made.
 
-A rank that waits longer than :data:`fsdp.comm.waiting.PATIENCE` posts its counts on a board of the default group, and
+A rank that waits longer than :data:`fsdp.comm.threads.PATIENCE` posts its counts on a board of the default group, and
 compares them with the counts of a few other ranks. Counts that are out of date do no harm: they are the counts of an
 earlier moment, and are compared as such. After a failure the counts of a sequence are void until the ranks have met.
 
-Divergences between passes of trees alone are not reported here: the agreement compares them in more detail.
+Divergences between passes of trees alone are not reported here: the lane compares them in more detail.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp.comm import waiting
+from fsdp.comm import threads
 from fsdp.comm.board import Board
 from fsdp.comm.groups import default_group, is_member_of, rank_names
+from fsdp.comm.work import OutOfStep
 
 logger = logging.getLogger("fsdp")
 
-BESIDE, TREES = OF_A_GROUP = "beside", "trees"  # sequences that every rank of a group has, if with nothing begun
+BESIDE, TREES = OF_A_GROUP = "beside", "trees"  # sequences that every rank of a group has, maybe empty
 NEXT = 8  # ranks that are compared in one look
 KEPT = 10  # times as long as a rank waits before it looks, the counts of a divergence stay posted
 UNEVEN = "If a rank ran out of batches before the others, loop with `for batch in fsdp.join(model, loader)`"
@@ -43,8 +44,8 @@ class Calls:
     """The passes or calls that the ranks of one group begin in one order, as this rank counts them.
 
     Attributes:
-        key: the name of the sequence, equal on all ranks.
-        begun: what this rank has begun last, as numbers that are compared in lexicographic order; None after a failure.
+        key: the name of the sequence; equal on all ranks.
+        begun: the count of this rank, in lexicographic order; None after a failure.
         doing: words for that, after "rank 0": "runs the backward", "has called fsdp.checkpoint.save()".
         accused: another rank was ahead here, and this rank has raised that; until ``forgive``.
     """
@@ -55,8 +56,8 @@ class Calls:
         self.begun: list[int] | None = []
         self.doing = ""
         self.accused = False
-        self.thread: int | None = None  # that began the last one
-        self._before: tuple[list[int], str] = [], ""  # what it had begun before that, and words for the last of all
+        self.thread: int | None = None  # that began the latest pass or call
+        self._before: tuple[list[int], str] = [], ""  # the count before that, and words for the latest of any sequence
         self._turn = 0
         self._process = _process()
         if self._process is not None:
@@ -102,7 +103,7 @@ class Calls:
         """
         found = self.difference()
         if found is not None:
-            raise waiting.OutOfStep(found)
+            raise OutOfStep(found)
 
     def difference(self) -> str | None:
         """Return the message of ``raise_if_diverged``, or None."""
@@ -116,7 +117,7 @@ class Calls:
         return self._process.difference([self.ranks[(own + 1 + turn % others) % len(self.ranks)] for turn in turns])
 
     def learn(self) -> None:
-        """Find the sequences in which this rank is behind others: they have told it that the ranks have diverged."""
+        """Mark the sequences in which this rank is behind others as diverged."""
         if self._process is not None:
             self._process.difference(self.ranks)
 
@@ -128,7 +129,7 @@ class Calls:
 
     def tell(self, seconds: float, where: str = "") -> None:
         """Say on stderr, once for all ranks that wait here, that this rank has waited for so long. ``where`` is the
-        place inside of the call."""
+        position in the call."""
         words = self.in_words(f"has waited {seconds:.0f} s", where)
         first = self._process is None or self._process.board.is_first(f"told/{self.key}/{self.begun}")
         logger.log(logging.WARNING if first else logging.INFO, "%s. %s", words, hint(self.doing))
@@ -218,7 +219,7 @@ class _Process:
         self.latest, self._at = calls.doing, calls.key
         if self._evidence is not None:
             age = time.monotonic() - self._evidence_since
-            if age > KEPT * waiting.PATIENCE.total_seconds():
+            if age > KEPT * threads.PATIENCE.total_seconds():
                 self.forget_evidence()
 
     def forget_evidence(self) -> None:
@@ -322,7 +323,7 @@ def _process() -> _Process | None:
 
 
 class Waited:
-    """How long a wait takes; told once it takes longer than :data:`fsdp.comm.waiting.NOTICE`."""
+    """The duration of a wait, reported once it exceeds :data:`fsdp.comm.threads.NOTICE`."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -333,6 +334,6 @@ class Waited:
         return time.monotonic() - self._began
 
     def tell_if_long(self, calls: Calls | None, where: str = "") -> None:
-        if not self._told and calls is not None and self.seconds >= waiting.NOTICE.total_seconds():
+        if not self._told and calls is not None and self.seconds >= threads.NOTICE.total_seconds():
             self._told = True
             calls.tell(self.seconds, where)

@@ -1,6 +1,5 @@
-"""Agreement among ranks: what one rank could not do, none takes for done.
+"""Agreement among ranks: an action succeeds on all ranks, or all of them raise the errors of the ranks that failed.
 
-Every rank does something, and then either all of them go on or all of them raise, with the words of those that failed.
 There are two ways to agree, for two places:
 
 * :class:`TrainingRanks`, in the groups and the thread of the training: one all-reduce of three numbers if all is well.
@@ -8,35 +7,33 @@ There are two ways to agree, for two places:
 
 Both have ``together(label, action)``, run on every rank, and ``first(label, action)``, run on rank 0 for all.
 
-Both number what they say and label it, so that what one rank says in one call is never taken for an answer in another.
+Both number and label their messages, so that a message of one call is never taken for an answer in another one.
 
 [Note: A group of its own]
-What goes on beside the training must not get between the training's collectives, which all ranks issue in one order. So
-it talks over a gloo group of its own, from any one thread at a time, through the group object itself:
-``torch.distributed`` may be told to destroy its groups meanwhile, and whoever is in a round can still end it.
+A call beside the training must not get between the collectives of the training, which all ranks issue in one order. It
+therefore uses a gloo group of its own, from one thread at a time, through the group object: ``torch.distributed`` may
+destroy its groups meanwhile, and the round still ends.
 
 [Note: A tree of ranks]
-In a round what ranks say goes up a tree to rank 0, joined on the way, and the answers go down. Behind each child of a
-rank is a range of the ranks that follow it, so that what is joined is in rank order. A rank connects to its parent, its
-siblings and its children alone, each parent and its children being a gloo group: at any number of ranks it has few
-connections, and hears few others.
+In a round the values of ranks go up a tree to rank 0, joined on the way, and the answers go down. Each child of a rank
+stands for a range of the following ranks, so joined values are in rank order. A rank connects to its parent, its
+siblings and its children only: a parent and its children are one gloo group. So a rank has few connections in a group
+of any size.
 
 [Note: Meetings]
-Each call begins with a meeting of all ranks at the store, where a rank that waits can look what the others do: it sees
-a rank whose process has ended, and one that is in another call (:mod:`fsdp.comm.calls`). Within a call all ranks are
-known to be there, and messages are waited for to the end.
+Each call begins with a meeting of all ranks at the store. A rank that waits there sees ranks whose process has ended,
+and ranks in another call (:mod:`fsdp.comm.calls`). Within a call all ranks are present, and messages are waited for to
+the end.
 
 [Note: Spoiled groups]
-A rank that leaves a call in any other way than by an error that all ranks have agreed on (it is interrupted, or fails
-between two rounds) writes the reason into the store, and closes its side group. A rank that waits for it sees the
-connection end, reads the reason, raises, and closes its own, until all have heard of it. The next call begins with a
-new side group.
+A rank may leave a call in another way than by an agreed error: it is interrupted, or fails between two rounds. It then
+writes the reason into the store, and closes its side group. A rank that waits for it sees the connection end, reads the
+reason, raises, and closes its own side group, until all ranks have the reason. The next call makes a new side group.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,17 +44,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp.comm import waiting
+from fsdp.comm import threads
 from fsdp.comm.board import Board, processes
 from fsdp.comm.calls import BESIDE, REMEDY, UNEVEN, Calls, Waited, ranks_in_words
-from fsdp.comm.collectives import Vote, agree, gather_values
+from fsdp.comm.collectives import agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
-from fsdp.comm.ledger import issued_in
-from fsdp.comm.waiting import in_thread, told_if_long
+from fsdp.comm.history import hash_of
+from fsdp.comm.lane import Lane
+from fsdp.comm.threads import in_thread, told_if_long
 
-HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for each other's words
-SLOWEST = timedelta(days=1)  # how long a rank may take in a round; one that is dead is noticed at once
-FAN_OUT = 8  # ranks that a rank hears in a round
+HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for the errors of the others
+SLOWEST = timedelta(days=1)  # how long a rank may take in a round; the end of a process is noticed at once
+FAN_OUT = 8  # children of a rank in the tree
 
 CPU = torch.device("cpu")
 
@@ -66,7 +64,7 @@ _U = TypeVar("_U")
 
 
 class Failure(NamedTuple):
-    """An exception on its way to other ranks."""
+    """An exception in a form that travels to other ranks."""
 
     kind: str
     number: int | None  # of an OSError
@@ -87,17 +85,12 @@ class Failure(NamedTuple):
         return {kind.__name__: kind for kind in kinds}.get(self.kind, RuntimeError)(text)
 
 
-def hash_of(text: str) -> int:
-    """Equal on all ranks for equal texts, and not negative when it is read as an int64."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
-
-
 def joint_error(failures: Mapping[int, Failure], size: int = 0) -> Exception:
-    """An error of the kind that the first rank met, with the words of all ranks; equal words stand there once.
+    """Return an error of the type of the first rank's, with the messages of all ranks; equal messages appear once.
 
     Args:
         failures: by rank.
-        size: how many ranks there are, if the message is to say where all have failed alike.
+        size: the number of ranks, for the words "on all ranks".
     """
     by_text: dict[str, list[int]] = {}
     for rank, failure in failures.items():
@@ -118,16 +111,22 @@ def failures_in(
     device: torch.device,
     alike: Mapping[Any, Sequence[str]] | None = None,
 ) -> dict[int, Failure]:
-    """What other ranks of ``groups`` failed with, by rank; ``error`` is what this one did. All of them have to call.
+    """Exchange the errors of all ranks of ``groups``, which all have to call; return those of other ranks, by rank.
 
-    It is a failure, too, if ranks were given different things: ``alike`` names what this one has for each group, and is
-    compared where no rank has failed.
+    Args:
+        groups: None stands for a group of one rank.
+        error: this rank's, or None.
+        label: identifies the call.
+        device: where the models compute.
+        alike: by group, names that have to be equal on all ranks; a difference is a failure if no rank has failed.
     """
     several = [group for group in dict.fromkeys(groups) if group is not None]
     if all(group.size() == 1 for group in several):
         return {}
     failures = {} if error is None else {dist.get_rank(): Failure.of(error)}
-    for number, group in enumerate([*several, *several[-2::-1]]):  # and back, so that the first learn of the last
+    for number, group in enumerate(
+        [*several, *several[-2::-1]]
+    ):  # and back: the first group gets the errors of the last
         if group.size() > 1:
             names = (alike or {}).get(group, ()) if number < len(several) else ()
             failures.update(_failures_of(group, failures, list(names), label, device))
@@ -137,13 +136,13 @@ def failures_in(
 def _failures_of(
     group: Any, failures: dict[int, Failure], names: list[str], label: str, device: torch.device
 ) -> dict[int, Failure]:
-    number = issued_in(group)  # the same on all ranks that do the same, and never again: what was said before stays
+    number = Lane.of(group, device).issued  # equal on all ranks that do the same, and never again
     digest = hash_of("\n".join([label, str(number), *names]))
     votes = torch.tensor([int(bool(failures)), digest, -digest], device="cpu")
     agree(votes, group, device, label)
     if votes.tolist() == [0, digest, -digest]:
         return {}
-    # through the store, where what ranks say cannot meet anything else
+    # through the store, which is separate from all collectives
     board, key = Board(group, "consensus"), "/".join(map(str, votes.tolist()))
     own = [label, number, list(failures.items()), names]
     board.post(key, own)
@@ -169,24 +168,27 @@ def _differences(here: list[str], theirs: list[str]) -> str:
 
 
 def all_gather_object(value: Any, group: Any, label: str, device: torch.device = CPU) -> list[Any]:
-    """Every rank's ``value`` (anything that pickles), in rank order. ``device`` is where the models compute."""
+    """Return the ``value`` of every rank (anything that pickles), in rank order.
+
+    ``device`` is where the models compute.
+    """
     rows = gather_values(_padded(pickle.dumps(value), group, label, device), group, device, label)
     return [pickle.loads(row.numpy().tobytes()) for row in rows]
 
 
 def broadcast_object(value: Any, group: Any, label: str, device: torch.device = CPU) -> Any:
-    """What rank 0 of ``group`` has as ``value`` (anything that pickles). ``device`` is where the models compute.
+    """Return the ``value`` (anything that pickles) of rank 0 of ``group``. ``device`` is where the models compute.
 
-    Raises, on every rank:
-        TypeError: it does not pickle, as rank 0 alone can notice.
+    Raises:
+        TypeError: on every rank, if the value does not pickle.
     """
     first, packed, problem = group.rank() == 0, b"", ""
     try:
         packed = pickle.dumps(value) if first else b""
-    except Exception as error:  # whatever its class does
+    except Exception as error:  # its class may raise anything
         problem = f"{label}: what rank 0 has cannot be sent to the other ranks: {type(error).__name__}: {error}"
     message = _padded(pickle.dumps((packed, problem)) if first else b"", group, label, device)
-    agree(message, group, device, label)  # the others have zeros
+    agree(message, group, device, label)  # the other ranks contribute zeros
     packed, problem = pickle.loads(message.numpy().tobytes())
     if problem:
         raise TypeError(problem)
@@ -194,8 +196,8 @@ def broadcast_object(value: Any, group: Any, label: str, device: torch.device = 
 
 
 def _padded(data: bytes, group: Any, label: str, device: torch.device) -> torch.Tensor:
-    """``data`` with as many bytes as the longest of all ranks' has: what follows the end of a pickle is not read."""
-    nbytes = Vote(hash_of(label), group, device, label, largest=len(data)).result()
+    """Pad ``data``, a pickle, to the number of bytes of the longest of all ranks."""
+    nbytes = Lane.of(group, device).ask(label, hash_of(label), largest=len(data)).result()
     if nbytes is None:
         raise RuntimeError(f"{label}: other ranks do something else")
     return torch.frombuffer(bytearray(data.ljust(nbytes, b"\0")), dtype=torch.uint8)
@@ -277,7 +279,7 @@ class TrainingRanks:
 
 
 class _Place(NamedTuple):
-    """Where a rank is: the number of its call, of the round in it, and both in words."""
+    """The progress of a rank: the number of the call, the number of the round, and both in words."""
 
     call: int
     round: int
@@ -289,60 +291,61 @@ class _Place(NamedTuple):
 
 
 class _Gone(Exception):
-    """A rank that was waited for."""
+    """The connection to a rank has ended."""
 
 
 class _Share(NamedTuple):
-    """What a rank says in a round for itself and those behind it."""
+    """The message up the tree in a round, for a rank and the ranks behind it."""
 
     value: Any  # joined
-    failures: dict[int, Failure]  # by rank; then there is no value
-    places: dict[_Place, int]  # where these ranks are, each with the first that is there
+    failures: dict[int, Failure]  # by rank; without a value then
+    places: dict[_Place, int]  # the progress of these ranks, each with the first rank there
 
 
 class _Answer(NamedTuple):
-    """What a rank, and those behind it, are told at the end of a round."""
+    """The message down the tree at the end of a round, for a rank and the ranks behind it."""
 
     call: int
-    values: Sequence[Any]  # one for each of these ranks
-    failures: dict[int, Failure]  # of all ranks; then there are no values
+    values: Sequence[Any]  # one per rank
+    failures: dict[int, Failure]  # of all ranks; without values then
 
 
 def tree(rank: int, size: int) -> tuple[int | None, list[range]]:
-    """The parent of a rank, and for each of its children the ranks behind it, itself the first."""
-    parent, its = None, range(size)
+    """Return the parent of a rank, and for each child the range of ranks that it stands for, itself first."""
+    parent, ranks = None, range(size)
     while True:
-        rest = its[1:]
+        rest = ranks[1:]
         width = -(-len(rest) // FAN_OUT) or 1
         children = [rest[at : at + width] for at in range(0, len(rest), width)]
-        if rank == its[0]:
+        if rank == ranks[0]:
             return parent, children
-        parent, its = its[0], children[(rank - rest[0]) // width]
+        parent, ranks = ranks[0], children[(rank - rest[0]) // width]
 
 
 class Ranks:
-    """The ranks of a process group, or this process alone. They talk over a side group, so also beside the training.
+    """The ranks of a process group, or this process alone, which communicate beside the training over a side group.
 
     Attributes:
-        underway: what these ranks do in the background, or did. The next call waits for it.
+        underway: the latest call in the background. The next call waits for it.
     """
 
     def __init__(self, group: Any = None) -> None:
-        """
+        """Take ``group``; None for this process alone.
+
         Raises:
-            RuntimeError: ``group`` is not a real one: its ranks have no store to meet at.
+            RuntimeError: ``group`` has no store at which the ranks could meet.
         """
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
         self.underway: futures.Future[Any] | None = None
         self._side = None if group is None else _SideGroup(group)
         self._place = _Place(0, 0, "", "")
-        self._in_foreground = True  # whether the caller waits, and not a thread of a save in the background
+        self._in_foreground = True  # whether the caller waits; else a thread of a save in the background
         self._agreed: list[Exception] = []  # errors of this call that all ranks have raised
 
     @staticmethod
     def of(process_group: Any) -> Ranks:
-        """Those of ``process_group``; None for the default group, or for this process alone if there is none."""
+        """Return the ranks of ``process_group``; None: of the default group, or this process if there is none."""
         if process_group is None:
             process_group = default_group() if dist.is_available() and dist.is_initialized() else None
         if process_group is None or process_group.size() == 1:
@@ -353,13 +356,14 @@ class Ranks:
 
     @contextlib.contextmanager
     def call(self, doing: str, *, resumed: bool = False) -> Iterator[None]:
-        """Around all rounds of one call, which all ranks make. Begins when what is under way has ended.
+        """Make one call, with all its rounds, inside the context; all ranks have to.
 
-        A rank that leaves it by an error that others do not know of tells them; see [Note: Spoiled groups].
+        Waits for the call in the background first. A rank that leaves by an error of its own reports it to the others;
+        see [Note: Spoiled groups].
 
         Args:
             doing: the call in words, such as "fsdp.checkpoint.save()".
-            resumed: in another thread the rest of a call is made.
+            resumed: whether this continues a call in another thread.
 
         Raises:
             OutOfStep: other ranks make other calls.
@@ -390,21 +394,21 @@ class Ranks:
         then: Callable[[Any], Sequence[_U]],
         join: Callable[[list[_T]], _T] | None = None,
     ) -> _U:
-        """Every rank does ``mine``; then rank 0 makes of all results one for each rank; see [Note: A tree of ranks].
+        """Run ``mine`` on every rank; rank 0 turns the results into one for each rank. See [Note: A tree of ranks].
 
-        A rank that does not live to hear its own is none of the others' concern before the next round.
+        A rank whose process ends before it has its result fails the next round, not this one.
 
         Args:
-            then: takes the results in a list, by rank, or what ``join`` has made of them.
-            join: makes one result of those of some ranks, in rank order; called wherever results of several ranks meet.
+            then: takes the list of results, by rank, or the joined result.
+            join: makes one result of a list of results, in rank order; called on every inner rank of the tree.
 
         Returns:
-            this rank's.
+            the result of this rank.
 
         Raises:
-            Exception: on every rank, if ``mine`` failed on one or ``then`` did: an error of the kind that the first of
-                them met, with all their words.
-            RuntimeError: a rank is gone, or has left the call, or is in another one.
+            Exception: on every rank, if ``mine`` or ``then`` failed on any: an error of the type of the first, with all
+                messages.
+            RuntimeError: a rank has ended, has left the call, or is in another one.
         """
         self._place = self._place._replace(round=self._place.round + 1, label=label)
         joined: Callable[[list[Any]], Any] = join or (lambda several: [value for values in several for value in values])
@@ -429,7 +433,7 @@ class Ranks:
         return result
 
     def _try(self, action: Callable[[], _T]) -> tuple[_T | None, dict[int, Failure], Exception | None]:
-        """Its result, or why there is none."""
+        """Run ``action``; return the result, or else the failure and the error."""
         try:
             return action(), {}, None
         except Exception as error:
@@ -438,7 +442,7 @@ class Ranks:
     def _exchange(
         self, side: _SideGroup, share: _Share, join: Callable[[list[Any]], Any], then: Callable[[Any], Sequence[Any]]
     ) -> tuple[_Answer, Exception | None]:
-        """What this rank and those behind it are told, and the error of ``join`` or ``then`` here."""
+        """Send the share up, and the answer down; return the answer, with the error of ``join`` or ``then``."""
         parent, children = tree(self.rank, self.size)
         shares = [share, *(side.receive(child[0]) for child in children)]
         failures = {rank: failure for theirs in shares for rank, failure in theirs.failures.items()}
@@ -458,15 +462,15 @@ class Ranks:
             if not failures:
                 values, failures, error = self._try(lambda: then(value))
             answer = _Answer(max(place.call for place in places), values or [None] * self.size, failures)
-        self._place = self._place._replace(call=answer.call)  # the same for all, whatever they have left out
+        self._place = self._place._replace(call=answer.call)  # equal on all ranks, even after a call that some left out
         for child in children:
             theirs = answer.values[child[0] - self.rank : child[-1] + 1 - self.rank]
-            with contextlib.suppress(_Gone):  # the next round will tell
+            with contextlib.suppress(_Gone):  # the next round fails
                 side.send(child[0], answer._replace(values=theirs))
         return answer, error
 
     def together(self, label: str, action: Callable[[], _T]) -> _T:
-        """Do something on every rank; each has its own result.
+        """Run ``action`` on every rank; return its result here.
 
         Raises: as ``round``.
         """
@@ -475,7 +479,7 @@ class Ranks:
         return own[0]
 
     def first(self, label: str, action: Callable[[], _T]) -> _T:
-        """Do something on rank 0; every rank gets the result.
+        """Run ``action`` on rank 0; return its result on every rank.
 
         Raises: as ``round``.
         """
@@ -483,7 +487,7 @@ class Ranks:
 
 
 class _SideGroup:
-    """The ranks of a process group, once more; see [Note: A group of its own] and [Note: Spoiled groups]."""
+    """The connections of :class:`Ranks`; see [Note: A group of its own] and [Note: Spoiled groups]."""
 
     def __init__(self, group: Any) -> None:
         self._rank, self._size, self._timeout = group.rank(), group.size(), group_timeout(group)
@@ -492,14 +496,14 @@ class _SideGroup:
             raise RuntimeError(f"the ranks of {group} cannot talk to each other: it is not a real process group")
         self._store, self._board = dist.PrefixStore("fsdp beside/", store), Board(group, "beside")
         self._global_ranks, self._processes = group_ranks(group), processes()
-        self._groups: dict[int, tuple[Any, int]] = {}  # by rank that is connected: a group, its place there
-        self._number = 0  # of the group: the first that is not spoiled
-        self._count = 0  # of the calls that this rank has come to with this group
+        self._groups: dict[int, tuple[Any, int]] = {}  # by connected rank: the group, and the place of the rank in it
+        self._number = 0  # of the first group that is not spoiled
+        self._count = 0  # of calls of this rank with this group
         self._calls, self._doing = Calls(group, BESIDE), ""
-        self._tags: dict[int, int] = {}  # of the last message to or from each rank: a late one is not taken for another
+        self._tags: dict[int, int] = {}  # of the last message to or from each rank: separates late messages
 
     def missed_a_call(self) -> bool:
-        """Whether the other ranks have made, and left, a call that this rank was told of in another one."""
+        """Return whether other ranks have left a call that this rank has not made, as it was told in another call."""
         return self._calls.forgive()
 
     def join(self, call: int, doing: str) -> None:
@@ -523,7 +527,7 @@ class _SideGroup:
         if self._groups:
             return
         parent, children = tree(self._rank, self._size)
-        for head in (parent, self._rank if children else None):  # the parent's first: so none waits for one that waits
+        for head in (parent, self._rank if children else None):  # the parent's first: avoids a cycle of waits
             if head is not None:
                 members = [head, *(child[0] for child in tree(head, self._size)[1])]
                 group = self._connect(head, members)
@@ -531,12 +535,12 @@ class _SideGroup:
         self._tags = {}
 
     def _connect(self, head: int, members: list[int]) -> Any:
-        """A group of these ranks, the first of which is ``head``."""
-        # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
+        """Connect ``members``, the first of which is ``head``, as a gloo group."""
+        # not new_group(): it takes all ranks of the default group, and keeps each group for ever
         prefixed = dist.PrefixStore(f"{self._number}/{head}/", self._store)
         place = prefixed, members.index(self._rank), len(members), self._timeout
-        connected = in_thread(lambda: dist.ProcessGroupGloo(*place))  # nothing interrupts it there
-        while not futures.wait([connected], waiting.PATIENCE.total_seconds()).done:
+        connected = in_thread(lambda: dist.ProcessGroupGloo(*place))  # not interrupted there
+        while not futures.wait([connected], threads.PATIENCE.total_seconds()).done:
             self._raise_if_dead()  # while they connect
         try:
             return connected.result()
@@ -544,7 +548,7 @@ class _SideGroup:
             raise RuntimeError(f"the ranks cannot connect for {self._doing}: {error}") from error
 
     def _meet(self, doing: str, waited: Waited) -> bool:
-        """Wait for all ranks to come to the next call of the group of this number; False if it is spoiled."""
+        """Wait for all ranks to come to the next call of the current side group; return False if it is spoiled."""
         self._doing = doing
 
         def look() -> None:
@@ -571,23 +575,24 @@ class _SideGroup:
             )
 
     def why(self) -> tuple[int, str] | None:
-        """Why the group is spoiled, after the number of the call in which it was; None if it is not."""
+        """Return the call in which the side group was spoiled, and the reason; None if it was not."""
         found = self._board.read(f"{self._number}/spoiled")
         return None if found is None else (found[0], found[1])
 
     def spoil(self, call: int, words: str) -> None:
-        """Close the connections, and let whoever notices know why, unless somebody else has."""
+        """Close the connections, and write the reason for the other ranks, unless one is there."""
         if self.why() is None:
             self._board.write(f"{self._number}/spoiled", [call, words])
-            for count in (self._count, self._count + 1):  # another rank may be one call ahead
+            for count in (self._count, self._count + 1):  # a rank may be one call ahead
                 self._board.release(f"{self._number}/{count}")
         self._groups = {}
         self._calls.failed()
 
     def send(self, rank: int, value: Any) -> None:
-        """
+        """Send ``value`` to ``rank``.
+
         Raises:
-            _Gone: that rank is gone.
+            _Gone: the connection has ended.
         """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = torch.tensor([data.numel()], device="cpu")
@@ -595,9 +600,10 @@ class _SideGroup:
         self._finish("send", data, rank)
 
     def receive(self, rank: int) -> Any:
-        """
+        """Receive a value from ``rank``.
+
         Raises:
-            _Gone: that rank is gone, or does not come.
+            _Gone: the connection has ended, or the rank does not come.
         """
         size = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._finish("recv", size, rank)
@@ -606,7 +612,7 @@ class _SideGroup:
         return pickle.loads(data.numpy().tobytes())
 
     def _finish(self, how: str, message: torch.Tensor, rank: int) -> None:
-        place = self._groups[rank][1]  # no variable has the group: an error would keep it, and its connections open
+        place = self._groups[rank][1]  # no local variable: an error would keep the group and its connections open
         self._tags[rank] = tag = self._tags.get(rank, 0) + 1
         try:
             getattr(self._groups[rank][0], how)([message], place, tag).wait(SLOWEST)

@@ -1,11 +1,11 @@
-"""Process groups: which ranks a unit is sharded and replicated over, and what a group can tell of itself.
+"""Process groups: the ranks over which a unit is sharded and replicated, and the properties of a group.
 
-Groups and backends that ``torch.distributed`` does not know are asked for their rank and size only.
+Of groups and backends unknown to ``torch.distributed`` only the rank and the size are used.
 """
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -24,11 +24,11 @@ HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._H
 
 @dataclass(frozen=True)
 class Groups:
-    """The ranks a unit is sharded over and the ranks it is replicated over. A group of one rank has no process group.
+    """The ranks over which a unit is sharded and replicated. A group of one rank has no process group.
 
-    Sharding strategies are facts of this class: a shard group of one rank means the parameters are not sharded, a
-    replica group of several that gradients are reduced across replicas. With hybrid strategies both may have several:
-    the ranks of a shard group have the parts of one replica, those of a replica group the same part of each.
+    This class defines the sharding strategies: with a shard group of one rank the parameters are not sharded; with a
+    replica group of several ranks gradients are reduced across replicas. Hybrid strategies have both: the ranks of a
+    shard group hold the shards of one replica, and the ranks of a replica group hold the same shard of each.
     """
 
     shard: Any | None
@@ -37,9 +37,9 @@ class Groups:
     replica: Any | None
     replica_rank: int
     replica_size: int
-    forced: bool = False  # communicate and keep separate buffers even in a shard group of one rank
-    hybrid: bool = False  # the strategy is: what reduces inside the shard group leaves the replicas to the engine
-    tp: Any | None = None  # the ranks that tensor parallelism has placed the unit's parameters on
+    forced: bool = False  # separate buffers and collectives even in a shard group of one rank
+    hybrid: bool = False  # a hybrid strategy: a communication hook reduces within the shard group only
+    tp: Any | None = None  # the ranks of tensor parallelism
 
     @cached_property
     def sharded(self) -> bool:
@@ -51,14 +51,14 @@ class Groups:
 
     @cached_property
     def reduces(self) -> bool:
-        """Whether a gradient has to be communicated at all."""
+        """Whether gradients are communicated."""
         return self.sharded or self.replica_size > 1
 
     @staticmethod
     def of(process_group: Any, *, replicate: bool) -> Groups:
-        """One group that the parameters are sharded over, or with ``replicate`` replicated over.
+        """Return the groups of a unit that is sharded, or with ``replicate`` replicated, over ``process_group``.
 
-        Asks the group for ``rank()`` and ``size()`` only.
+        Uses ``rank()`` and ``size()`` of the group only.
         """
         rank, size = process_group.rank(), process_group.size()
         if replicate:
@@ -67,8 +67,11 @@ class Groups:
 
     @staticmethod
     def of_pair(shard: Any, replica: Any) -> Groups:
-        """The groups of a hybrid strategy, asked for ``rank()`` and ``size()`` only. Where there is one rank to shard
-        over, it is as if all were replicated; where there is one replica, as if all were sharded."""
+        """Return the groups of a hybrid strategy.
+
+        Uses ``rank()`` and ``size()`` of the groups only. A shard group of one rank means replication over all ranks,
+        a replica group of one rank means sharding over all ranks.
+        """
         forced, size = _forced(), replica.size()
         sharded = Groups(shard, shard.rank(), shard.size(), None, 0, 1, forced, hybrid=True)
         if size == 1:
@@ -82,7 +85,8 @@ def _forced() -> bool:
 
 
 def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None, policy: Any) -> None:
-    """
+    """Check the arguments of a wrapper that choose its ranks.
+
     Raises:
         TypeError: ``mesh`` is no mesh, or ``group`` no process group.
         ValueError: the arguments of a wrapper do not go together, or this rank is in none of the groups.
@@ -130,14 +134,18 @@ def check_groups(strategy: ShardingStrategy, group: Any, mesh: DeviceMesh | None
 
 
 def groups_of_mesh(strategy: ShardingStrategy, mesh: DeviceMesh) -> Any:
-    """What ``process_group`` would be: dimension 0, or for hybrid strategies (dimension 1, dimension 0)."""
+    """Return dimension 0 of ``mesh``, or for hybrid strategies the pair (dimension 1, dimension 0)."""
     if strategy in HYBRID_SHARDING_STRATEGIES:
         return mesh.get_group(1), mesh.get_group(0)
     return mesh.get_group(0)
 
 
 def default_group() -> Any:
-    """The default process group; RuntimeError with the remedy where there is none."""
+    """Return the default process group.
+
+    Raises:
+        RuntimeError: it does not exist; with the remedy.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "FullyShardedDataParallel needs a process group, and torch.distributed's default one does not exist: call "
@@ -147,7 +155,7 @@ def default_group() -> Any:
 
 
 def rank_names(group: Any) -> list[int]:
-    """What people call ``group``'s ranks: their global ranks, where torch.distributed knows the group."""
+    """Return the global ranks of ``group``, or 0 to size - 1 where torch.distributed does not know the group."""
     try:
         return group_ranks(group)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
@@ -155,12 +163,12 @@ def rank_names(group: Any) -> list[int]:
 
 
 def group_ranks(group: Any) -> list[int]:
-    """The global ranks of ``group``'s ranks."""
+    """Return the global ranks of the ranks of ``group``."""
     return list(dist.get_process_group_ranks(group))
 
 
 def is_registered(group: Any) -> bool:
-    """Whether ``group`` is one that ``torch.distributed`` knows, which has not been destroyed."""
+    """Return whether ``torch.distributed`` knows ``group``, and has not destroyed it."""
     try:
         return group is not None and bool(group_ranks(group))
     except (KeyError, ValueError):
@@ -168,12 +176,12 @@ def is_registered(group: Any) -> bool:
 
 
 def is_member_of(name: str) -> bool:
-    """Whether this rank is in the process group of that ``group_name``."""
+    """Return whether this rank is in the process group with the ``group_name`` ``name``."""
     return name in dist.distributed_c10d._world.pg_names.values()
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """What serves ``group`` on ``device``: "gloo", "nccl", ...; "unknown" for what torch.distributed does not know."""
+    """Return the backend of ``group`` on ``device`` ("gloo", "nccl", ...); "unknown" if torch.distributed has none."""
     try:
         return str(group._get_backend(device).name()).lower()
     except (AttributeError, RuntimeError, ValueError, TypeError, KeyError):
@@ -181,13 +189,13 @@ def backend_of(group: Any, device: torch.device) -> str:
 
 
 def group_store(group: Any) -> Any | None:
-    """The store through which ``group``'s ranks met; its keys are the group's own. None for a fake group."""
+    """Return the store of ``group``, with keys of its own; None for a fake or unknown group."""
     met: Any = dist.distributed_c10d._world.pg_map.get(group)
     return None if met is None or backend_of(group, torch.device("cpu")) == "fake" else met[1]
 
 
 def group_timeout(group: Any) -> timedelta:
-    """How long a collective of ``group`` may take."""
+    """Return the timeout of the collectives of ``group``."""
     try:
         device = next(iter(group._device_types))
         return timedelta(seconds=group._get_backend(device).options._timeout.total_seconds())
@@ -196,41 +204,75 @@ def group_timeout(group: Any) -> timedelta:
 
 
 def control_device(group: Any, device: torch.device) -> torch.device:
-    """Where ``group``'s ranks exchange small control messages: on CPU, where the group or a side group serves it. On
-    ``device``, where the models compute, they would queue behind the compute, and whoever waits for them drain it."""
+    """Return the device of control messages: the CPU if the group, or a side group, serves it; else ``device``.
+
+    On ``device``, where the models compute, a control message would queue behind the compute.
+    """
     host = torch.device("cpu")
     if backend_of(group, host) != "unknown" or backend_of(group, device) == "unknown":
         return host
     return host if group_store(group) is not None and dist.is_gloo_available() else device
 
 
-def serving_group(group: Any, device: torch.device) -> Any:
-    """``group``, or where it serves accelerators only a side group of gloo, which is made at the first call: all ranks
-    have to make it.
+def make_group(ranks: Sequence[int], like: Any, name: str) -> Any:
+    """Make a process group of ``ranks`` with the backend and the timeout of ``like``. All of ``ranks`` have to call.
+
+    Unlike ``torch.distributed.new_group()`` this takes no part of other ranks, and does not count the groups that each
+    rank knows.
+
+    Args:
+        ranks: global ranks, this one among them.
+        name: another one for each group of these ranks: it separates their connections.
+
+    Raises:
+        NotImplementedError: the default group is bound to a device, and ``ranks`` are not all of its ranks.
+    """
+    c10d, default, rank = dist.distributed_c10d, default_group(), dist.get_rank()
+    backend, timeout = dist.get_backend_config(like), group_timeout(like)
+    if default.bound_device_id is not None:  # torch makes groups by splitting its communicator, on all ranks
+        if len(ranks) == default.size():
+            return dist.new_group(list(ranks), timeout, backend)
+        raise NotImplementedError(
+            f"{name}: not all ranks take part, and a default group that is bound to a device makes no groups without "
+            "all; call init_process_group() without device_id, or shard over all ranks"
+        )
+    own_name: Any = f"{like.group_name}, {name}, from rank {ranks[0]}"
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(rank),
+        list(ranks),
+        dist.Backend(backend),
+        c10d._world.pg_map[default][1],
+        own_name,
+        timeout=timeout,
+    )
+    c10d._world.pg_group_ranks[made] = {each: place for place, each in enumerate(ranks)}
+    return made
+
+
+def make_control_group(group: Any, device: torch.device, number: int) -> Any:
+    """Make a gloo group beside ``group``, which serves accelerators only. All ranks of ``group`` have to call.
+
+    Args:
+        device: the CPU.
+        number: another one each time.
 
     Raises:
         RuntimeError: gloo finds no network interface.
     """
-    store = group_store(group) if device.type == "cpu" and backend_of(group, device) == "unknown" else None
-    if store is None:
-        return group
-    if group not in _side_groups:
-        # not new_group(): that wants all ranks of the default group, and remembers what it makes for ever
-        place = dist.PrefixStore("fsdp control/", store), group.rank(), group.size()
-        side, gloo = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.GLOO
-        side._set_default_backend(gloo)
-        try:
-            backend = dist.ProcessGroupGloo(*place, group_timeout(group))
-        except RuntimeError as error:
-            raise RuntimeError(
-                "the ranks exchange control messages over gloo beside a process group that serves accelerators only, "
-                f"and gloo cannot connect them: {error}. Set GLOO_SOCKET_IFNAME to a network interface that all ranks "
-                "can reach (as NCCL_SOCKET_IFNAME does for NCCL), or make the process group with gloo for CPU tensors "
-                "(init_process_group('cpu:gloo,cuda:nccl'))"
-            ) from error
-        side._register_backend(device, gloo, backend)
-        _side_groups[group] = side
-    return _side_groups[group]
-
-
-_side_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+    # not new_group(): it takes all ranks of the default group, and keeps each group for ever
+    store: Any = group_store(group)
+    place = dist.PrefixStore(f"fsdp control {number}/", store), group.rank(), group.size()
+    side, gloo = dist.ProcessGroup(*place), dist.ProcessGroup.BackendType.GLOO
+    side._set_default_backend(gloo)
+    try:
+        backend = dist.ProcessGroupGloo(*place, group_timeout(group))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "the ranks exchange control messages over gloo beside a process group that serves accelerators only, "
+            f"and gloo cannot connect them: {error}. Set GLOO_SOCKET_IFNAME to a network interface that all ranks "
+            "can reach (as NCCL_SOCKET_IFNAME does for NCCL), or make the process group with gloo for CPU tensors "
+            "(init_process_group('cpu:gloo,cuda:nccl'))"
+        ) from error
+    side._register_backend(device, gloo, backend)
+    return side

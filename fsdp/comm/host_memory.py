@@ -1,12 +1,11 @@
-"""Host memory in large pieces: what an accelerator copies to and from without blocking, or every step needs anew.
+"""Host memory in large pieces: page-locked memory for copies from and to an accelerator, and memory of every step.
 
-What an allocator of page-locked memory hands out is rounded up to a power of two, and kept for ever. Shards, their
-gradients and copies for a save are large and few: each gets pages of its own, which are locked while something holds
-them, and then given back.
+The allocator of page-locked memory rounds each request up to a power of two, and keeps the memory for ever. Shards,
+their gradients, and copies for a save are large and few. Each gets pages of its own, which are returned once their last
+holder is gone.
 
-To touch memory for the first time costs a page fault, which takes a microsecond for 4 KiB, as long as a copy of 8 KiB
-does. So does what every step needs anew, and a full state. In pages of 2 MiB it costs a seventh of that, and nothing in
-the pages of the step before (:func:`recycled`).
+The first touch of a page costs a page fault: a microsecond for 4 KiB, as long as a copy of 8 KiB. Pages of 2 MiB cost a
+seventh of that, and the pages of the previous step cost nothing (:func:`recycled`).
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from fsdp.comm.waiting import WhenIdle
+from fsdp.comm.threads import WhenIdle
 
 
 class Use(Protocol):
-    """An event of the device, or anything else that tells whether copies of host memory are over."""
+    """An event of the device, or another object, that is complete once copies of host memory are over."""
 
     def query(self) -> bool: ...
 
 
 class _Pages(mmap.mmap):
-    """Locked pages. Where the device still uses them when nothing holds them any more, they stay until it has done."""
+    """Locked pages. They outlive their last holder until the device has finished its copies."""
 
     unlock: Callable[[], object] | None = None
     uses: Callable[[], Sequence[Use]]
@@ -46,12 +45,11 @@ class _Pages(mmap.mmap):
         if all(use.query() for use in uses):
             self.unlock()
         else:
-            _dropped.add(self, uses)  # which keeps the pages alive
+            _dropped.add(self, uses)  # keeps the pages alive
 
 
 class _Dropped:
-    """Locked pages that nothing holds any more, and that the device still reads or writes. A thread looks every
-    second for those that can be unlocked."""
+    """Locked pages without holders that the device still reads or writes. A thread polls them every second."""
 
     def __init__(self) -> None:
         self._pages: deque[tuple[_Pages, Sequence[Use]]] = deque()
@@ -59,7 +57,7 @@ class _Dropped:
         os.register_at_fork(after_in_child=self._in_fork)
 
     def prepare(self) -> None:
-        """Start the thread, which ``add`` must not do: the collector may call it."""
+        """Start the thread; ``add`` must not, as the garbage collector may call it."""
         if self._when_idle is None:
             self._when_idle = WhenIdle(self._unlock_unused)
 
@@ -69,7 +67,7 @@ class _Dropped:
             self._when_idle.came_back()
 
     def _unlock_unused(self) -> bool:
-        """Unlock the pages that the device has done with; returns whether some are left."""
+        """Unlock the pages that the device has finished with; return whether some are left."""
         for _ in range(len(self._pages)):
             pages, uses = self._pages.popleft()
             if not all(use.query() for use in uses):
@@ -79,7 +77,7 @@ class _Dropped:
         return bool(self._pages)
 
     def _in_fork(self) -> None:
-        """Forget the thread, which a fork does not have. The pages stay: their unlocking is the parent's."""
+        """Forget the thread in a fork. The parent unlocks the pages."""
         self._when_idle = None
 
 
@@ -92,11 +90,10 @@ def locked_pages(
     unlock: Callable[[int], object],
     uses: Callable[[], Sequence[Use]] = list,
 ) -> torch.Tensor:
-    """Page-lock ``nbytes`` bytes (uint8) by ``lock(address, nbytes)`` until nothing holds them any more.
+    """Allocate ``nbytes`` bytes (uint8), page-locked by ``lock(address, nbytes)`` until their last holder is gone.
 
-    ``uses()``, called then, returns what tells that the device has copied them: ``unlock(address)`` comes after it. A
-    forked process has none of the pages: its copy would have the parent's next write go to other pages than the device
-    knows.
+    ``uses()``, called then, returns the events after which ``unlock(address)`` may be called. A fork gets none of the
+    pages: with a copy there, the parent's next write would go to pages that the device does not know.
     """
     _dropped.prepare()
     pages = _Pages(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -116,7 +113,7 @@ _MAY_BE_HUGE = hasattr(mmap, "MADV_HUGEPAGE")
 
 
 def empty(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A 1-D tensor of undefined values; what is large has huge pages, where the system lets those who ask have them."""
+    """Return a 1-D tensor of undefined values; a large one has huge pages if the system offers them."""
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or not _MAY_BE_HUGE:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -125,10 +122,10 @@ def empty(numel: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 class _Mapped:
-    """``memory`` of so many bytes that belongs to nobody else."""
+    """An anonymous mapping, ``memory``, of so many bytes."""
 
     def __init__(self, nbytes: int) -> None:
-        # More addresses than bytes, to begin where a huge page does; what is not written takes no memory.
+        # More addresses than bytes, to begin at a huge page; pages that are not written take no memory.
         huge = nbytes // _HUGE_PAGE * _HUGE_PAGE if nbytes >= 2 * _HUGE_PAGE and _MAY_BE_HUGE else 0
         spare = _HUGE_PAGE if huge else 0
         self._map = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -143,21 +140,23 @@ class _Mapped:
         return memoryview(self._map)[self._start : self._start + self._nbytes]
 
     def offer(self) -> None:
-        """Let the system have it whenever it needs some; what is written next stays.
+        """Let the system take the pages when memory is short; pages that are written again stay.
 
         Raises:
-            OSError: it cannot, as the process has locked its memory.
+            OSError: the process has locked its memory.
         """
         self._map.madvise(mmap.MADV_FREE, self._start, -(-self._nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
 
 
-_RECYCLED = 1 << 20  # bytes: smaller ones are the allocator's
+_RECYCLED = 1 << 20  # bytes; smaller tensors use the allocator of torch
 _MAY_RECYCLE = hasattr(mmap, "MADV_FREE")
 
 
 class _Left:
-    """Memory that nothing holds any more, for the next of its size. It is the system's if that runs short, and goes
-    once nobody has asked for any for a second."""
+    """Memory without holders, for the next request of its size.
+
+    The system may take it when memory is short. It is unmapped after a second without a request.
+    """
 
     def __init__(self) -> None:
         self._spare: dict[int, list[_Mapped]] = {}
@@ -192,7 +191,7 @@ class _Left:
         return False
 
     def _in_fork(self) -> None:
-        """The thread is not there."""
+        """Forget the thread in a fork."""
         self._spare.clear()
         self._when_idle = None
 
@@ -201,8 +200,10 @@ _left = _Left()
 
 
 def recycled(numel: int, like: torch.Tensor) -> torch.Tensor:
-    """As :func:`empty`, of the dtype and on the device of another one, for what goes with every step: maybe in memory
-    that one before it has left."""
+    """Return a tensor as :func:`empty` does, with the dtype and device of ``like``, for use in every step.
+
+    It may have the memory of an earlier one.
+    """
     nbytes = numel * like.itemsize
     if nbytes < _RECYCLED:
         return like.new_empty(numel)
@@ -215,29 +216,29 @@ def recycled(numel: int, like: torch.Tensor) -> torch.Tensor:
 def empty_strided(
     size: Sequence[int], stride: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """As :func:`empty`, of any shape."""
+    """Return a tensor as :func:`empty` does, with any shape and strides."""
     numel = 1 + sum((n - 1) * step for n, step in zip(size, stride)) if all(size) else 0
     return empty(numel, dtype=dtype, device=device).as_strided(size, stride)
 
 
 class HostBuffers:
-    """Pieces of host memory of one size, each used again once nobody holds what was in it last."""
+    """Pieces of host memory of one size, each reused once its last tensor has no holder."""
 
     def __init__(self) -> None:
-        self._lent: list[tuple[torch.Tensor, StorageWeakRef]] = []  # the memory, and who has it
+        self._lent: list[tuple[torch.Tensor, StorageWeakRef]] = []  # the memory, and its holder
 
     def take(self, nbytes: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """``nbytes`` bytes (uint8) that nobody else holds; ``make`` makes those of which there are none left."""
+        """Return ``nbytes`` bytes (uint8) without other holders; ``make`` allocates them if none are free."""
         self._lent = [(memory, by) for memory, by in self._lent if memory.numel() == nbytes]
         position = next((i for i, (_, by) in enumerate(self._lent) if by.expired()), None)
         memory = make(nbytes) if position is None else self._lent.pop(position)[0]
-        lent = from_dlpack(to_dlpack(memory))  # a storage of its own, whose end tells that all views are gone
+        lent = from_dlpack(to_dlpack(memory))  # a storage of its own, which ends with its last view
         self._lent.append((memory, StorageWeakRef(lent.untyped_storage())))
         return lent
 
 
 def place(memory: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor with the shape and dtype of ``like`` in the first bytes of ``memory``."""
+    """Return a contiguous tensor with the shape and dtype of ``like`` in the first bytes of ``memory``."""
     return memory[: like.numel() * like.element_size()].view(like.dtype).view(like.shape)
 
 
@@ -245,7 +246,7 @@ MAP_FIXED, MAP_NORESERVE = 0x10, 0x4000  # of Linux; Python's mmap has the secon
 
 
 def map_at(address: int | None, nbytes: int, protection: int, flags: int, file: int) -> int:
-    """Map memory by the system's mmap(2), which Python's own does not let one place; returns its address.
+    """Map memory at ``address`` by mmap(2), which the mmap of Python does not support; return the address.
 
     Raises:
         OSError: the system refuses.

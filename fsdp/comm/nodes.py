@@ -1,5 +1,8 @@
-"""The process groups that are made here: those of hybrid sharding where nobody passes any, within each machine and
-across the machines; and the parts of a group that units stay sharded over after forward."""
+"""Process groups that the package makes itself.
+
+Hybrid sharding without explicit groups uses one group within each machine and one across the machines. With
+``reshard_after_forward=int`` units stay sharded over parts of their group after forward.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import ShardingStrategy
-from fsdp.comm.beginning import prepare
-from fsdp.comm.collectives import Vote
 from fsdp.comm.groups import (
     HYBRID_SHARDING_STRATEGIES,
     default_group,
@@ -21,15 +22,17 @@ from fsdp.comm.groups import (
     group_timeout,
     groups_of_mesh,
     is_registered,
+    make_group,
 )
+from fsdp.comm.lane import Lane
 from fsdp.comm.streams import default_device, device_count
 
 
 def node_groups(world: Any) -> tuple[Any, Any]:
-    """(the ranks of this machine, those in this rank's place on all machines), of the default group ``world``; made
-    when they are first asked for, by all ranks together, and the same ones from then on.
+    """Return two groups: the ranks of this machine, and the ranks at this rank's place on all machines.
 
-    A machine has ``LOCAL_WORLD_SIZE`` consecutive ranks, as torchrun says; without that as many as it has accelerator
+    The first call makes them, on all ranks of the default group ``world``; later calls return the same groups. A
+    machine has ``LOCAL_WORLD_SIZE`` consecutive ranks, as torchrun says; without that as many as it has accelerator
     devices, or all of them where there are none.
 
     Raises:
@@ -38,8 +41,9 @@ def node_groups(world: Any) -> tuple[Any, Any]:
     made = _node_groups.setdefault(world, [])
     if not made or not all(map(is_registered, made[-1])):
         size, here = world.size(), _ranks_here(world)
-        prepare([world], default_device(), "a model with hybrid sharding")
-        if Vote(here, world, default_device(), "agree on the ranks of a machine").result() is None or size % here:
+        lane = Lane.of(world, default_device())
+        lane.prepare("a model with hybrid sharding")
+        if lane.ask("agree on the ranks of a machine", here).result() is None or size % here:
             raise ValueError(
                 f"hybrid sharding without process groups shards within each machine: they would all have to have as "
                 f"many ranks, and of {size} ranks this machine has {here} (LOCAL_WORLD_SIZE, else the number of "
@@ -58,16 +62,18 @@ def _ranks_here(world: Any) -> int:
 
 
 def nearby_group(group: Any, count: int) -> Any:
-    """The ``count`` ranks, a factor of all, that this rank is among where ``group``'s are parted in their order; made
-    when they are first asked for, by all ranks of ``group`` together, and the same one from then on.
+    """Return the group of ``count`` consecutive ranks of ``group`` that contains this rank.
+
+    The first call makes it, on all ranks of ``group``; later calls return the same group. ``count`` divides the size.
 
     Raises:
         ValueError: on every rank, if they ask for different numbers.
     """
     made = _nearby_groups.setdefault(group, {}).setdefault(count, [])
     if not made or not is_registered(made[-1]):
-        prepare([group], default_device(), "a model with reshard_after_forward")
-        if Vote(count, group, default_device(), "agree on the ranks to reshard over").result() is None:
+        lane = Lane.of(group, default_device())
+        lane.prepare("a model with reshard_after_forward")
+        if lane.ask("agree on the ranks to reshard over", count).result() is None:
             raise ValueError(
                 f"reshard_after_forward is {count} on rank {dist.get_rank()}, and another number on other ranks"
             )
@@ -78,41 +84,20 @@ def nearby_group(group: Any, count: int) -> Any:
 
 
 def _among(parts: Sequence[Sequence[int]], group: Any, name: str) -> Any:
-    """The one of ``parts`` of ``group``'s ranks that has this rank, as a group; all ranks of ``group`` have to come.
+    """Make a group of that one of ``parts`` of ``group``'s ranks that contains this rank; all ranks have to call.
 
-    ``name``, another one each time, keeps the group's connections apart from those of others: what ``new_group`` calls
-    a group depends on how many each of its ranks knows, some of which others may not have made.
-
-    Raises:
-        NotImplementedError: some ranks do not come, and the default group's communicator would have to be split.
+    ``name`` is another one each time; see :func:`fsdp.comm.groups.make_group`.
     """
-    c10d, default, rank = dist.distributed_c10d, default_group(), dist.get_rank()
-    backend, timeout = dist.get_backend_config(group), group_timeout(group)
-    if default.bound_device_id is not None:  # its communicator is split, by all ranks
-        if group.size() == default.size():
-            made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
-            return next(each for each, ranks in zip(made, parts, strict=True) if rank in ranks)
-        raise NotImplementedError(
-            f"{name}: not all ranks take part, and a default group that is bound to a device makes no groups without "
-            "all; call init_process_group() without device_id, or shard over all ranks"
-        )
-    ranks = next(list(each) for each in parts if rank in each)
-    own_name: Any = f"{group.group_name}, {name}, from rank {ranks[0]}"
-    made_here, _ = c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(rank),
-        ranks,
-        dist.Backend(backend),
-        c10d._world.pg_map[default][1],
-        own_name,
-        timeout=timeout,
-    )
-    c10d._world.pg_group_ranks[made_here] = {each: place for place, each in enumerate(ranks)}
-    return made_here
+    rank, default = dist.get_rank(), default_group()
+    if default.bound_device_id is not None and group.size() == default.size():  # torch splits it, part by part
+        backend, timeout = dist.get_backend_config(group), group_timeout(group)
+        made = [dist.new_group(list(ranks), timeout, backend) for ranks in parts]
+        return next(each for each, ranks in zip(made, parts, strict=True) if rank in ranks)
+    return make_group(next(list(each) for each in parts if rank in each), group, name)
 
 
 def _again(made: Sequence[Any]) -> str:
-    """What the next group is called, besides: a store remembers the earlier ones, which have been destroyed."""
+    """Return a suffix for the name of the next group: a store keeps the keys of destroyed groups."""
     return f", number {len(made)}" if made else ""
 
 

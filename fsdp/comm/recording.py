@@ -1,44 +1,36 @@
-"""Whom a rank tells what it does, and for how long: a recorder, while there is one. Without one it costs a question."""
+"""The optional recorder of a step, used by ``fsdp.trace``."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-
-class _Nothing:
-    """As ``contextlib.nullcontext``, but both calls are of a C function, which takes whatever comes and returns what is
-    false, so that exceptions go on. A step comes by here often."""
-
-    __enter__ = __exit__ = "".format
-
-
-NOTHING: AbstractContextManager[Any] = _Nothing()  # type: ignore[assignment]
+NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Recorder(Protocol):
-    """Is told of spans of time."""
+    """Records spans of time."""
 
     def span(self, what: str, of: str) -> AbstractContextManager[Any]:
-        """Around ``what`` the rank does with, or waits for, ``of``."""
+        """Return a context around an action ``what`` ("wait") on ``of`` (the label of a collective, or a unit)."""
 
 
 class Told:
-    """Who is told now: where this is asked often, it is asked here."""
+    """The current recorder, as an attribute that the hot path reads."""
 
     recorder: Recorder | None = None
 
 
 def recorder() -> Recorder | None:
-    """Who is told now."""
+    """Return the current recorder."""
     return Told.recorder
 
 
 def tell(new: Recorder | None) -> None:
-    """Tell ``new`` from now on, or nobody.
+    """Record by ``new`` from now on; None ends the recording.
 
     Raises:
-        RuntimeError: somebody else is told already.
+        RuntimeError: another recorder is active.
     """
     if new is not None and Told.recorder is not None:
         raise RuntimeError("a step is being traced already: leave that trace before another begins")

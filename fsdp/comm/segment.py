@@ -1,10 +1,10 @@
-"""Memory of this process that other processes of the host can map: what :mod:`fsdp.comm.shared_memory` moves.
+"""Memory of this process that other processes of the host map, for :mod:`fsdp.comm.shared_memory`.
 
 [Note: Nothing is left]
-A segment is a sparse file without a name. Only processes of the same user can open it, and it goes with the last
-process that maps it. Its pages are reserved before they are written (a page that the system cannot give would else kill
-the process) and given back once nothing has asked for any for a second: so steps that follow each other find it as they
-left it, and what rests, or does something else, holds none.
+A segment is a sparse file without a name. Only processes of the same user can open it, and it ends with the last
+process that maps it. Pages are reserved before they are written, because a missing page would kill the process. They
+are returned to the system after a second without an allocation. So consecutive steps find their memory, and a program
+at rest holds none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fsdp.comm import waiting
+from fsdp.comm import threads
 from fsdp.comm.host_memory import MAP_FIXED, MAP_NORESERVE, map_at
 
 SUPPORTED = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "pidfd_open")
@@ -35,10 +35,10 @@ _HEADERS = 1 << 26  # bytes at the start of a segment for headers; but few pages
 
 
 class _Here(threading.local):
-    """This thread.
+    """The state of this thread.
 
     Attributes:
-        may_wait: whether it may wait for readers; see ``without_waiting``.
+        may_wait: whether the thread may wait for readers; see ``without_waiting``.
     """
 
     may_wait = True
@@ -49,8 +49,10 @@ _here = _Here()
 
 @contextlib.contextmanager
 def without_waiting() -> Iterator[None]:
-    """Inside, nothing waits on this thread for others to read memory: whoever calls may be the collector, which comes
-    anywhere, in the middle of another wait as well. Memory that is still read is given back later."""
+    """Wait for no reader on this thread inside the context; memory that is still read is returned later.
+
+    The caller may be the garbage collector, in the middle of another wait.
+    """
     before, _here.may_wait = _here.may_wait, False
     try:
         yield
@@ -59,17 +61,17 @@ def without_waiting() -> Iterator[None]:
 
 
 class Readers(Protocol):
-    """Processes that read what this one has posted, in order."""
+    """Processes that read the posts of this one, in order."""
 
     def is_read(self, number: int) -> bool:
-        """Whether all have read it up to there."""
+        """Return whether all have read the posts up to ``number``."""
 
     def until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something ``holds`` that they bring about; False if it does not within so many seconds."""
+        """Wait until ``holds()``; return False if that takes longer than ``seconds``."""
 
 
 class Mapping:
-    """A segment, this process's own or a peer's, as this process sees it."""
+    """A mapped segment, of this process or of a peer."""
 
     def __init__(self, file: int, nbytes: int) -> None:
         self._map = mmap.mmap(file, nbytes)
@@ -83,24 +85,24 @@ class Mapping:
         self._pieces: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
 
     def piece(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """``numel`` elements at ``offset`` bytes."""
+        """Return a cached tensor of ``numel`` elements at ``offset`` bytes."""
         key = offset, numel, dtype
         if key not in self._pieces:
             if len(self._pieces) > 4096:
                 self._pieces.clear()
-            with torch.inference_mode(False):  # it is written outside as well
+            with torch.inference_mode(False):  # it is also written outside of inference mode
                 piece = torch.frombuffer(self.memory, dtype=dtype, count=max(numel, 1), offset=offset)[:numel]
             self._pieces[key] = piece
         return self._pieces[key]
 
     def give_back(self, offset: int, nbytes: int) -> None:
-        """Give pages to the system, for all processes that map them. A fork has none to give."""
+        """Return pages to the system, for all processes that map them; a fork returns none."""
         if not self._in_fork:
-            with contextlib.suppress(OSError):  # pages that the process has locked stay
+            with contextlib.suppress(OSError):  # locked pages stay
                 self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
 
     def part(self) -> None:
-        """Part from the process that this one was forked from: what is written from here on stays in this process."""
+        """Separate a fork from its parent: further writes stay in the fork."""
         self._in_fork = True
         with contextlib.suppress(OSError):  # a system without so much address space: the pages stay shared
             access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE
@@ -119,7 +121,7 @@ os.register_at_fork(after_in_child=_part_in_child)
 
 
 class Peer:
-    """A rank's process, maybe this one, and its segment."""
+    """The process of a rank, maybe this one, and its segment."""
 
     def __init__(self, mapping: Mapping, process: int) -> None:
         self.mapping = mapping
@@ -134,17 +136,17 @@ class Peer:
 
 
 class Block:
-    """A piece of the segment. What its last post told others to read is not used again before they have."""
+    """A piece of the segment. It is reused only after the other ranks have read its last post."""
 
     __slots__ = ("_reader", "_worth_waiting", "lent", "nbytes", "offset", "reserved", "storage")
 
     def __init__(self, offset: int, nbytes: int) -> None:
         self.offset, self.nbytes = offset, nbytes
-        self.reserved = False  # whether there is memory behind it
-        self.lent: Any = None  # refers to what holds it
-        self.storage: torch.UntypedStorage | None = None  # of it, which nothing else holds
+        self.reserved = False  # whether the system has given memory
+        self.lent: Any = None  # a weak reference to the holder
+        self.storage: torch.UntypedStorage | None = None  # a storage of the block without another holder
         self._reader: tuple[Readers, int] | None = None
-        self._worth_waiting = False  # for the readers
+        self._worth_waiting = False  # for readers
 
     def posted(self, readers: Readers, number: int) -> None:
         self._reader, self._worth_waiting = (readers, number), True
@@ -156,15 +158,15 @@ class Block:
         return self._reader is None
 
     def wait(self) -> None:
-        """Until it is read; not for long, and not again. Where that fails, whoever needs the readers will hear."""
+        """Wait for the readers, for a limited time and once. A failure is reported where the readers are needed."""
         if not self.is_read and self._reader is not None and self._worth_waiting and _here.may_wait:
             self._worth_waiting = False
             with contextlib.suppress(RuntimeError):
-                self._reader[0].until(lambda: self.is_read, _PATIENCE * waiting.PATIENCE.total_seconds())
+                self._reader[0].until(lambda: self.is_read, _PATIENCE * threads.PATIENCE.total_seconds())
 
 
 class Segment:
-    """This process's memory that others read."""
+    """The memory of this process that other processes read."""
 
     def __init__(self) -> None:
         self.capacity = _HEADERS + 2 * mmap.PAGESIZE * os.sysconf("SC_PHYS_PAGES")
@@ -178,10 +180,10 @@ class Segment:
         self.peer = Peer(self.mapping, os.pidfd_open(os.getpid()))
         self._end = _HEADERS
         self._blocks: list[Block] = []  # by offset
-        self._free: list[Block] = []  # the one that came back first is the first
+        self._free: list[Block] = []  # in the order of their return
         self._lent: dict[int, Block] = {}  # by address
-        self._lock = threading.Lock()  # a model may be collected anywhere, which gives memory back
-        self._when_idle = waiting.WhenIdle(self._trim_idle)
+        self._lock = threading.Lock()  # a garbage collection may return memory anywhere
+        self._when_idle = threads.WhenIdle(self._trim_idle)
 
     def new_header(self) -> int:
         """Reserve the header of a new channel, filled with zeros, and return its offset in bytes.
@@ -197,11 +199,12 @@ class Segment:
         return offset
 
     def allocate(self, nbytes: int, *, keep: bool = True) -> torch.UntypedStorage:
-        """At least ``nbytes`` bytes, undefined, until nothing holds the storage any more; then without ``keep`` the
-        system gets them back at once, if they are read.
+        """Allocate a storage of at least ``nbytes`` undefined bytes, which lasts until its last holder is gone.
+
+        Without ``keep`` the memory then returns to the system at once, if it has no readers.
 
         Raises:
-            OSError: the system has not so much.
+            OSError: the system has not enough memory.
         """
         block = self.take(nbytes)
         if keep and block.storage is not None:
@@ -217,9 +220,10 @@ class Segment:
         return self.lend(block, self.mapping.memory[block.offset : block.offset + block.nbytes], come_back)
 
     def free(self, storage: torch.UntypedStorage) -> bool:
-        """Take back a storage that nothing else holds, for the next allocation of that size.
+        """Take back a storage without other holders, for the next allocation of that size.
 
-        Returns False for a storage of other memory."""
+        Returns False for a storage outside of the segment.
+        """
         block = self._lent.get(storage.data_ptr())
         if block is None:
             return False
@@ -228,14 +232,14 @@ class Segment:
         return True
 
     def _forget_storage(self, block: Block) -> None:
-        """The one that nothing else holds: its end is not the end of the block."""
+        """Drop the cached storage of ``block`` without returning the block."""
         if block.storage is not None:
             del self._lent[block.storage.data_ptr()]
             block.lent = None
             block.storage = None
 
     def lend(self, block: Block, memory: memoryview, come_back: Callable[[], None]) -> torch.UntypedStorage:
-        """``memory``, where ``block`` is, which is to ``come_back`` when nothing holds the storage any more."""
+        """Return a storage over ``memory``, that of ``block``; calls ``come_back`` when the last holder is gone."""
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         address = storage.data_ptr()
 
@@ -248,11 +252,11 @@ class Segment:
         return storage
 
     def lent_at(self, address: int) -> Block | None:
-        """The block of memory that was allocated there."""
+        """Return the lent block at ``address``, if there is one."""
         return self._lent.get(address)
 
     def take(self, nbytes: int) -> Block:
-        """A block of at least ``nbytes``, for the caller to ``leave``."""
+        """Take a block of at least ``nbytes``, which the caller has to ``leave``."""
         with self._lock:
             self._when_idle.asked()
             return self._take(nbytes)
@@ -261,7 +265,7 @@ class Segment:
         nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         fitting, block = self._fitting(nbytes)
         if fitting is not None and block is None:
-            fitting.wait()  # a fast rank waits for slow readers, so as not to need more than they do
+            fitting.wait()  # a fast rank waits for slow readers, to need no more memory than they do
             _, block = self._fitting(nbytes)
         if block is not None:
             self._free.remove(block)
@@ -285,7 +289,7 @@ class Segment:
         return block
 
     def _fitting(self, nbytes: int) -> tuple[Block | None, Block | None]:
-        """The first free block for so much, and the first that is read, rather one that has memory."""
+        """Find the first free block that fits, and the first without readers, preferably one with memory."""
         first = read = None
         for block in self._free:
             if nbytes <= block.nbytes <= 2 * nbytes:
@@ -302,14 +306,14 @@ class Segment:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes that there is memory behind, headers included."""
+        """The bytes of memory in use by the system, headers included."""
         return os.fstat(self.file).st_blocks * 512
 
-    # What follows does nothing in the middle of another call: of one on another thread, or on this one, where what the
-    # collector has found gives its memory back.
+    # The following methods do nothing while another call is active: on another thread, or on this one, if the garbage
+    # collector is the caller.
 
     def keep(self, nbytes: int, block_nbytes: int) -> None:
-        """Keep of the memory that nothing holds no more than ``nbytes``, in blocks of up to ``block_nbytes``."""
+        """Keep at most ``nbytes`` of free memory, in blocks of up to ``block_nbytes``."""
         total = largest = 0
         for block in self._free:
             if block.reserved:
@@ -327,8 +331,7 @@ class Segment:
             self._lock.release()
 
     def trim(self, *, patient: bool = False) -> None:
-        """Give back the memory that nothing holds and nobody reads. ``patient``: the others are about to have read
-        it."""
+        """Return free memory without readers to the system. ``patient``: wait for the readers first."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -344,7 +347,7 @@ class Segment:
             self._lock.release()
 
     def _trim_idle(self) -> bool:
-        """``trim``; whether slower ranks have yet to read some of it."""
+        """Trim; return whether some memory still has readers."""
         self.trim()
         return any(block.reserved for block in tuple(self._free))
 

@@ -1,23 +1,23 @@
 """Gathers and reductions through memory that the ranks of one host share.
 
-Each process has one :class:`Segment`, a sparse file without a name that its peers map: full and reduce buffers are
-allocated from it (``flat/memory.py``). A :class:`Channel` is what the ranks of one group do with their segments. To
-communicate a rank *posts*: it writes down, in its own segment, where its part of the collective lies. Once all have
-posted each reads the others' parts: a gather copies the slice that each has of its own shard in its own full buffer, a
+Each process has one :class:`Segment`, a sparse file without a name that its peers map. Full and reduce buffers are
+allocated from it (``flat/memory.py``). A :class:`Channel` connects the segments of the ranks of one group. To
+communicate, a rank *posts* in its own segment where its part of the collective lies. Once all ranks have posted, each
+reads the parts of the others. A gather copies the slice that each rank has of its own shard in its own full buffer. A
 reduction adds up this rank's slice of every buffer in rank order 0..N-1, so its result has the bits of the direct
-exchange. What lies outside of the segment is copied into it first.
+exchange. Tensors outside of the segment are copied into it first.
 
 [Note: Posts]
-Every rank of a group posts the same collectives in the same order, and numbers them. A post has the number, what it is
-for, how many bytes and where; a reader compares the first three with its own, so ranks that are out of step find out at
-once. The number is written last, and processors on which this file works (x86-64) show stores in their order. Posting
-waits for nothing but a slot, of which there are many, and whoever waits, for whatever, finishes all that it has issued
-as far as the others have posted: so no wait depends on itself. Collectives end in order; ``_DONE`` is the number of the
-last one that a rank has read, or dropped and never will, and tells the others that the memory behind their posts is
-theirs again.
+Every rank of a group posts the same collectives in the same order, and numbers them. A post has the number, the event,
+the number of bytes and the place. A reader compares the first three with its own, so ranks that are out of sync find
+out at once. The number is written last; the processors on which this file works (x86-64) show stores in their order.
 
-What the ranks ask each other (:class:`fsdp.comm.collectives.Vote`) goes the same way, in :class:`Posts` of its own:
-different questions that meet are no error here, but an answer.
+A post waits only for a free slot, of which there are many. A rank that waits, for any reason, finishes everything that
+it has issued as far as the others have posted, so no wait depends on itself. Collectives end in order. ``_DONE`` is the
+number of the last one that a rank has read, or dropped for good: the memory behind earlier posts is free again.
+
+Votes (:meth:`fsdp.comm.issuing.Issuer.ask`) go the same way, in :class:`Posts` of their own. Different questions that
+meet are no error there, but an answer.
 """
 
 from __future__ import annotations
@@ -38,34 +38,38 @@ import torch
 from fsdp.comm.board import Board, machine
 from fsdp.comm.calls import UNEVEN
 from fsdp.comm.groups import group_ranks, group_timeout
-from fsdp.comm.ledger import Gather
+from fsdp.comm.native import Gather
 from fsdp.comm.segment import HEADER, SUPPORTED, Block, Mapping, Peer, Segment
-from fsdp.comm.waiting import HostWork, OutOfStep, TimedOut, in_thread, watch_of
+from fsdp.comm.threads import in_thread
+from fsdp.comm.work import HostWork, OutOfStep, TimedOut
 
 _T = TypeVar("_T")
 
-PARTS = 4  # that one post may tell of: a unit has hardly more buckets
-_SLOT = 128  # bytes of a post: three words, of each part where it is, and a label
+PARTS = 4  # vectors in one post: units rarely have more buckets
+_SLOT = 128  # bytes of a post: three words, the place of each part, and a label
 _LABEL, _TEXT = 8 * (3 + PARTS), _SLOT - 8 * (3 + PARTS)
-_HALF = HEADER // 2  # of collectives, and of questions
-_SLOTS = _HALF // _SLOT - 1  # the first has what is not a post
+_HALF = HEADER // 2  # bytes for collectives; the rest is for votes
+_SLOTS = _HALF // _SLOT - 1  # the first slot holds the two words that follow
 _WORDS = _SLOT // 8
-_DONE, _ELSEWHERE = 0, 1  # words of the first
+_DONE, _ELSEWHERE = 0, 1  # words of the first slot
 _EVENT, _NBYTES, PLACE = 1, 2, 3  # words of a post, behind its number
 _NEVER = 1 << 62
-_text_of = functools.lru_cache(4096)(lambda label: label.encode()[:_TEXT].ljust(_TEXT, b"\0"))  # as a post has it
-_EPOCH = 1 << 32  # posts of a channel between two failures
+_text_of = functools.lru_cache(4096)(
+    lambda label: label.encode()[:_TEXT].ljust(_TEXT, b"\0")
+)  # the label in the form of a post
+_EPOCH = 1 << 32  # numbers of posts between two failures
 
 _SPINS = 100  # looks before a wait sleeps
 _SHORTEST, _LONGEST = 0.00003, 0.004  # seconds between two looks: at first, and in a wait that takes long
-_PART = 0.02  # of what a wait has taken so far: a look comes so much late, and costs less the longer it takes
+_PART = 0.02  # of the wait so far: the pause between two looks grows with the wait
 _LOOK_AROUND = 0.1  # seconds between two looks for processes that have ended
 
 
 class Condition(HostWork):
-    """Something that the ranks of a channel bring about.
+    """A condition that the ranks of a channel bring about.
 
-    ``finish`` is called when all have posted, maybe again after an interrupt, and not at all once nobody waits for it.
+    ``finish`` is called when all ranks have posted, maybe again after an interrupt, but not once the condition was
+    dropped.
     """
 
     def __init__(self, channel: Channel, holds: Callable[[], bool], finish: Callable[[], None] | None = None) -> None:
@@ -80,36 +84,36 @@ class Condition(HostWork):
         return self._channel.broken is not None or self._holds()
 
 
-# What this rank has posted: number, event, bytes, label, and who waits for it.
+# A post of this rank: number, event, bytes, label, and the condition that waits for it.
 _UnderWay: TypeAlias = "tuple[int, int, int, str, weakref.ref[Condition]]"
 
 
 class Posts:
-    """What the ranks of a channel post one after the other, all of them the same; see [Note: Posts]."""
+    """The posts of the ranks of a channel, the same on all ranks and in one order; see [Note: Posts]."""
 
     def __init__(self, channel: Channel, rank: int, mappings: Sequence[Mapping], headers: Sequence[int]) -> None:
         """``headers``: the offset of each rank's posts in its segment, in bytes."""
-        self.number = self._elsewhere = 0  # of the last post; how many went another way
+        self.number = 0  # of the last post
         self._channel, self._rank = channel, rank
         self._own = mappings[rank]
         self._words = [mapping.words for mapping in mappings]
         self._mappings = mappings
         self._starts = [header // 8 + _WORDS for header in headers]  # of each rank's posts, in words
         self._others = [other for other in range(len(mappings)) if other != rank]
-        self._place = headers[rank] // 8  # of what is not a post, in words
+        self._place = headers[rank] // 8  # of the first slot, in words
         self._firsts = {other: (mapping.words, headers[other] // 8) for other, mapping in enumerate(mappings)}
-        self._read = 0  # all have read what this rank has posted up to there, and maybe more
+        self._read = 0  # all ranks have read the posts of this rank up to there
         self.under_way: deque[_UnderWay] = deque()
 
     def said(self, rank: int, number: int, word: int) -> int:
-        """A word of the post of that number."""
+        """Return a word of the post ``number`` of ``rank``."""
         return self._words[rank][self._starts[rank] + number % _SLOTS * _WORDS + word]
 
     def next(self, label: str) -> int:
-        """The number of the next post, once its slot may be written."""
+        """Return the number of the next post, once its slot is free."""
         number, channel = self.number + 1, self._channel
         if channel.broken is None and (channel.collectives.under_way or channel.questions.under_way):
-            channel.advance()  # what can be read by now is memory that others wait for
+            channel.advance()  # frees memory that other ranks wait for
         oldest = number - _SLOTS
         if oldest > self._read:
             if not self.is_read(oldest) and not channel.until(lambda: self.is_read(oldest), channel.timeout):
@@ -128,8 +132,14 @@ class Posts:
         *,
         until_read: bool = False,
     ) -> HostWork:
-        """``number``: what ``next`` has returned; ``wheres``: up to ``PARTS``. It is over when this rank has read the
-        others' posts, or with ``until_read`` when all have."""
+        """Post a collective; it is over when this rank has read the posts of the others.
+
+        Args:
+            number: the result of :meth:`next`.
+            wheres: up to ``PARTS`` places.
+            finish: reads the posts of the others.
+            until_read: whether it is over only when all ranks have read.
+        """
         words, done, at = self._own.words, self._place + _DONE, self._starts[self._rank] + number % _SLOTS * _WORDS
         self._own.memory[at * 8 + _LABEL : at * 8 + _SLOT] = _text_of(label)
         words[at + _EVENT], words[at + _NBYTES] = event, nbytes
@@ -143,14 +153,15 @@ class Posts:
         return work
 
     def is_read(self, number: int) -> bool:
-        """Whether all, this one among them, have read what this rank has posted up to there."""
+        """Return whether all ranks, this one included, have read the posts of this rank up to ``number``."""
         for words, place in self._firsts.values():
             if words[place + _DONE] < number:
                 return False
         return True
 
     def _have_posted(self, what: _UnderWay) -> bool:
-        """
+        """Return whether all ranks have made this post.
+
         Raises:
             OutOfStep: some have posted something else.
         """
@@ -170,22 +181,22 @@ class Posts:
         return all_have
 
     def advance(self) -> None:
-        """Finish what all have posted, in order."""
+        """Finish the collectives that all ranks have posted, in order."""
         words, done = self._own.words, self._place + _DONE
         while self.under_way:
             what = self.under_way[0]
             number, *_, reference = what
-            if number > words[done]:  # else an interrupt came right here
+            if number > words[done]:  # else an interrupt came just before the next line
                 if not self._have_posted(what):
                     return
                 work = reference()
                 if work is not None and work.finish is not None:
                     work.finish()
-                words[done] = number  # from here on it is over, for this rank and for the others
+                words[done] = number  # from here on it is over, on all ranks
             self.under_way.popleft()
 
     def _note_dropped(self, _: object) -> None:
-        """Nobody waits for what is under way any more: the others need not keep what this rank will not read."""
+        """Release the memory of the others behind posts that this rank has dropped, and will not read."""
         place = self._place + _DONE
         for number, *_, reference in tuple(self.under_way):
             if reference() is not None or not self._channel.usable:
@@ -193,46 +204,33 @@ class Posts:
             self._own.words[place] = max(self._own.words[place], number)
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """How far this rank has come, and how often it went or proposes to go another way."""
-        return self.number, self._own.words[self._place + _ELSEWHERE]
+    def proposals(self) -> dict[int, int]:
+        """By rank, how often it has proposed to communicate by ``torch.distributed``."""
+        return {rank: words[place + _ELSEWHERE] for rank, (words, place) in self._firsts.items()}
+
+    def propose(self, count: int) -> None:
+        """Publish ``count`` as the number of this rank's proposals."""
+        self._own.words[self._place + _ELSEWHERE] = count
 
     def renew(self) -> None:
-        """Forget the posts that only some ranks have made, and go on with a number that no rank has reached."""
+        """Forget the posts of only some ranks, and continue with a number that no rank has reached."""
         self.under_way.clear()
-        self.number = self._elsewhere = (self.number // _EPOCH + 1) * _EPOCH
-        self._own.words[self._place + _DONE] = self._own.words[self._place + _ELSEWHERE] = self.number
+        self.number = (self.number // _EPOCH + 1) * _EPOCH
+        self._own.words[self._place + _DONE] = self.number
 
     def read_no_more(self) -> None:
-        """The others need not wait for this rank to read what they post."""
+        """End reading: the other ranks no longer wait for this one."""
         self._own.words[self._place + _DONE] = _NEVER
 
     def miss(self, rank: int) -> None:
-        """Its process has ended: nobody waits for it."""
+        """Wait for ``rank`` no more: its process has ended."""
         self._firsts.pop(rank, None)
 
-    # -- other ways ----------------------------------------------------------------------------------------------------
-
-    def propose_elsewhere(self) -> HostWork:
-        """This rank has to communicate in another way next. It can if all have to, which ``goes_elsewhere`` tells after
-        the wait for this."""
-        self._own.words[self._place + _ELSEWHERE] = proposal = self._elsewhere + 1
-        return Condition(self._channel, lambda: self._first_to_post() or self._all_propose(proposal))
-
-    def goes_elsewhere(self) -> bool:
-        """Whether the next one goes another way, on all ranks; see ``propose_elsewhere``."""
-        elsewhere = not self._first_to_post()
-        self._elsewhere += elsewhere
-        self._own.words[self._place + _ELSEWHERE] = self._elsewhere
-        return elsewhere
-
-    def _first_to_post(self) -> bool:
-        """Whether some rank has posted what this one has yet to post."""
+    @property
+    def is_behind(self) -> bool:
+        """Whether some rank has made a post that this rank has yet to make."""
         number = self.number + 1
         return any(self.said(rank, number, 0) >= number for rank in self._others)
-
-    def _all_propose(self, proposal: int) -> bool:
-        return all(words[place + _ELSEWHERE] >= proposal for words, place in self._firsts.values())
 
 
 class Channel:
@@ -240,11 +238,11 @@ class Channel:
 
     Attributes:
         timeout: seconds that a collective may take.
-        names: what people call its ranks.
-        broken: why nothing more comes from the others, until ``renew``.
-        segment: this process's.
-        usable: whether this is the process that made it, not one that was forked from that.
-        collectives, questions: what its ranks post.
+        names: the global ranks.
+        broken: the error of every use until ``renew``.
+        segment: of this process.
+        usable: whether this process made the channel; False in a fork.
+        collectives, questions: the posts.
     """
 
     def __init__(self, group: Any, own: Segment, peers: Sequence[Peer], headers: Sequence[int]) -> None:
@@ -258,13 +256,16 @@ class Channel:
         self.others = [rank for rank in range(len(peers)) if rank != self.rank]
         self.collectives = Posts(self, self.rank, self._mappings, headers)
         self.questions = Posts(self, self.rank, self._mappings, [header + _HALF for header in headers])
+        self._elsewhere = 0  # the number of passes in which all ranks communicated by torch.distributed
 
     # -- what the ranks do together ------------------------------------------------------------------------------------
 
-    def gather(self, parts: Sequence[Gather], label: str, event: int, *, until_read: bool = False) -> HostWork:
-        """Fill each of up to ``PARTS`` vectors with every rank's shard of it. Where the vector lies in the segment, the
-        others copy this rank's piece out of it; with ``until_read`` the wait is for them as well. ``event``: what it is
-        for, the same on all ranks."""
+    def gather(self, parts: Sequence[Gather], label: str, event: int) -> HostWork:
+        """Fill each of up to ``PARTS`` vectors with every rank's shard of it.
+
+        Other ranks copy this rank's piece out of the vector, if that lies in the segment. ``event`` is equal on all
+        ranks.
+        """
         posts, size = self.collectives, len(self._mappings)
         wheres: list[int] = []
         copied: list[Block] = []
@@ -283,7 +284,7 @@ class Channel:
                 targets.append(pieces)
                 total += shard.nbytes
         finally:
-            self._leave(copied, number)  # not before all is copied: nobody reads what is not posted
+            self._leave(copied, number)  # after the copies: ranks read only what is posted
 
         def finish() -> None:
             for rank in self.others:
@@ -291,7 +292,7 @@ class Channel:
                     piece, offset = pieces[rank], posts.said(rank, number, word)
                     piece.copy_(self._mappings[rank].piece(offset, piece.numel(), piece.dtype))
 
-        return posts.post(number, event, total, label, wheres, finish, until_read=until_read)
+        return posts.post(number, event, total, label, wheres, finish)
 
     def reduce(
         self,
@@ -303,8 +304,11 @@ class Channel:
         *,
         until_read: bool = False,
     ) -> HostWork:
-        """Have ``add_up`` write the sum of all ranks' pieces of ``full``, in rank order, into ``out``. Nothing is
-        copied where ``full`` lies in the segment. ``event``, ``until_read``: as for ``gather``."""
+        """Write the sum of all ranks' pieces of ``full`` into ``out`` by ``add_up``, which gets them in rank order.
+
+        ``full`` is copied unless it lies in the segment. ``event`` is equal on all ranks. With ``until_read`` the work
+        is over only when all ranks have read.
+        """
         posts, start = self.collectives, self.rank * out.nbytes
         number, lent = posts.next(label), self.segment.lent_at(full.data_ptr())
         if lent is None:
@@ -323,7 +327,7 @@ class Channel:
         return posts.post(number, event, full.nbytes, label, [lent.offset], finish, until_read=until_read)
 
     def ask(self, number: int, largest: int, label: str, said: list[tuple[int, int]]) -> HostWork:
-        """Have ``said`` become what each rank says: its ``number`` and ``largest``."""
+        """Fill ``said`` with the ``number`` and the ``largest`` of each rank."""
         posts, several = self.questions, range(len(self._mappings))
         post = posts.next(label)
 
@@ -332,14 +336,30 @@ class Channel:
 
         return posts.post(post, 0, 0, label, [number, largest], finish)
 
+    def propose_elsewhere(self) -> HostWork:
+        """Propose that the next pass communicates by ``torch.distributed``; after the wait :meth:`goes_elsewhere`."""
+        self.collectives.propose(proposal := self._elsewhere + 1)
+        return Condition(self, lambda: self._is_behind or min(self.collectives.proposals.values()) >= proposal)
+
+    def goes_elsewhere(self) -> bool:
+        """Return whether all ranks have proposed; then none of them has posted anything."""
+        elsewhere = not self._is_behind
+        self._elsewhere += elsewhere
+        self.collectives.propose(self._elsewhere)
+        return elsewhere
+
+    @property
+    def _is_behind(self) -> bool:
+        return self.collectives.is_behind or self.questions.is_behind
+
     def _copy_out(self, source: torch.Tensor) -> Block:
-        """Where the others will find a copy of ``source``."""
+        """Copy ``source`` into the segment."""
         block = self.segment.take(source.nbytes)
         self.segment.mapping.piece(block.offset, source.numel(), source.dtype).copy_(source)
         return block
 
     def _leave(self, copied: Sequence[Block], number: int) -> None:
-        """The others find them by the post of that ``number``; once they have read it the memory is free."""
+        """Release the blocks ``copied`` once the other ranks have read the post ``number``."""
         for block in copied:
             block.posted(self, number)
             self.segment.leave(block)
@@ -347,11 +367,11 @@ class Channel:
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def is_read(self, number: int) -> bool:
-        """Whether all have read the collectives of this rank up to there."""
+        """Return whether all ranks have read the collectives of this rank up to ``number``."""
         return self.collectives.is_read(number)
 
     def advance(self) -> None:
-        """Finish what all have posted, in order."""
+        """Finish the collectives that all ranks have posted, in order."""
         if self.broken is not None:
             raise self.broken
         if self.collectives.under_way:
@@ -364,23 +384,24 @@ class Channel:
             self.questions.advance()
 
     def until(self, holds: Callable[[], bool], seconds: float) -> bool:
-        """Wait until something ``holds`` that the others bring about, and finish meanwhile what they have posted;
-        False if it does not within so many seconds.
+        """Wait until ``holds()`` is True, and finish meanwhile what all ranks have posted.
+
+        Returns False if that takes longer than ``seconds``.
 
         Raises:
-            RuntimeError: a process has ended that has not brought it about.
-            OutOfStep: the ranks do different things.
+            RuntimeError: the process of a rank has ended.
+            OutOfStep: the ranks are out of sync.
         """
         for _ in range(_SPINS):
             self.advance()
             if holds():
                 return True
-            os.sched_yield()  # to whom it waits for, where there are fewer cores than ranks
+            os.sched_yield()  # to a rank that shares the core
         started = looked = now = time.monotonic()
         while True:
             time.sleep(min(max(_SHORTEST, _PART * (now - started)), _LONGEST))
             now, ended = time.monotonic(), list[int]()
-            if now - looked > _LOOK_AROUND:  # before the last look at what they have posted
+            if now - looked > _LOOK_AROUND:  # before the last look at their posts
                 looked, ended = now, [rank for rank in self.others if self._peers[rank].has_ended]
             self.advance()
             if holds():
@@ -397,11 +418,13 @@ class Channel:
                 return False
 
     def renew(self) -> None:
-        """All ranks have met after a failure: what all have posted is finished, what only some have is forgotten."""
+        """Start anew after a meeting of all ranks: finish the posts of all, forget the posts of only some."""
         self.broken = None
         with contextlib.suppress(RuntimeError):
             self.advance()
         self.broken = None
+        self._elsewhere += _EPOCH
+        self.collectives.propose(self._elsewhere)
         self.collectives.renew()
         self.questions.renew()
 
@@ -411,16 +434,16 @@ class Channel:
         several, process = (self.collectives, self.questions), os.getpid()
 
         def tell() -> None:
-            if os.getpid() == process:  # a fork would speak for another
+            if os.getpid() == process:  # a fork must not write for its parent
                 for posts in several:
                     posts.read_no_more()
 
         return tell
 
 
-# -- who shares memory -------------------------------------------------------------------------------------------------
+# -- connecting -------------------------------------------------------------------------------------------------
 
-_segments: list[Segment] = []  # this process's own, once there is one
+_segments: list[Segment] = []  # of this process, once there is one
 _boards: weakref.WeakKeyDictionary[Any, Board] = weakref.WeakKeyDictionary()
 _connecting: weakref.WeakKeyDictionary[Any, futures.Future[Channel | None]] = weakref.WeakKeyDictionary()
 _channels: weakref.WeakKeyDictionary[Any, Channel | None] = weakref.WeakKeyDictionary()
@@ -430,7 +453,7 @@ _peers: weakref.WeakValueDictionary[int, Peer] = weakref.WeakValueDictionary()  
 
 
 def _forget_in_child() -> None:
-    """A fork sees the segments, and takes no part."""
+    """Forget the channels in a fork, which takes no part."""
     for channel in _channels.values():
         if channel is not None:
             channel.usable = False
@@ -441,16 +464,21 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def connect(group: Any) -> Channel | None:
-    """The channel of ``group``; None unless its ranks all share memory. The first time all of them have to ask: they
-    decide through the store, beside the collectives.
+def _look_nowhere() -> None:
+    """Compare the ranks nowhere during a long wait."""
+
+
+def connect(group: Any, slow: Callable[[], object] = _look_nowhere) -> Channel | None:
+    """Return the channel of ``group``; None unless all ranks share memory.
+
+    The first time all ranks have to call: they decide through the store. ``slow`` compares the ranks in a long wait.
 
     Raises:
         RuntimeError: the others do not come, or do something else.
     """
     if group not in _channels:
         if group not in _connecting:
-            _connecting[group] = in_thread(lambda: _connect(group))  # nothing interrupts it there: the others go on
+            _connecting[group] = in_thread(lambda: _connect(group, slow))  # not interrupted: the others go on
         try:
             _channels[group] = _connecting[group].result()
         except RuntimeError:
@@ -460,22 +488,22 @@ def connect(group: Any) -> Channel | None:
     return _channels[group]
 
 
-def _connect(group: Any) -> Channel | None:
-    if group not in _on_one_host:  # a question that costs each of thousands of ranks no more than each of few
-        _on_one_host[group] = _ask(group, lambda board, look: board.meet_alike("host", machine(), look))
+def _connect(group: Any, slow: Callable[[], object]) -> Channel | None:
+    if group not in _on_one_host:  # costs the same per rank in a group of any size
+        _on_one_host[group] = _ask(group, slow, lambda board, look: board.meet_alike("host", machine(), look))
     if not _on_one_host[group]:
         _problems[group] = "its ranks are on different hosts, or in different containers"
         return None
     row = _own_row()
-    rows = _tell(group, "segment", row)
+    rows = _tell(group, slow, "segment", row)
     problem, peers = _apart(rows, group), list[Peer]()
     if not problem:
         try:
             peers = [_peer(*said[:4]) for said in rows]
         except (OSError, ValueError) as error:
             problem = f"rank {group_ranks(group)[group.rank()]} cannot open the memory of another one: {error}"
-    attempt = "/".join(str(said) for said in rows[0]) if rows else ""  # a store may remember an earlier one
-    problems = _tell(group, f"opened/{attempt}", problem)
+    attempt = "/".join(str(said) for said in rows[0]) if rows else ""  # separates attempts in one store
+    problems = _tell(group, slow, f"opened/{attempt}", problem)
     if any(problems) or not peers:
         _problems[group] = next(filter(None, problems), problem)
         return None
@@ -485,7 +513,7 @@ def _connect(group: Any) -> Channel | None:
 
 
 def _own_row() -> list[Any]:
-    """Describe this rank's segment and a new header in it; or say why it has none."""
+    """Describe the segment of this rank and a new header in it, or the reason why there is none."""
     try:
         own = _own_segment()
         return [os.getpid(), own.file, own.nonce, own.capacity, own.new_header()]
@@ -494,7 +522,7 @@ def _own_row() -> list[Any]:
 
 
 def _apart(rows: Sequence[Sequence[Any]], group: Any) -> str:
-    """Why ranks that have told these cannot share memory; "" if they may."""
+    """Return why ranks with these descriptions cannot share memory; "" if they can."""
     if len(rows) < group.size():
         return "the group has no store in which they could agree"
     names = group_ranks(group)
@@ -505,22 +533,21 @@ def _apart(rows: Sequence[Sequence[Any]], group: Any) -> str:
 
 
 def why_not(group: Any) -> str:
-    """Why the ranks of ``group`` share no memory, where they have decided so."""
+    """Return why the ranks of ``group`` share no memory, once they have decided so."""
     return _problems.get(group, "")
 
 
-def _tell(group: Any, key: str, value: Any) -> list[Any]:
-    """Every rank's ``value``, in rank order."""
-    return list(_ask(group, lambda board, look: board.exchange(key, value, look)).values())
+def _tell(group: Any, slow: Callable[[], object], key: str, value: Any) -> list[Any]:
+    """Exchange ``value`` through the store; return the value of each rank."""
+    return list(_ask(group, slow, lambda board, look: board.exchange(key, value, look)).values())
 
 
-def _ask(group: Any, how: Callable[[Board, Callable[[], None]], _T]) -> _T:
-    """What the ranks find by ``how``, through the store, unless they do not come."""
-    board, started, watch = _boards.setdefault(group, Board(group, "memory")), time.monotonic(), watch_of(group)
+def _ask(group: Any, slow: Callable[[], object], how: Callable[[Board, Callable[[], None]], _T]) -> _T:
+    """Run ``how`` on the group's board, with a function that looks at the other ranks during a long wait."""
+    board, started = _boards.setdefault(group, Board(group, "memory")), time.monotonic()
 
     def look() -> None:
-        if watch is not None:
-            watch.slow()
+        slow()
         if time.monotonic() - started > group_timeout(group).total_seconds():
             raise TimedOut(group_timeout(group).total_seconds())
 
@@ -528,7 +555,8 @@ def _ask(group: Any, how: Callable[[Board, Callable[[], None]], _T]) -> _T:
 
 
 def _own_segment() -> Segment:
-    """
+    """Return the segment of this process; the first call makes it.
+
     Raises:
         OSError: the system does not allow it.
     """
@@ -540,9 +568,10 @@ def _own_segment() -> Segment:
 
 
 def _peer(process: int, file: int, nonce: int, nbytes: int) -> Peer:
-    """
+    """Map the segment of another process.
+
     Raises:
-        OSError: that is no segment of a process here.
+        OSError: there is no such segment.
     """
     if nonce == _own_segment().nonce:
         return _own_segment().peer
@@ -565,42 +594,45 @@ def _peer(process: int, file: int, nonce: int, nbytes: int) -> Peer:
 
 
 def segment() -> Segment | None:
-    """This process's, if it has one."""
+    """Return the segment of this process, if it has one."""
     return _segments[0] if _segments else None
 
 
-def channel_of(group: Any) -> Channel | None:
-    """The channel of ``group``, if its ranks have decided to have one."""
-    known = group in _channels or group in _connecting  # of what was interrupted, the others may know the end
-    channel = connect(group) if known else None
+def channel_of(group: Any, slow: Callable[[], object] = _look_nowhere) -> Channel | None:
+    """Return the channel of ``group``, if its ranks have decided to have one."""
+    known = group in _channels or group in _connecting  # after an interrupt the other ranks may have decided
+    channel = connect(group, slow) if known else None
     return channel if channel is not None and channel.usable else None
 
 
 def lent_at(address: int) -> Block | None:
-    """The block of this process's segment that was allocated there."""
+    """Return the block of this process's segment at ``address``, if there is one."""
     return _segments[0].lent_at(address) if _segments else None
 
 
 def known_channel(group: Any) -> Channel | None:
-    """The channel of ``group``, if its ranks share memory and this process takes part."""
+    """Return the channel of ``group``, if the ranks share memory and this process takes part."""
     channel = None if group is None else _channels.get(group)
     return channel if channel is not None and channel.usable else None
 
 
 def posted_in(group: Any) -> list[int]:
-    """What this rank has posted in ``group``, in numbers that are equal on all ranks where nobody waits for a post."""
+    """Return counts of posts in ``group``; equal on all ranks where no post is left over."""
     channel = _channels.get(group)
-    return [] if channel is None else [*channel.collectives.progress, *channel.questions.progress]
+    if channel is None:
+        return []
+    proposals = channel.collectives.proposals[channel.rank]
+    return [channel.collectives.number, channel.questions.number, proposals]
 
 
 def is_broken(group: Any) -> bool:
-    """Whether nothing more comes from the other ranks, until ``renew``."""
+    """Return whether the channel of ``group`` is broken until ``renew``."""
     channel = _channels.get(group)
     return channel is not None and channel.broken is not None
 
 
 def renew(group: Any) -> None:
-    """See :meth:`Channel.renew`."""
+    """Start anew; see :meth:`Channel.renew`."""
     channel = _channels.get(group)
     if channel is not None:
         channel.renew()

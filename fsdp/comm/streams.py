@@ -1,17 +1,17 @@
-"""Streams and events; do-nothing ones on CPU. The only file that knows the device kind.
+"""Streams and events, with no-op versions on CPU. The only file that knows the kind of the device.
 
 [Note: Memory across streams]
-A block of memory is allocated, reused and freed on the stream that owns it. Whoever else used it leaves an event, and
-the owner waits for that event *on the stream* before the block is used again. So nothing depends on the allocator's
-own stream recording, the same bytes are used at every step, and the host never blocks.
+A block of memory is allocated, reused and freed on the stream that owns it. Any other stream that uses it records an
+event, and the owner waits for that event *on the stream* before it reuses the block. So nothing depends on
+``record_stream`` of the allocator, the same bytes are used at every step, and the host never blocks.
 
-Four streams take part: the compute stream (whatever is current when the user's code runs), one for gathers, one for
-reductions and one for the means over replicas of hybrid sharding, which go between machines and would hold up the next
-reduction. On CPU there are none: a collective is an asynchronous ``Work``, launched before the compute that hides it
-and waited for at its first use.
+There are four streams: the compute stream (the current stream of the user's code), one for gathers, one for
+reductions, and one for the means over replicas of hybrid sharding, which go between machines and would delay the next
+reduction. On CPU there are none: a collective is an asynchronous ``Work``, started before the compute that hides it and
+waited for at first use.
 
-Autograd runs a hook on the stream on which its node was made, and a leaf's node may be older than the training: so the
-engine does what it does to gradients on the stream of the forward, ``joined`` with the hook's.
+Autograd runs a hook on the stream on which its node was made, and the node of a leaf may be older than the training.
+The engine therefore handles gradients on the stream of the forward, ``joined`` with that of the hook.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from fsdp.comm.recording import NOTHING
 
 logger = logging.getLogger("fsdp")
 
-Event = Any  # torch.Event, or None on devices without streams
+StreamEvent = Any  # torch.StreamEvent, or None on devices without streams
 Stream = Any  # torch.Stream, or None on devices without streams
 
 
 class HostStreams:
-    """A device without streams: every operation is over when its call returns, and events mean nothing."""
+    """A device without streams: every operation is over when its call returns, and events are None."""
 
     asynchronous_work = True  # collectives overlap as Work handles
 
@@ -64,10 +64,10 @@ class HostStreams:
     def look_beside_captures(self) -> None:
         return None
 
-    def record(self) -> Event:
+    def record(self) -> StreamEvent:
         return None
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: StreamEvent) -> None:
         return None
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -76,10 +76,10 @@ class HostStreams:
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def fetch(self, tensor: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
         return tensor, None
 
-    def on_host(self, event: Event) -> AbstractContextManager[None]:
+    def on_host(self, event: StreamEvent) -> AbstractContextManager[None]:
         return NOTHING
 
     def settle(self) -> None:
@@ -87,15 +87,15 @@ class HostStreams:
 
 
 class AcceleratorStreams:
-    """An accelerator's streams beside the compute stream, which is whatever stream is current."""
+    """The streams of an accelerator beside the compute stream, which is the current stream."""
 
     asynchronous_work = False  # collectives run on the stream that is current when they are called
 
     def __init__(self, device: torch.device) -> None:
-        # What queues behind the compute stalls everything: a gather, and a reduction that a gather comes after, since a
-        # communicator keeps the order in which its collectives were issued.
+        # A gather that queues behind the compute stalls the step. So does a reduction before a gather, as a
+        # communicator keeps the order of its collectives.
         self._gather, self._reduce = torch.Stream(device, priority=-1), torch.Stream(device, priority=-1)
-        self._replica: torch.Stream | None = None  # made where it is needed
+        self._replica: torch.Stream | None = None  # made at first use
         self._device = device
 
     def on_gather_stream(self) -> AbstractContextManager[None]:
@@ -109,17 +109,19 @@ class AcceleratorStreams:
         return self._on(self._replica)
 
     def on_device(self) -> AbstractContextManager[None]:
-        """The device is the current one inside: for what torch.distributed puts on whatever device that is."""
+        """Make the device the current one inside, for collectives that torch.distributed puts on the current device."""
         return self._on(torch.accelerator.current_stream(self._device))
 
     def current(self) -> Stream:
-        """The stream that is current now."""
+        """Return the current stream."""
         return torch.accelerator.current_stream(self._device)
 
     @contextlib.contextmanager
     def joined(self, stream: Stream) -> Iterator[None]:
-        """``stream`` is the current one inside. It follows what the one that is current now was given before, and that
-        follows what ``stream`` is given inside. None: the current stream."""
+        """Make ``stream`` the current one inside (None: no change).
+
+        It waits for the operations of the current stream before, which in turn waits for the operations inside.
+        """
         before = self.current()
         if stream is None or stream == before:
             yield
@@ -132,33 +134,35 @@ class AcceleratorStreams:
             before.wait_stream(stream)
 
     def is_capturing(self) -> bool:
-        """Whether what is given to the current stream goes into a graph, and nothing happens before that is run."""
+        """Return whether the operations of the current stream are captured into a graph."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def look_beside_captures(self) -> None:
-        """Let this thread ask for events while another one captures a graph, which that would spoil otherwise."""
+        """Allow this thread to poll events while another one captures a graph; a poll would invalidate the capture."""
         if self._device.type == "cuda":
             _ignore_captures_of_other_threads()
 
-    def record(self) -> Event:
-        """An event on the stream that is current *now*; hooks may run on another stream than the forward did."""
+    def record(self) -> StreamEvent:
+        """Record an event on the stream that is current *now*; hooks may run on another stream than the forward."""
         return self.current().record_event()
 
-    def wait(self, event: Event) -> None:
-        """The current stream, not the host, waits for ``event``."""
+    def wait(self, event: StreamEvent) -> None:
+        """Make the current stream, not the host, wait for ``event``."""
         if event is not None:
             self.current().wait_event(event)
 
     def upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` on the device, the same object if it is there. Host memory may be written only after ``settle``
-        on the gather stream."""
+        """Return ``tensor`` on the device, the same object if it is there.
+
+        Host memory may be written only after :meth:`settle`.
+        """
         return tensor.to(self._device, non_blocking=True)
 
     def host_memory(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """So many bytes of host memory; ``pinned``: page-locked, and on CUDA given back when nothing holds them.
+        """Allocate host memory; ``pinned``: page-locked, on CUDA until the last holder is gone.
 
         Raises:
-            RuntimeError: so much cannot be locked.
+            RuntimeError: the memory cannot be locked.
         """
         if not pinned or self._device.type != "cuda":
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -168,36 +172,40 @@ class AcceleratorStreams:
     def lock_pages(
         self, nbytes: int, lock: Callable[[int, int], None], unlock: Callable[[int], object]
     ) -> torch.Tensor:
-        """Page-lock host memory by ``lock`` and ``unlock``. Torch's allocator does not know it, so nothing but this
-        keeps it until copies of it that are queued are over."""
+        """Allocate host memory, page-locked by ``lock`` until ``unlock``.
+
+        The allocator of torch does not know it. This keeps it until the queued copies are over.
+        """
         return locked_pages(nbytes, lock, unlock, self._copies_under_way)
 
-    def _copies_under_way(self) -> Sequence[Event]:
-        """Events after the copies between host and device that are queued now, on whatever stream."""
+    def _copies_under_way(self) -> Sequence[StreamEvent]:
+        """Record events after the copies between host and device that are queued now, on any stream."""
         streams = (self._gather, self._reduce, self.current())
         return [stream.record_event() for stream in streams if not stream.query()]
 
-    def fetch(self, tensor: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, Event]:
-        """A copy in the host memory ``into`` (bytes), and the event after which it holds the values; the host does not
-        wait where that memory is page-locked."""
+    def fetch(self, tensor: torch.Tensor, into: torch.Tensor) -> tuple[torch.Tensor, StreamEvent]:
+        """Copy into the host memory ``into`` (bytes); return the copy, and the event after which it holds the values.
+
+        The host does not wait if the memory is page-locked.
+        """
         copy = place(into, tensor)
         copy.copy_(tensor, non_blocking=True)
         return copy, self.record()
 
-    def on_host(self, event: Event) -> AbstractContextManager[None]:
-        """The host waits for ``event``, and works inside on what has been fetched before it."""
+    def on_host(self, event: StreamEvent) -> AbstractContextManager[None]:
+        """Make the host wait for ``event``; inside the context it may use data fetched before."""
         event.synchronize()
         return NOTHING
 
     def settle(self) -> None:
-        """The host waits for the gather stream: what that has read of host memory may be written."""
+        """Make the host wait for the gather stream: host memory that it has read may be written then."""
         self._gather.synchronize()
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Iterator[None]:
         before = torch.accelerator.current_stream(self._device)
         device = torch.accelerator.current_device_index()
-        torch.accelerator.set_stream(stream)  # makes its device the current one as well
+        torch.accelerator.set_stream(stream)  # also makes its device the current one
         try:
             yield
         finally:
@@ -208,7 +216,7 @@ class AcceleratorStreams:
 
 def _lock_pages(address: int, nbytes: int) -> None:
     runtime: Any = torch.cuda.cudart()
-    error = int(runtime.cudaHostRegister(address, nbytes, 1))  # for every context of the process
+    error = int(runtime.cudaHostRegister(address, nbytes, 1))  # 1: for every context of the process
     if error != 0:
         raise RuntimeError(
             f"{nbytes} bytes of host memory cannot be page-locked (CUDA error {error}): free some, raise the limit "
@@ -216,12 +224,14 @@ def _lock_pages(address: int, nbytes: int) -> None:
         )
 
 
-_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: captures of other threads forbid this one nothing
+_THREAD_LOCAL = 1  # cudaStreamCaptureModeThreadLocal: captures of other threads do not restrict this one
 
 
 def _ignore_captures_of_other_threads() -> None:
-    """Set the capture mode of this thread, as the watchdog of torch's NCCL backend does. Where the CUDA runtime is not
-    found by its name (of another platform, or linked statically), a look at an event may spoil a capture."""
+    """Set the capture mode of this thread, as the watchdog of torch's NCCL backend does.
+
+    If the CUDA runtime is not found by name (another platform, or a static link), a poll may invalidate a capture.
+    """
     version = torch.version.cuda
     try:
         runtime = ctypes.CDLL(f"libcudart.so.{version.split('.')[0]}") if version is not None else None
@@ -243,13 +253,15 @@ Streams = HostStreams | AcceleratorStreams
 
 @functools.cache
 def streams_for(device: torch.device) -> Streams:
-    """The streams of ``device``. All models on it share them: an allocator keeps freed memory per stream, so streams of
-    their own would have each model reserve its own."""
+    """Return the streams of ``device``, which all models on it share.
+
+    An allocator keeps freed memory per stream: with separate streams each model would reserve memory of its own.
+    """
     return HostStreams() if device.type == "cpu" else AcceleratorStreams(device)
 
 
 def default_device() -> torch.device:
-    """Where modules go when nobody says: the current device of the accelerator, or the CPU where there is none."""
+    """Return the default device of modules: the current device of the accelerator, else the CPU."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return (
         torch.device(accelerator.type, torch.accelerator.current_device_index())
@@ -259,16 +271,15 @@ def default_device() -> torch.device:
 
 
 def device_count() -> int:
-    """How many devices of the accelerator this process sees; 0 where there is none."""
+    """Return the number of accelerator devices of this process; 0 without an accelerator."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def resolve_device(device: int | str | torch.device) -> torch.device:
-    """``device`` as a ``torch.device`` with an index where its type has one (the current device when none was
-    given).
+    """Return ``device`` as a ``torch.device``, with the index of the current device if none was given.
 
     Raises:
-        ValueError: a number, where there is no accelerator.
+        ValueError: ``device`` is a number, and there is no accelerator.
     """
     if isinstance(device, int) and not torch.accelerator.is_available():
         raise ValueError(

@@ -43,10 +43,10 @@ import torch
 from torch import nn
 
 from fsdp.api import CPUOffload, MixedPrecision
-from fsdp.comm.collectives import Communicator, Gather, Tag
+from fsdp.comm.collectives import Communicator, Event, Gather
 from fsdp.comm.groups import Groups
 from fsdp.comm.host_memory import place
-from fsdp.comm.streams import Event, Streams, streams_for
+from fsdp.comm.streams import StreamEvent, Streams, streams_for
 from fsdp.flat.full_copy import BufferState, FullCopy, parameter_views
 from fsdp.flat.layout import FlatLayout, ParamRecord, Piece
 from fsdp.flat.memory import MemoryPool
@@ -420,7 +420,7 @@ class FlatParamHandle:
             if copy.state is BufferState.GATHERING:
                 copy.enter(BufferState.UNSHARDED)
 
-    def release(self, pool: MemoryPool, last_use: Event) -> None:
+    def release(self, pool: MemoryPool, last_use: StreamEvent) -> None:
         """Give the full buffer's memory back; idempotent. The current stream owns ``pool``."""
         copy = self.copy
         if copy.state is not BufferState.UNSHARDED:
@@ -524,7 +524,7 @@ def gather(
     handles: Sequence[FlatParamHandle],
     pool: MemoryPool,
     communicator: Communicator,
-    tag: Tag,
+    event: Event,
     *,
     keep_cast: bool = False,
     nearby: bool = False,
@@ -543,7 +543,7 @@ def gather(
         if not parts:
             return
         issues = True
-        pending = communicator.gather(parts, tag)
+        pending = communicator.gather(parts, event)
         for handle in handles:
             if handle.copy.state is BufferState.GATHERING:
                 handle.copy.pending = pending

@@ -20,9 +20,8 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from fsdp.comm.collectives import Pending
 from fsdp.comm.versions import set_versions
-from fsdp.comm.waiting import Work
+from fsdp.comm.work import Work
 from fsdp.flat.layout import FlatLayout
 from fsdp.flat.memory import PooledTensor
 from fsdp.flat.released import CheckedLeaf
@@ -91,7 +90,7 @@ class FullCopy:
         count = len(layout.params)
         self.tensor, self.all_leaves = tensor, leaves
         self.leaves, self.whole = leaves[:count], leaves[count] if len(leaves) > count else None
-        self.pending: Pending | Work | None = None
+        self.pending: Work | None = None
         self._views = [*views, tensor[: layout.numel]]  # made while there is memory
         self.memories = [local_of(leaf) for leaf in leaves]
         point_at(self.memories, self._views)

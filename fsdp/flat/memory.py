@@ -14,7 +14,7 @@ from fsdp import environment
 from fsdp.comm import host_memory, shared_memory
 from fsdp.comm.collectives import may_share
 from fsdp.comm.segment import Segment
-from fsdp.comm.streams import Event, Streams
+from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.comm.versions import STORAGES_SWAP
 from fsdp.flat.released import guard_released
 
@@ -73,7 +73,7 @@ class MemoryPool:
         self._device = device
         self._streams = streams
         self._group = group
-        self._free: list[tuple[torch.UntypedStorage, int, Event]] = []  # blocks, bytes and last use, oldest first
+        self._free: list[tuple[torch.UntypedStorage, int, StreamEvent]] = []  # blocks, bytes and last use, oldest first
         self._free_nbytes = 0  # of all these
 
     def keep_up_to(self, nbytes: int, *, largest_block: int) -> None:
@@ -112,7 +112,7 @@ class MemoryPool:
         lent = shared_memory.lent_at(buffer.tensor.data_ptr())
         return lent is None or lent.is_read
 
-    def free(self, buffer: PooledTensor, last_use: Event) -> None:
+    def free(self, buffer: PooledTensor, last_use: StreamEvent) -> None:
         """Take ``buffer``'s memory; other streams have used it until ``last_use``. Idempotent: whoever was interrupted
         here, where a pool may wait for other ranks, calls it again."""
         if buffer.nbytes == 0:
@@ -184,7 +184,7 @@ class SharedPool(MemoryPool):
         if self._segment is None:
             self.trim()
 
-    def free(self, buffer: PooledTensor, last_use: Event) -> None:
+    def free(self, buffer: PooledTensor, last_use: StreamEvent) -> None:
         if buffer.nbytes and (segment := self._segment) is not None:
             if buffer.has_block:
                 segment.free(buffer.detach())
@@ -209,7 +209,7 @@ class PoisoningPool(MemoryPool):
         if buffer.tensor.untyped_storage().nbytes() < buffer.nbytes:
             super().allocate(buffer)
 
-    def free(self, buffer: PooledTensor, last_use: Event) -> None:
+    def free(self, buffer: PooledTensor, last_use: StreamEvent) -> None:
         self._streams.wait(last_use)
         tensor = buffer.tensor
         if tensor.is_floating_point() or tensor.is_complex():

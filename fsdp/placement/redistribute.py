@@ -22,8 +22,8 @@ import torch
 
 from fsdp.comm.collectives import (
     Communicator,
+    Event,
     Gather,
-    Tag,
     Transfer,
     broadcast,
     direct_threshold,
@@ -144,7 +144,7 @@ class Channel:
         items = sorted(items, key=lambda item: -item.dtype.itemsize)
         self._batches += 1
         self._turn ^= self._finish is not None
-        tag = Tag(label, _TAGS + self._batches)
+        event = Event(label, _TAGS + self._batches)
         if not all(item.target.is_replicated for item in items):
             finish = self._exchange(items, label)
         elif all(rank == 0 for item in items for rank, _ in item.source.held):
@@ -152,7 +152,7 @@ class Channel:
         elif any(item.source.largest * item.dtype.itemsize >= self._direct_min for item in items):
             finish = self._exchange(items, label)
         else:
-            finish = self._gather(items, tag)
+            finish = self._gather(items, event)
         self.flush()
         self._finish = finish
 
@@ -226,7 +226,7 @@ class Channel:
         broadcast([buffer], self.group)
         return lambda: message.unpack(buffer)
 
-    def _gather(self, items: list[Item], tag: Tag) -> Callable[[], None]:
+    def _gather(self, items: list[Item], event: Event) -> Callable[[], None]:
         messages = defaultdict[int, _Message](_Message)
         for item in items:
             for rank, boxes in item.source.held:
@@ -236,7 +236,7 @@ class Channel:
         received = self._buffer("received", nbytes * self.size)
         pieces = received.view(self.size, nbytes)
         messages[self.rank].pack(pieces[self.rank])
-        pending = self._communicator.gather([Gather(received, pieces[self.rank])], tag)
+        pending = self._communicator.gather([Gather(received, pieces[self.rank])], event)
 
         def finish() -> None:
             pending.wait()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fsdp.comm.collectives import agree
-from fsdp.runtime.agreement import GATHER, REDUCE
+from fsdp.comm.issuing import GATHER, REDUCE
 from fsdp.runtime.context import RootContext
 from fsdp.runtime.unit import Unit
 

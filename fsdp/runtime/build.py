@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.comm import beginning
 from fsdp.comm.groups import Groups
+from fsdp.comm.lane import Lane
 from fsdp.comm.shared_memory import known_channel
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParamHandle
@@ -82,9 +82,12 @@ def build_unit(module: nn.Module, name: str, ignored: Ignored, options: WrapOpti
     device = move_to(module, owned, ignored, options.device_id, [unit.device for unit in inner], group)
     if options.sync_module_states:
         several = [group for group in (options.groups.replica, options.groups.shard) if group is not None]
-        beginning.prepare(several, device, "a model with the values of rank 0")
+        lanes = [Lane.of(group, device) for group in several]
+        for lane in lanes:
+            lane.prepare("a model with the values of rank 0")
         synchronize([item.param.detach() for item in owned] + own_buffers(module), options.groups)
-        beginning.settled(several)
+        for lane in lanes:
+            lane.settle()
     home = None if use_orig_params else Home.of(module, outermost_of(module)[0])
     buckets: list[BucketViews] = []
     compares = not options.sync_module_states and options.groups.data_parallel_size > 1

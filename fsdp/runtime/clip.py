@@ -36,10 +36,10 @@ from torch.nn.utils import clip_grad
 
 from fsdp.comm.collectives import combine
 from fsdp.comm.groups import group_ranks
+from fsdp.comm.issuing import REDUCE
 from fsdp.comm.user_warnings import warn_user
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.tensor_parallel import local_of
-from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.unit import Unit, every_unit
 
 _PIECE = 1 << 16  # elements
@@ -147,7 +147,7 @@ def clip_grad_norm_(
 
     def combined(value: torch.Tensor, group: Any) -> torch.Tensor:
         context.passes.announce(group)
-        combine(value, group, context.streams, "sum up the gradient norm", largest=order.largest)
+        combine(value, group, "sum up the gradient norm", largest=order.largest)
         return value
 
     def part(grads: _Grads) -> torch.Tensor:

@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager
 import torch
 
 from fsdp.comm.groups import Groups
+from fsdp.comm.history import Pass
+from fsdp.comm.issuing import REDUCE
 from fsdp.comm.segment import without_waiting
 from fsdp.comm.streams import Stream, Streams, streams_for
 from fsdp.comm.versions import set_versions
 from fsdp.flat.memory import pool_for
 from fsdp.flat.ownership import own_buffers, synchronize
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import REDUCE
-from fsdp.runtime.habit import Pass
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.ranges import communicates, logs, profiled
 from fsdp.runtime.reduction import ReductionQueue
@@ -85,7 +85,7 @@ class RootContext:
         for index, (name, unit, ancestors) in enumerate(units):
             unit.join(self, self.streams, index, f"unit {name!r}" if name else "the root unit", ancestors)
             self.units.append(unit)
-        self.passes = Passes(self.units, root.device, self.streams, negotiate=root.policy.tree.reduce_unused)
+        self.passes = Passes(self.units, root.device, negotiate=root.policy.tree.reduce_unused)
         self.unsharder = Unsharder(root, self.units, self.streams, self.passes, gather_pool)
         self.size_pools()
 
@@ -317,7 +317,7 @@ class RootContext:
         assert communicator is not None
         with self.streams.on_gather_stream():
             parts = [handle.part_for_others(self.streams, full_precision=full_precision) for handle in unit.handles]
-            pending = communicator.gather(parts, unit.buffers.tags[0])
+            pending = communicator.gather(parts, unit.buffers.events[0])
         pending.wait()  # on the compute stream: a later write to the shard must not overtake the gather
 
     def _forget_backward(self, unit: Unit) -> None:

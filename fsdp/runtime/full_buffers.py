@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fsdp.comm.collectives import Communicator, Tag
+from fsdp.comm.collectives import Communicator, Event
 from fsdp.flat.flat_param import FlatParamHandle
 from fsdp.flat.full_copy import BufferState
 
@@ -16,7 +16,7 @@ class FullBuffers:
     Attributes:
         communicator: of the unit's groups; None before the unit is in a tree.
         nearby: of the consecutive ranks that the unit stays sharded over after forward, if the policy says so.
-        tags: of the gather, by bucket; the first one also of the gather of all buckets together.
+        events: of the gather, by bucket; the first one also of the gather of all buckets together.
         generation: the forward of the tree for which the buffers were filled last.
         kept_versions: the versions of the shards when a backward left the buffers gathered; else None.
         in_output: the last forward returned a parameter, which has to stay readable.
@@ -25,7 +25,7 @@ class FullBuffers:
     def __init__(self, handles: Sequence[FlatParamHandle]) -> None:
         self.communicator: Communicator | None = None
         self.nearby: Communicator | None = None
-        self.tags: list[Tag] = []
+        self.events: list[Event] = []
         self.generation = -1
         self.kept_versions: list[Any] | None = None
         self.in_output = False
@@ -36,9 +36,9 @@ class FullBuffers:
         """Gather over these communicators."""
         self.communicator, self.nearby = communicator, nearby
 
-    def set_tags(self, tags: list[Tag]) -> None:
-        """Gather under these tags."""
-        self.tags = tags
+    def set_events(self, events: list[Event]) -> None:
+        """Gather under these events."""
+        self.events = events
 
     def set_lists(self, lists: Callable[[bool], list[Any] | None]) -> None:
         """Prefetch the units that ``lists`` returns for the forward, or with True for the backward; with None, the

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp.comm.collectives import Communicator, Tag
+from fsdp.comm.collectives import Communicator, Event
 from fsdp.flat.views import BucketViews
 from fsdp.runtime.comm_hook import CommHook
 from fsdp.runtime.policy import UnitPolicy
@@ -18,7 +18,7 @@ class UnitGradients:
 
     Attributes:
         synchronize: backwards reduce the gradients; read when a backward runs.
-        tags: of the reductions, by bucket.
+        events: of the reductions, by bucket.
         weight: factor of this rank's gradients, as they are copied.
         comm_hook: the user's reduction in place of the communicator's.
         all_reduce_hook: is called with each reduced gradient.
@@ -30,7 +30,7 @@ class UnitGradients:
         ]
         self.synchronize = True
         self.weight = 1.0
-        self.tags: list[Tag] = []
+        self.events: list[Event] = []
         self.comm_hook: CommHook | None = None
         self.all_reduce_hook: AllReduceHook | None = None
 
@@ -44,9 +44,9 @@ class UnitGradients:
         """Multiply this rank's gradients by ``weight`` from now on."""
         self.weight = weight
 
-    def set_tags(self, tags: list[Tag]) -> None:
-        """Reduce the buckets under these tags."""
-        self.tags = tags
+    def set_events(self, events: list[Event]) -> None:
+        """Reduce the buckets under these events."""
+        self.events = events
 
     def set_comm_hook(self, hook: CommHook) -> None:
         """Reduce by ``hook`` from now on."""
@@ -159,7 +159,7 @@ class UnitGradients:
             ]
         for number in buckets:
             self.buckets[number].open(queue, synchronize=True)
-            self.buckets[number].reduce(communicator, queue, self.tags[number], self.all_reduce_hook, to_replicas)
+            self.buckets[number].reduce(communicator, queue, self.events[number], self.all_reduce_hook, to_replicas)
 
     def expose(self, queue: ReductionQueue) -> None:
         """Show what this backward has written as ``.grad``, unsharded."""

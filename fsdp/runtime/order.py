@@ -1,8 +1,8 @@
-"""The order in which units run, recorded and replayed: whom to gather next.
+"""The execution order of units, recorded in one pass to prefetch in the next.
 
-A forward runs the units in some order, a backward in another. Each is recorded as it happens; the next one of the same
-kind follows the record and finds there which unit will be needed next. A unit that comes at another place than recorded
-moves the cursor, and where the record says nothing, nothing is gathered ahead.
+A forward and a backward run the units in different orders. The next pass of the same kind follows the record, which
+names the units to prefetch. A unit at another position than recorded moves the cursor. Without a record nothing is
+prefetched.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ T = TypeVar("T")
 
 
 class ExecutionOrder(Generic[T]):
-    """One per kind of pass: of forwards by the unit that was called, of backwards by the first unit reached."""
+    """The latest order of each kind of pass: forwards by the called unit, backwards by the first unit reached."""
 
     def __init__(self) -> None:
-        self._latest: dict[tuple[bool, T], list[T]] = {}  # of each kind the last pass, or the one under way
+        self._latest: dict[tuple[bool, T], list[T]] = {}  # the latest pass of each kind, maybe under way
         self._recorded: list[T] = []
         self._current: list[T] = []
         self._cursor = 0
 
     def start(self, first: T, *, backward: bool) -> None:
-        """A pass begins; the one before it becomes the record, also if nothing had to be gathered in it."""
+        """Begin a pass, which follows the record of the latest pass of its kind."""
         self._recorded, self._current, self._cursor = self._latest.get((backward, first), []), [], 0
         self._latest[backward, first] = self._current
 
     def stop(self) -> None:
-        """The pass is over; what runs until the next one is recorded for nobody."""
+        """End the pass; units that run before the next pass are not recorded."""
         self._recorded, self._current = [], []
 
     def record(self, unit: T) -> None:
-        """``unit`` runs now."""
+        """Note that ``unit`` runs now."""
         self._current.append(unit)
         for position in range(self._cursor, len(self._recorded)):
             if self._recorded[position] is unit:
@@ -44,5 +44,5 @@ class ExecutionOrder(Generic[T]):
         return self._recorded
 
     def upcoming(self, count: int) -> list[T]:
-        """The next ``count`` units, as far as the record tells."""
+        """Return up to ``count`` recorded units that come next."""
         return self._recorded[self._cursor : self._cursor + count]

@@ -1,111 +1,241 @@
-"""Which forwards, backwards and calls of one tree are under way, and what its groups' ranks agree on in them."""
+"""The forwards, backwards and calls of one tree that are under way, and the lanes of its groups."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from fsdp.comm.streams import Streams
-from fsdp.runtime.agreement import GATHER_NEARBY, KINDS, REDUCE, Agreement, Member
-from fsdp.runtime.habit import Pass
-from fsdp.runtime.negotiation import Negotiation
+from fsdp.comm.collectives import debug_detail, gather_values
+from fsdp.comm.history import Pass, hash_of
+from fsdp.comm.issuing import GATHER, GATHER_NEARBY, KINDS, MAX_BUCKETS, PER_UNIT, REDUCE, Event
+from fsdp.comm.lane import ORDER_REMEDY, Lane
+from fsdp.runtime.mistakes import warn_of_initial_values
+from fsdp.runtime.negotiation import REMEDY, Negotiation
+
+
+class LaneUnits:
+    """The units of one tree that communicate over one lane, in an order that is equal on all ranks.
+
+    Attributes:
+        lane: of the group.
+        number: of the tree in the lane, once the ranks have compared the layouts.
+        neighbours: the other lanes of the tree.
+        detailed: whether the pass under way compares handles, as torch's FSDP1 does at debug level DETAIL.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.lane = Lane.of(group, device)
+        self.number: int | None = None
+        self.neighbours: Sequence[Lane] = ()
+        self.detailed = False
+        self._device = device
+        self._names: list[str] = []
+        self._units: list[weakref.ref[Any]] = []
+        self._places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._trained = False  # whether a forward in training mode has begun
+        self._compared = False  # whether the initial values were compared, or a pass has failed
+
+    def add(self, unit: Any) -> int:
+        """Add a unit; return its place."""
+        self._places[unit] = place = len(self._units)
+        self._units.append(weakref.ref(unit))
+        return place
+
+    def event(self, kind: str, unit: Any, *, full_precision: bool) -> Event:
+        return Event.of(kind, self._places[unit], unit.name, full_precision=full_precision)
+
+    @property
+    def end_number(self) -> int:
+        """The number of the event that ends a pass."""
+        return PER_UNIT * len(self._units)
+
+    def _present(self) -> list[Any]:
+        return [unit for unit in (reference() for reference in self._units) if unit is not None]
+
+    def join(self) -> None:
+        """Compare the layouts of the ranks, the first time.
+
+        Raises:
+            RuntimeError: on every rank, with the first difference.
+        """
+        if self.number is None:
+            layout = [f"{unit.name}: {unit.signature(self.lane.group)}" for unit in self._present()]
+            self.number = self.lane.join(self, "the first pass or call of a model", layout)
+
+    def enter(self, what: Pass, *, negotiates: bool) -> bool:
+        """Begin ``what`` in the lane; return whether it had not begun there."""
+        self.join()
+        if self.lane.under_way is what:
+            return False
+        remedy = REMEDY if negotiates else ORDER_REMEDY
+        self.detailed = what.trains and not self._trained and debug_detail()
+        self._trained = self._trained or what.trains
+        self.lane.enter(what, self._number_of(what), neighbours=self.neighbours, remedy=remedy, asks=not negotiates)
+        if not (self._compared or what.call):  # a call may load other values
+            self._compared = True
+            self._compare_initial_values()
+        return True
+
+    def _number_of(self, what: Pass) -> int:
+        """Return a number for ``what`` that is equal on all ranks: names, and the other groups, may differ."""
+        if what.call:
+            kind = what.call
+        elif what.is_backward:
+            kind = "backward"
+        else:
+            kind = str(self._places.get(what.caller, "of another group"))
+        return hash_of(f"{self.number}/{kind}")
+
+    def _compare_initial_values(self) -> None:
+        """Warn on rank 0 where the ranks gave parameters different values when they wrapped them."""
+        digests: dict[str, str | None] = {}
+        for unit in self._present():
+            for initial in unit.initial:
+                digests.update({f"{name!r} of {unit.name}": digest for name, digest in initial.digests().items()})
+        doing = "comparing the values that the ranks began with"
+        by_rank = self.lane.compare_values(f"initial values/{self.number}", list(digests.values()), doing)
+        if by_rank is not None and self.lane.group.rank() == 0:
+            warn_of_initial_values(list(digests), dict(zip(self.lane.names, by_rank)))
+
+    def compare_handles(self, unit: Any) -> None:
+        """Compare the number of handles that the ranks gather, and the handles, by two gathers of numbers."""
+        handles = [self._places[unit] * MAX_BUCKETS + bucket for bucket in range(len(unit.handles))]
+
+        def gathered(values: torch.Tensor) -> torch.Tensor:
+            return gather_values(values, self.lane.group, self._device, f"agree to gather {unit.name}")
+
+        for numbers in ([len(handles)], handles):
+            self.lane.compare(numbers, f"gathers {unit.name}", "gathers handles", gathered)
+
+    def failed(self) -> None:
+        """Note that a pass failed, maybe before the initial values were compared."""
+        self._compared = True
 
 
 class Passes:
-    """The passes of one tree that are under way, innermost last, and its agreements, one per group of several ranks.
-    Units that are sharded and replicated have two: over the second one the ranks agree on reductions.
+    """The passes of one tree that are under way, innermost last, and its lanes, one per group of several ranks.
 
-    A backward may run inside a forward. A pass begins in a group with the first collective there.
+    Units that are sharded and replicated have two lanes: over the second one the ranks agree on reductions. A backward
+    may run inside a forward. A pass begins in a lane with the first collective there.
 
     Attributes:
-        current: the innermost.
-        forward: the forward that is under way, also if a backward runs inside.
+        current: the innermost pass.
+        forward: the forward that is under way, also while a backward runs inside.
         in_backward: whether a backward is under way.
-        meetings: of all ranks, after failures: whatever the ranks have each done before does not count.
+        meetings: the number of meetings of all ranks after failures.
     """
 
-    def __init__(self, members: Iterable[Member], device: torch.device, streams: Streams, *, negotiate: bool) -> None:
-        """``members`` are the units, in the order of the tree. With ``negotiate`` ranks may run different ones of them,
-        and all have the same groups."""
-        members = list(members)
-        by_group: dict[int, tuple[Any, list[Member]]] = {}
-        further: dict[int, None] = {}
-        for member in members:
-            for position, group in enumerate([*member.groups_for(REDUCE), *member.groups_for(GATHER_NEARBY)]):
-                units = by_group.setdefault(id(group), (group, []))[1]
+    def __init__(self, units: Iterable[Any], device: torch.device, *, negotiate: bool) -> None:
+        """``units`` are in the order of the tree. With ``negotiate`` ranks may run different units, and all units have
+        the same groups."""
+        units = list(units)
+        by_group: dict[int, LaneUnits] = {}
+        further: dict[int, LaneUnits] = {}
+        for unit in units:
+            for position, group in enumerate([*unit.groups_for(REDUCE), *unit.groups_for(GATHER_NEARBY)]):
+                if id(group) not in by_group:
+                    by_group[id(group)] = LaneUnits(group, device)
+                place = by_group[id(group)].add(unit)
                 if position == 0:
-                    member.set_place(len(units))
+                    unit.set_place(place)
                 else:
-                    further[id(group)] = None
-                units.append(member)
-        kind = Negotiation if negotiate else Agreement
-        self._negotiate = negotiate
-        self._by_group = {key: kind(group, units, device, streams) for key, (group, units) in by_group.items()}
-        several = list(self._by_group.values())
-        if len(several) > 1 and isinstance(several[0], Negotiation) and isinstance(several[1], Negotiation):
-            several[0].lead(several[1])
-        self._agreements = {
+                    further[id(group)] = by_group[id(group)]
+        self._by_group = by_group
+        self._further = list(further.values())
+        self._lanes = [member.lane for member in by_group.values()]
+        for member in by_group.values():
+            member.neighbours = [lane for lane in self._lanes if lane is not member.lane]
+        self._negotiation = Negotiation(self._lanes, units) if negotiate and by_group else None
+        # by kind and unit: each lane with the events in the usual and in full precision
+        self._events: dict[str, dict[int, list[tuple[LaneUnits, tuple[Event, Event]]]]] = {
             kind: {
-                id(member): [
-                    (agreement, agreement.said_of(kind, member))
-                    for agreement in (self._by_group[id(group)] for group in member.groups_for(kind))
+                id(unit): [
+                    (
+                        member,
+                        (
+                            member.event(kind, unit, full_precision=False),
+                            member.event(kind, unit, full_precision=True),
+                        ),
+                    )
+                    for member in (by_group[id(group)] for group in unit.groups_for(kind))
                 ]
-                for member in members
+                for unit in units
             }
             for kind in KINDS
         }
-        self._further = [self._by_group[key] for key in further]
-        for agreement in self._by_group.values():
-            agreement.others = [weakref.ref(other) for other in self._by_group.values() if other is not agreement]
-        self._now_under_way()
+        self._set_under_way()
         self.meetings = 0
 
-    # -- which pass is this? -------------------------------------------------------------------------------------------
-
-    def _now_under_way(self, *passes: Pass) -> None:
-        """These are from here on, innermost last. Who asks which pass this is, at every gradient, finds the answer."""
+    def _set_under_way(self, *passes: Pass) -> None:
+        """Set the passes that are under way, innermost last, and the attributes that follow from them."""
         self._stack = passes
         self.current = passes[-1] if passes else None
-        self.forward = next((what for what in passes if what.caller is not None), None)
+        self.forward = next((what for what in passes if what.is_forward), None)
         self.in_backward = any(what.is_backward for what in passes)
 
-    # -- what begins and ends ------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
-    def about_to(self, kind: str, member: Member) -> None:
-        """``member`` is about to gather or reduce: see that the ranks of its groups agree. Outside of passes and calls
-        that is a call by itself."""
-        current, full_precision = self.current, member.in_full_precision
-        for agreement, said in self._agreements[kind][id(member)]:
-            if current is None:
-                with self.calling(kind, f"{kind} of {member.name}", often=True):
-                    self.about_to(kind, member)
-                return
-            if agreement.under_way is not current or Agreement.latest is not agreement.ref:
-                agreement.come_to(current)
-            words, event = said[full_precision]
-            agreement.about_to(kind, member, words, event)
+    def about_to(self, kind: str, unit: Any) -> None:
+        """Agree with the ranks of the unit's groups that ``unit`` is gathered or reduced next.
+
+        Outside of passes and calls this is a call of its own.
+
+        Raises:
+            RuntimeError: another rank is about to do something else.
+        """
+        current, full_precision = self.current, unit.in_full_precision
+        if current is None:
+            with self.calling(kind, f"{kind} of {unit.name}", often=True):
+                self.about_to(kind, unit)
+            return
+        for member, events in self._events[kind][id(unit)]:
+            if member.lane.under_way is not current:
+                self._enter(member, current)
+            event = events[full_precision]
+            if self._negotiation is not None:
+                if member.lane is self._lanes[0]:
+                    self._negotiation.agree(event)
+                    if member.detailed and kind == GATHER:
+                        member.compare_handles(unit)
+            elif member.detailed:
+                member.lane.agree_anew(event)
+                if kind == GATHER:
+                    member.compare_handles(unit)
+            else:
+                member.lane.agree(event)
+
+    def _enter(self, member: LaneUnits, what: Pass) -> None:
+        begins = member.enter(what, negotiates=self._negotiation is not None)
+        if begins and self._negotiation is not None and member.lane is self._lanes[0]:
+            self._negotiation.begin(what)
 
     def announce(self, group: Any) -> None:
-        """The call under way is about to communicate over ``group`` in a manner of its own: see that all ranks of it
-        make this call."""
-        agreement = self._by_group.get(id(group))
-        if agreement is not None:
-            agreement.come_to(self.current)
+        """Agree with the ranks of ``group`` that the call under way is about to communicate there by other means."""
+        member = self._by_group.get(id(group))
+        if member is not None and self.current is not None:
+            self._enter(member, self.current)
+        elif member is not None:
+            member.join()
+
+    # -- passes and calls ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def calling(self, call: str, words: str, *, often: bool = False) -> Iterator[None]:
-        """Inside, ``call``, which all ranks have to make alike. Inside a pass or another call it is a part of that."""
+        """Make ``call``, which all ranks have to make alike, inside the context.
+
+        Inside a pass or another call it is a part of that.
+        """
         if self._stack:
             yield
             return
         if self.diverged:
             self.give_up()
         self.meet()
-        self._now_under_way(Pass(words, call=call, often=often))
+        self._set_under_way(Pass(words, call=call, often=often))
         try:
             yield
             self.end(wait=False)
@@ -114,63 +244,76 @@ class Passes:
             raise
 
     def begin(self, what: Pass, *, backward_follows: bool = False) -> None:
-        """A pass begins. A rank that has no collective in it has to take part in those of others, where ranks
-        negotiate.
+        """Begin a pass. Where ranks negotiate, a rank without a collective takes part in those of other ranks.
 
-        What goes wrong between a forward and the reductions of its backward is told to the replicas, and to the ranks
-        nearby, which therefore have to know each other before.
+        A failure between a forward and the reductions of its backward is reported to the replicas, and to the ranks
+        nearby. The layouts are therefore compared before.
         """
         if backward_follows:
-            for agreement in self._further:
-                agreement.check_layout()
-        self._now_under_way(*self._stack, what)
-        self._begin_at_once()
+            for member in self._further:
+                member.join()
+        self._set_under_way(*self._stack, what)
+        self._begin_negotiated()
 
-    def _begin_at_once(self) -> None:
-        if self._negotiate and self.current is not None and not self.current.call:
-            for agreement in self._by_group.values():
-                agreement.come_to(self.current)
+    def _begin_negotiated(self) -> None:
+        if self._negotiation is not None and self.current is not None and not self.current.call:
+            for member in self._by_group.values():
+                self._enter(member, self.current)
 
     def end(self, *, wait: bool) -> None:
-        """The innermost pass or call is over, unless it failed; see :meth:`Agreement.end`."""
+        """End the innermost pass or call; see :meth:`Lane.end`.
+
+        Raises:
+            RuntimeError: the pass differs from that of other ranks; it has failed then.
+        """
         what = self.current
         if what is None:
             return  # a backward inside a forward failed, and has ended both
-        for agreement in self._by_group.values():
-            if agreement.under_way is what:
-                agreement.come_to(what)
-                agreement.end(wait=wait)
-        self._now_under_way(*self._stack[:-1])  # where what comes before raises, the pass has failed
-        self._begin_at_once()
+        if self._negotiation is not None:
+            if not what.call:
+                self._negotiation.end()
+            for lane in self._lanes:
+                if lane.under_way is what:
+                    lane.leave()
+        else:
+            for member in self._by_group.values():
+                if member.lane.under_way is what:
+                    member.detailed = False
+                    member.lane.end(None if what.call else member.end_number, wait=wait)
+        self._set_under_way(*self._stack[:-1])
+        self._begin_negotiated()
+
+    # -- failures ------------------------------------------------------------------------------------------------------
 
     def give_up(self) -> None:
-        """What is under way failed. If any of it had begun, all ranks meet before the next thing: who knows where the
-        others are, also in groups to which it had not come."""
+        """End the passes under way, which failed. If one had begun in a lane, all ranks of all lanes have to meet."""
         failed = self._stack
-        self._now_under_way()
+        self._set_under_way()
+        for member in self._by_group.values():
+            member.failed()
         if self.diverged:
-            for agreement in self._by_group.values():
-                agreement.give_up_unbegun()
-        elif any(agreement.under_way is what for agreement in self._by_group.values() for what in failed):
-            for agreement in self._by_group.values():
-                agreement.give_up(failed[-1])
+            for lane in self._lanes:
+                lane.fail_unbegun()
+        elif any(lane.under_way is what for lane in self._lanes for what in failed):
+            for lane in self._lanes:
+                lane.fail(failed[-1])
 
     @property
     def diverged(self) -> bool:
-        """Whether this rank was told, in a call beside the training, of a pass or call that it has not begun."""
-        return any(agreement.diverged for agreement in self._by_group.values())
+        """Whether this rank was told, in a call beside the training, of a pass that it has not begun."""
+        return any(lane.diverged for lane in self._lanes)
 
     @property
     def given_up(self) -> bool:
         """Whether the ranks have to meet."""
-        return any(agreement.gave_up is not None for agreement in self._by_group.values())
+        return any(lane.failure is not None for lane in self._lanes)
 
     def meet(self) -> None:
-        """After a failure, wait for all ranks; see :meth:`Agreement.meet`."""
+        """After a failure, meet all ranks; see :meth:`Lane.recover`."""
         if not self.given_up:
             return
-        for agreement in self._by_group.values():
-            agreement.come()
-        for agreement in self._by_group.values():
-            agreement.meet()
+        for lane in self._lanes:
+            lane.post_state()
+        for lane in self._lanes:
+            lane.recover()
         self.meetings += 1

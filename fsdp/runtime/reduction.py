@@ -31,9 +31,9 @@ from typing import Any
 import torch
 
 from fsdp.comm import host_memory
-from fsdp.comm.collectives import Communicator, Pending, Tag
+from fsdp.comm.collectives import Communicator, Event, Work
 from fsdp.comm.host_memory import HostBuffers
-from fsdp.comm.streams import Event, Streams
+from fsdp.comm.streams import StreamEvent, Streams
 from fsdp.flat.full_copy import BufferState, SlotBuffer, parameter_views
 from fsdp.flat.memory import MemoryPool
 from fsdp.flat.views import BucketViews
@@ -123,7 +123,7 @@ class Reduction:
     shard: torch.Tensor
     communicator: Communicator
     streams: Streams
-    tag: Tag
+    event: Event
     earlier: torch.Tensor | None
     is_partial: bool
     averages: bool
@@ -131,11 +131,11 @@ class Reduction:
     awaited: bool
     accumulated: Collection[int]
     unused: set[int]
-    pending: Pending = field(init=False)
-    averaged: Pending | None = field(default=None, init=False)
-    on_host: tuple[torch.Tensor, Event] | None = field(default=None, init=False)
+    pending: Work = field(init=False)
+    averaged: Work | None = field(default=None, init=False)
+    on_host: tuple[torch.Tensor, StreamEvent] | None = field(default=None, init=False)
 
-    def start(self, written: Event) -> None:
+    def start(self, written: StreamEvent) -> None:
         """Start the first collective, on the current stream, after the event ``written``."""
         source, streams, bucket = self.source, self.streams, self.bucket
         assert source is not None
@@ -143,15 +143,15 @@ class Reduction:
             streams.wait(written)
         sharded = bucket.handle.groups.sharded
         if not sharded and (self.is_partial or self.earlier is not None):
-            self.pending = Pending(None, streams)
+            self.pending = Work.done(streams)
         elif bucket.comm_hook is None:
             to_write = source.pooled is None
-            self.pending = self.communicator.reduce(self.shard, source.flat, self.tag, to_write=to_write)
+            self.pending = self.communicator.reduce(self.shard, source.flat, self.event, to_write=to_write)
         else:
-            bucket.comm_hook.reduce(self.shard, source.flat, self.tag.label)
+            bucket.comm_hook.reduce(self.shard, source.flat, self.event.label)
             for start, end in bucket.handle.layout.shard_gaps(bucket.handle.groups.shard_rank):
                 self.shard[start:end].zero_()
-            self.pending = Pending(None, streams)
+            self.pending = Work.done(streams)
         if not (self.averages or self.is_partial or streams.asynchronous_work):
             self._transform(self.pending)
 
@@ -162,11 +162,11 @@ class Reduction:
             self.pending.wait()
             if self.earlier is not None:
                 self.shard.add_(self.earlier)
-            self.averaged = self.communicator.average(self.shard, self.tag)
+            self.averaged = self.communicator.average(self.shard, self.event)
             if not self.streams.asynchronous_work:
                 self._transform(self.averaged)
 
-    def _transform(self, pending: Pending) -> None:
+    def _transform(self, pending: Work) -> None:
         """Call the user's hook and copy the result to host memory, behind ``pending``, the last collective, on the
         current stream. Accelerators only; on CPU ``finish`` calls the hook."""
         if self.hook is not None:
@@ -261,7 +261,7 @@ class ReductionQueue:
     def _complete(self, item: Reduction) -> None:
         """Wait for the first collective of ``item``, and free its source."""
         if item.source is not None:
-            item.pending.wait_for_sum()  # where that is interrupted, the memory stays in use
+            item.pending.wait(divide=False)  # where that is interrupted, the memory stays in use
             self.free(item.source)
             item.source = None
             if item in self._reading:
@@ -272,8 +272,8 @@ class ReductionQueue:
         for item in items:
             self._complete(item)
             if item.averaged is not None:
-                item.averaged.wait_for_sum()
-        Pending.divide(item.averaged or item.pending for item in items)
+                item.averaged.wait(divide=False)
+        Work.divide(item.averaged or item.pending for item in items)
 
     def drain(self, *, attach: bool) -> None:
         """Wait for every reduction, in order, and attach the results; after an error, without ``attach``, drop them."""
@@ -435,7 +435,12 @@ class BucketGradients:
         slots.write(grads)
 
     def reduce(
-        self, communicator: Communicator, queue: ReductionQueue, tag: Tag, hook: AllReduceHook | None, to_replicas: bool
+        self,
+        communicator: Communicator,
+        queue: ReductionQueue,
+        event: Event,
+        hook: AllReduceHook | None,
+        to_replicas: bool,
     ) -> None:
         """Start the reduction of what the slots hold. Without ``to_replicas`` the result is kept as a partial sum,
         which a later reduction adds."""
@@ -464,7 +469,7 @@ class BucketGradients:
             shard,
             communicator,
             streams,
-            tag,
+            event,
             earlier,
             is_partial,
             averages=(
@@ -531,7 +536,7 @@ class BucketGradients:
 
     # -- the result ----------------------------------------------------------------------------------------------------
 
-    def copy_to_host(self, shard: torch.Tensor, streams: Streams) -> tuple[torch.Tensor, Event]:
+    def copy_to_host(self, shard: torch.Tensor, streams: Streams) -> tuple[torch.Tensor, StreamEvent]:
         """Start copying ``shard`` to host memory. Return the copy, in the dtype of ``.grad``, and its event."""
         grad, pinned = shard.to(self.dtype), self.handle.offload.pin_memory
         memory = self._host_buffers.take(grad.nbytes, functools.partial(streams.host_memory, pinned=pinned))

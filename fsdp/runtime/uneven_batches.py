@@ -18,8 +18,8 @@ from torch import nn
 
 from fsdp.comm.collectives import gather_values
 from fsdp.comm.consensus import all_gather_object
+from fsdp.comm.issuing import REDUCE
 from fsdp.runtime import build
-from fsdp.runtime.agreement import REDUCE
 from fsdp.runtime.nested import tensors_in, to_device
 from fsdp.runtime.unit import Unit, units_of
 

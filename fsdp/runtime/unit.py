@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.api import StateDictType, as_state_dict_settings
 from fsdp.comm import host_memory
-from fsdp.comm.collectives import Communicator, Gather, Tag, agree
+from fsdp.comm.collectives import Communicator, Event, Gather, agree
 from fsdp.comm.groups import Groups
+from fsdp.comm.issuing import GATHER, GATHER_NEARBY, REDUCE
 from fsdp.comm.nodes import nearby_group
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import FlatParamHandle
@@ -23,7 +24,6 @@ from fsdp.flat.initial_values import InitialValues
 from fsdp.flat.names import members_of, plain_children, unit_name, unit_of
 from fsdp.flat.views import BucketViews
 from fsdp.runtime import hooks
-from fsdp.runtime.agreement import GATHER, GATHER_NEARBY, MAX_BUCKETS, REDUCE
 from fsdp.runtime.arrivals import Arrivals
 from fsdp.runtime.full_buffers import FullBuffers
 from fsdp.runtime.gradients import UnitGradients
@@ -208,12 +208,12 @@ class Unit:
     def set_place(self, place: int) -> None:
         """Take number ``place`` among the units of the first group."""
         self.position = replace(self.position, place=place)
-        self.buffers.set_tags(self._tags("gather", 0))
-        self.gradients.set_tags(self._tags("reduce", 1))
+        self.buffers.set_events(self._events(GATHER))
+        self.gradients.set_events(self._events(REDUCE))
 
-    def _tags(self, kind: str, number: int) -> list[Tag]:
-        first = (self.position.place * 2 + number) * MAX_BUCKETS
-        return [Tag(f"{kind} {self.name}", first + bucket) for bucket in range(len(self.handles) or 1)]
+    def _events(self, kind: str) -> list[Event]:
+        buckets = range(len(self.handles) or 1)
+        return [Event.of(kind, self.position.place, self.name, bucket=bucket) for bucket in buckets]
 
     def set_membership(self, membership: Callable[[], Any]) -> None:
         """Refer to the wrapper's ``Membership``, weakly."""
@@ -490,7 +490,7 @@ class Unit:
         assert communicator is not None
         self.announce(replicas=False)
         full = torch.empty(self.handles[bucket].layout.padded_numel, dtype=shard.dtype, device=shard.device)
-        communicator.gather([Gather(full, shard)], self.buffers.tags[bucket]).wait()
+        communicator.gather([Gather(full, shard)], self.buffers.events[bucket]).wait()
         return full
 
     def gather_vectors(self) -> list[torch.Tensor]:
@@ -508,7 +508,7 @@ class Unit:
             Gather(host_memory.empty(handle.layout.padded_numel, dtype=shard.dtype, device=shard.device), shard)
             for handle, shard in zip(self.handles, shards)
         ]
-        communicator.gather(parts, self.buffers.tags[0]).wait()
+        communicator.gather(parts, self.buffers.events[0]).wait()
         return [part.full for part in parts]
 
     def announce(self, *, replicas: bool = True) -> None:

@@ -12,12 +12,12 @@ from enum import Enum, auto
 
 import torch
 
+from fsdp.comm.issuing import GATHER, GATHER_NEARBY
 from fsdp.comm.recording import NOTHING
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather
 from fsdp.flat.full_copy import BufferState
 from fsdp.flat.memory import MemoryPool
-from fsdp.runtime.agreement import GATHER, GATHER_NEARBY
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
 from fsdp.runtime.ranges import communicates
@@ -172,7 +172,7 @@ class Unsharder:
                 unit.handles,
                 self.pool,
                 communicator,
-                buffers.tags[0],
+                buffers.events[0],
                 keep_cast=keep_cast,
                 nearby=nearby,
             )

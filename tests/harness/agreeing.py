@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullyShardedDataParallel, ShardingStrategy
-from fsdp.comm import segment, waiting
+from fsdp.comm import segment, threads
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.sharded import wrap
 
@@ -43,7 +43,7 @@ def impatient(function: F) -> F:
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        patience = mock.patch.object(waiting, "PATIENCE", timedelta(seconds=0.1))
+        patience = mock.patch.object(threads, "PATIENCE", timedelta(seconds=0.1))
         # Memory whose readers have gone another way is waited for in vain, and then left alone.
         with patience, mock.patch.object(segment, "_PATIENCE", 1):
             return function(*args, **kwargs)

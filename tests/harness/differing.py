@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
-from fsdp.comm import waiting
-from fsdp.comm.waiting import OutOfStep
+from fsdp.comm import threads
+from fsdp.comm.work import OutOfStep
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.agreeing import new_pair
 
@@ -177,7 +177,7 @@ class Outcome:
 def run_programs(seeds: list[int], exits: bool, shard_size: int = 0) -> list[Outcome]:
     """Each of them in a group of its own, which the ranks make one after the other; with ``shard_size`` hybrid, in
     shard groups of so many ranks, and the replica groups that go with them."""
-    patience, waiting.PATIENCE = waiting.PATIENCE, timedelta(seconds=0.1)
+    patience, threads.PATIENCE = threads.PATIENCE, timedelta(seconds=0.1)
     kept, outcomes = [], []
     try:
         for seed in seeds:
@@ -189,7 +189,7 @@ def run_programs(seeds: list[int], exits: bool, shard_size: int = 0) -> list[Out
             if not exits:
                 dist.barrier()
     finally:
-        waiting.PATIENCE = patience
+        threads.PATIENCE = patience
     return outcomes
 
 

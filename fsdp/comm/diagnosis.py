@@ -1,4 +1,4 @@
-"""What ranks report to each other when one of them waits for long, and what can be seen from it."""
+"""Reports that ranks exchange when one of them waits for long, and the differences that follow from them."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ END_WORDS = "end the pass"
 
 
 class Entry(NamedTuple):
-    """One collective of a pass: in which pass and where in it, and what it was, as a number and in words."""
+    """One event of a pass: the number of the pass, the position in it, the number of the event, and its label."""
 
     number: int
     position: int
     event: int
-    words: str
+    label: str
 
 
 class Report(NamedTuple):
-    """What a rank reports of itself to the others."""
+    """The state of a rank in one lane, as the other ranks see it."""
 
-    met: int  # how often the ranks have met after a failure; what was reported before is of no use
-    number: int  # of its pass
-    kind: int  # of pass; equal on all ranks
+    met: int  # the number of meetings; reports from before the latest one are void
+    number: int  # of the pass
+    kind: int  # of the pass; equal on all ranks
     words: str  # for the pass
     is_call: bool
-    begun: int  # a hash of the pass and of all in the one before it
-    gave_up: Sequence[Any] | None  # the pass that failed: its number, how far it had come, and words for it
-    announces: int | None  # the position for which it waits until all ranks announce the same
+    begun: int  # a hash of the pass and of all events of the one before
+    failure: Sequence[Any] | None  # the pass that failed: its number, its position, and words
+    announces: int | None  # the position for which the rank waits until all ranks announce the same event
     recent: list[Entry]
 
     @staticmethod
     def of(values: list[Any]) -> Report:
-        """From the form that JSON has given it."""
+        """Restore a report from JSON."""
         return Report(*values)._replace(recent=[Entry(*entry) for entry in values[-1]])
 
     @property
@@ -41,34 +41,39 @@ class Report(NamedTuple):
 
     @property
     def of_pass(self) -> list[Entry]:
+        """The recent events of the current pass."""
         return [entry for entry in self.recent if entry.number == self.number]
 
     @property
     def runs(self) -> str:
-        """Words for the pass or call, after "rank 0"."""
+        """The pass or call in words that follow "rank 0"."""
         return f"has called {self.words}" if self.is_call else f"runs {self.doing}"
 
     @property
     def where(self) -> str:
-        """Words for how far the rank has come, after "rank 0"."""
+        """The progress of the rank in words that follow "rank 0"."""
         if not self.of_pass:
             return f"has called {self.words}" if self.is_call else f"begins {self.doing}"
-        latest = self.of_pass[-1].words
+        latest = self.of_pass[-1].label
         return f"is at the end of {self.doing}" if latest == END_WORDS else f"is about to {latest}, in {self.doing}"
 
     @property
     def place(self) -> tuple[int, int]:
-        """How far it has come."""
+        """The progress of the rank as numbers: the pass, and the position in it."""
         return self.number, self.of_pass[-1].position if self.of_pass else -1
 
     def did_around(self, place: tuple[int, int]) -> str:
-        """What it did just before that place and since, in words."""
-        words = [entry.words for entry in self.recent if (entry.number, entry.position) >= (place[0], place[1] - 1)]
+        """Describe the events just before ``place`` and since."""
+        words = [entry.label for entry in self.recent if (entry.number, entry.position) >= (place[0], place[1] - 1)]
         return " -> ".join(words[:4]) or "something else"
 
 
 def first_difference(texts: Mapping[int, str]) -> str:
-    """Of models as each rank has wrapped its own: a line for each unit, with its name and what has to be equal."""
+    """Describe the first difference between the models that the ranks have wrapped.
+
+    Args:
+        texts: by rank a line per unit: the name, and after ": " the facts that have to be equal.
+    """
     units = {rank: text.split("\n") if text else [] for rank, text in texts.items()}
     for position in range(max(map(len, units.values()))):
         there = {rank: [*lines, *["none: no such unit"] * position][position] for rank, lines in units.items()}
@@ -84,26 +89,26 @@ def first_difference(texts: Mapping[int, str]) -> str:
 
 
 def different_passes(here: Mapping[int, Report]) -> str | None:
-    """Ranks in passes of the same number that are not the same, or that do not follow on the same."""
-    for what, before in (("kind", ""), ("begun", " after something else")):
-        if len({getattr(words, what) for words in here.values()}) > 1:
-            return "; ".join(f"rank {rank} {words.runs}{before}" for rank, words in sorted(here.items()))
+    """Find ranks in passes of one number that are different, or that follow different passes."""
+    for field, before in (("kind", ""), ("begun", " after something else")):
+        if len({getattr(report, field) for report in here.values()}) > 1:
+            return "; ".join(f"rank {rank} {report.runs}{before}" for rank, report in sorted(here.items()))
     return None
 
 
 def different_order(here: Mapping[int, Report]) -> str | None:
-    """Ranks in the same pass that do different things at the same place in it."""
-    by_place = {rank: {entry.position: entry for entry in words.of_pass} for rank, words in here.items()}
+    """Find ranks in the same pass with different events at the same position."""
+    by_place = {rank: {entry.position: entry for entry in report.of_pass} for rank, report in here.items()}
     for position in sorted({position for entries in by_place.values() for position in entries}):
         there = {rank: entries[position] for rank, entries in by_place.items() if position in entries}
         if len({entry.event for entry in there.values()}) > 1:
-            doing = "; ".join(f"rank {rank} is about to {entry.words}" for rank, entry in sorted(there.items()))
+            doing = "; ".join(f"rank {rank} is about to {entry.label}" for rank, entry in sorted(there.items()))
             return f"in {next(iter(here.values())).doing}, at its collective {position}, {doing}"
     return None
 
 
 def passed_by(waiting: int, other: int, reports: Mapping[int, Report]) -> str | None:
-    """Rank ``waiting`` waits until all announce what ``other`` has gone by; who is where, and what was done there."""
+    """Find whether ``other`` is past the position for which rank ``waiting`` waits to be joined."""
     position = reports[waiting].announces
     if position is None or reports[other].place <= (reports[waiting].number, position):
         return None
@@ -115,11 +120,11 @@ def passed_by(waiting: int, other: int, reports: Mapping[int, Report]) -> str | 
 
 
 def left_alone(other: int, own: Report, rank: int, reports: Mapping[int, Report]) -> str | None:
-    """``other`` gave up a pass that ``rank`` has gone on with, or left behind, or a call in which ``rank`` waits."""
-    gave_up = reports[other].gave_up
-    if gave_up is None:
+    """Find whether ``other`` failed in a pass or call in which ``rank`` goes on, or which it has ended."""
+    failure = reports[other].failure
+    if failure is None:
         return None
-    number, count, words = gave_up
+    number, count, words = failure
     if own.number < number or (own.number == number and own.place[1] < count and not own.is_call):
         return None
     return f"rank {other} failed in the {words} (collective {count}), and rank {rank} {own.where}"

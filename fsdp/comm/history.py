@@ -1,0 +1,167 @@
+"""The passes and events of one lane in the order in which this rank has come to them.
+
+Ranks that follow the same history need not talk. The history therefore predicts the next event of a pass, and the next
+pass; only a deviation from the prediction has to be announced (:mod:`fsdp.comm.lane`). The prediction is a function of
+passes and events that all ranks have agreed on, so it is identical on all ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import deque
+from typing import Any
+
+from fsdp.comm.diagnosis import Entry
+
+_MASK = (1 << 62) - 1
+_PER_UNIT = 64  # events remembered per unit
+
+
+def hash_of(text: str) -> int:
+    """Return a hash that is equal on all ranks, and not negative when it is read as an int64."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
+class Pass:
+    """A forward or backward of a tree, or another call in which its ranks communicate.
+
+    Attributes:
+        words: for errors: "forward of the root unit", "backward", "state_dict() of the root unit".
+        call: identifies a call that all ranks have to make: "state_dict()"; empty for a forward or backward.
+        often: whether the call belongs to every step, so that it is announced only where it is unexpected.
+        trains: whether this is a forward in training mode.
+        is_backward: whether this is a backward.
+    """
+
+    __slots__ = ("_caller", "call", "is_backward", "often", "trains", "words")
+
+    def __init__(
+        self, words: str, caller: Any = None, *, trains: bool = False, call: str = "", often: bool = False
+    ) -> None:
+        """``caller`` is the unit whose forward this is, kept weakly; None for a backward or a call."""
+        self.words, self.call, self.often, self.trains = words, call, often, trains
+        self._caller = None if caller is None else weakref.ref(caller)
+        self.is_backward = caller is None and not call
+
+    @property
+    def caller(self) -> Any:
+        """The unit whose forward this is; None for a backward or a call."""
+        return None if self._caller is None else self._caller()
+
+    @property
+    def is_forward(self) -> bool:
+        return self._caller is not None
+
+    @property
+    def doing(self) -> str:
+        """The words that follow "rank 0" in an error."""
+        return f"has called {self.words}" if self.call else f"runs the {self.words}"
+
+
+class Habit:
+    """Predicts the next pass of a lane from the previous two. Holds a bounded number of entries."""
+
+    LONGEST = 64  # passes since the last call that are told apart
+
+    def __init__(self) -> None:
+        self._followed: dict[tuple[int, ...], int] = {}  # by the last pass and the number of passes since a call
+        self._last, self._count = (0, 0), 0
+        self._forward: int | None = None  # the latest forward, predicted where nothing else is known
+
+    def _contexts(self) -> list[tuple[int, ...]]:
+        """Return the keys to look up, the most specific one first."""
+        counted = [(self._last[-1], self._count, 0)] if self._count < self.LONGEST else []
+        return [*counted, self._last]
+
+    @property
+    def expected(self) -> int | None:
+        """The number of the predicted pass."""
+        known = (self._followed[context] for context in self._contexts() if context in self._followed)
+        return next(known, self._forward)
+
+    def note(self, number: int, what: Pass) -> None:
+        """Learn that the pass ``what``, with this number, came next."""
+        for context in self._contexts():
+            self._followed[context] = number
+        self._last = (self._last[-1], number)
+        self._count = 0 if what.call else min(self._count + 1, self.LONGEST)
+        if what.is_forward:
+            self._forward = number
+
+
+class History:
+    """The order of passes and events as this rank has seen it.
+
+    Attributes:
+        passes: the number of passes that have begun.
+        rounds: the number of these without backwards, each of which belongs to the forward before it.
+        position: the number of events in the latest pass.
+        so_far: a hash of the events of the latest pass.
+        begun: a hash of the latest pass and of the one before.
+        recent: the latest events, for reports to other ranks.
+    """
+
+    def __init__(self) -> None:
+        # hash of the events so far -> the event that followed, and the hash with it; the oldest first
+        self._followers: dict[int, tuple[int, int]] = {}
+        self._capacity = _PER_UNIT
+        self._habit = Habit()
+        self.passes = self.rounds = self.position = 0
+        self.so_far = self.begun = 0
+        self.recent: deque[tuple[int, int, int, str]] = deque(maxlen=32)  # the fields of ``Entry``
+
+    def make_room(self, units: int) -> None:
+        """Remember the events of a further tree."""
+        self._capacity += _PER_UNIT * units
+
+    def begin(self, number: int, what: Pass) -> int | None:
+        """Begin the pass ``what``; return the number of the pass that was expected."""
+        expected = self._habit.expected
+        self._habit.note(number, what)
+        before, self.so_far = self.so_far, hash_of(str(number))
+        self.begun = (before * 1000003 + self.so_far) & _MASK
+        self.position = 0
+        self.passes += 1
+        self.rounds += not what.is_backward
+        return expected
+
+    def follow(self, label: str, number: int) -> bool:
+        """Note an event if it is the expected one; return whether it is."""
+        follower = self._followers.get(self.so_far)
+        if follower is None or follower[0] != number:
+            return False
+        self.recent.append((self.passes, self.position, number, label))
+        self.so_far = follower[1]
+        self.position += 1
+        return True
+
+    def report(self, label: str, number: int) -> None:
+        """Show an event to the other ranks before this rank has agreed on it."""
+        self.recent.append((self.passes, self.position, number, label))
+
+    @property
+    def has_follower(self) -> bool:
+        """Whether an event is known to come next."""
+        return self.so_far in self._followers
+
+    def note(self, number: int) -> None:
+        """Record an event that all ranks have agreed on."""
+        follower = number, (self.so_far * 1000003 + number + 1) & _MASK
+        if self._followers.get(self.so_far) != follower:
+            self._followers[self.so_far] = follower
+            if len(self._followers) > self._capacity:  # forgotten events are agreed on again
+                del self._followers[next(iter(self._followers))]
+        self.so_far = follower[1]
+        self.position += 1
+
+    def forget(self, passes: int, rounds: int) -> None:
+        """Start anew after a meeting of all ranks, which have the same counts from here on."""
+        self._followers.clear()
+        self.recent.clear()
+        self._habit = Habit()
+        self.passes, self.rounds, self.so_far = passes, rounds, 0
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [Entry(*entry) for entry in self.recent]

@@ -1,0 +1,375 @@
+"""A collective in flight, and how a rank waits for it.
+
+A wait on the host is interrupted every :data:`fsdp.comm.threads.PATIENCE`: the :class:`Watch` of the process group
+(its lane) then compares this rank with the other ranks, and raises if they are out of sync. Backends whose works can
+only be waited for to the end are waited for in a thread (:class:`BlockingWork`).
+
+On an accelerator the host does not wait for a collective, so an out-of-sync rank would hang anywhere in the user's
+program until the backend's watchdog kills the process. One thread per process (:class:`Watcher`) therefore polls the
+stream events of collectives in flight. If the ranks are out of sync, the thread logs the error and aborts the group,
+which releases the device and the host; the next collective of the group raises.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp.comm import threads
+from fsdp.comm.recording import Told
+from fsdp.comm.streams import StreamEvent, Streams
+from fsdp.comm.threads import Daemon, in_thread
+
+logger = logging.getLogger("fsdp")
+
+_PAUSE = 0.1  # seconds between two polls of a stream event
+
+
+class OutOfStep(RuntimeError):
+    """The ranks are out of sync: they do different things."""
+
+
+class TimedOut(RuntimeError):
+    """A wait that exceeded the timeout of the process group."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"the other ranks did not come within {seconds:.0f} s, the timeout of the process group")
+        self.seconds = seconds
+
+
+class Watch(Protocol):
+    """Compares this rank with the others while it waits; a lane implements this."""
+
+    timeout: float  # seconds that a collective may take
+    epoch: int  # changes when the collectives in flight are abandoned
+
+    def slow(self) -> None:
+        """Compare the ranks after :data:`fsdp.comm.threads.PATIENCE`. Raises RuntimeError if they are out of sync."""
+
+    def tell(self, seconds: float, label: str) -> None:
+        """Report on stderr that this rank has waited for ``seconds`` in the collective ``label``."""
+
+    def failed(self, error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
+        """Return the error to raise where the collective ``label`` failed or timed out with ``error``.
+
+        Args:
+            on_host: whether the host waited for it.
+            in_memory: whether it went through shared memory.
+        """
+
+    def abort(self, words: str) -> None:
+        """End the collectives in flight, and have the next one raise OutOfStep with these ``words``."""
+
+
+class HostWork:
+    """An operation that the host waits for. A wait that was interrupted may begin again.
+
+    Not an abstract class: ``isinstance`` is asked at each wait, and takes ten times as long with one.
+    """
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Wait for ``patience``; None: as long as the group's timeout allows.
+
+        Raises:
+            RuntimeError: the operation failed, or is not over.
+        """
+        raise NotImplementedError
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is over or has failed."""
+        raise NotImplementedError
+
+
+_INTERRUPTIBLE = (dist.Work, HostWork)
+
+
+class BlockingWork(HostWork):
+    """Works of ``torch.distributed`` that can only be waited for to the end, in a thread. Over when all of them are."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._over: futures.Future[None] | None = None
+
+    def wait(self, patience: timedelta | None = None) -> None:
+        """Wait for ``patience``; a later call continues the same wait.
+
+        Raises:
+            RuntimeError: the operation failed, or is not over.
+        """
+        if patience is None and self._over is None:
+            self._finish()
+            return
+        if self._over is None:
+            self._over = in_thread(self._finish)
+        if not futures.wait([self._over], None if patience is None else patience.total_seconds()).done:
+            raise RuntimeError("the collective is still under way")
+        self._over.result()
+
+    def is_completed(self) -> bool:
+        return self._over is not None and self._over.done()
+
+    def _finish(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+class Work:
+    """One collective, or one exchange of messages, in flight.
+
+    On CPU ``wait()`` blocks the host; on an accelerator it makes the current stream wait for a stream event. Every
+    stream that uses the result has to wait. A wait that raises OutOfStep, or is interrupted, leaves the collective in
+    flight: its tensors stay in use. A collective that was abandoned, as not all ranks have issued it, has
+    an undefined result, and its wait returns at once.
+
+    Attributes:
+        label: words for logs and errors: "gather unit 'blocks.0'".
+        watch: compares the ranks during waits; None for a group that no lane serves.
+    """
+
+    __slots__ = ("_epoch", "_event", "_finish", "_handles", "_on_host", "_quotient", "_streams", "label", "watch")
+
+    def __init__(
+        self,
+        handles: Sequence[Any] = (),
+        watch: Watch | None = None,
+        label: str = "",
+        *,
+        on_host: bool = True,
+        ends_alone: bool = False,
+    ) -> None:
+        """Take the ``handles`` of a collective that was started.
+
+        Args:
+            handles: works of ``torch.distributed`` or :class:`HostWork`; none where the current stream waits anyway.
+            on_host: whether the host waits.
+            ends_alone: whether the handles complete without being waited for. False for messages and reduce-scatters
+                of gloo, and for groups written in Python.
+        """
+        self.label, self.watch, self._on_host = label, watch, on_host
+        self._handles = handles if ends_alone or not handles or not on_host else (BlockingWork(handles),)
+        self._epoch = 0 if watch is None else watch.epoch
+        self._finish: Callable[[], object] | None = None
+        self._quotient: tuple[torch.Tensor, float] | None = None
+        self._event: StreamEvent = None
+        self._streams: Streams | None = None
+
+    @staticmethod
+    def done(streams: Streams) -> Work:
+        """Return the work of an operation without communication, queued on the current stream."""
+        return Work().on(streams)
+
+    @staticmethod
+    def joined(several: Sequence[Work]) -> Work:
+        """Return one work for ``several`` of one group and one label."""
+        first, *others = several
+        if others:
+            first._handles = [handle for each in several for handle in each._handles]
+        return first
+
+    def on(self, streams: Streams) -> Work:
+        """Record the stream event after which the result may be used; nothing on CPU. Returns this work."""
+        if not streams.asynchronous_work:
+            self._streams, self._event = streams, streams.record()
+            if self.watch is not None:
+                if streams.is_capturing():
+                    watcher.pause()
+                else:
+                    watcher.follow(self._event, self, streams.look_beside_captures)
+        return self
+
+    def then(self, finish: Callable[[], object]) -> Work:
+        """Have ``wait()`` call ``finish`` once the collective is over. Returns this work."""
+        self._finish = finish
+        return self
+
+    def divided(self, tensor: torch.Tensor, divisor: float) -> Work:
+        """Have ``wait()`` divide ``tensor``, the result, by ``divisor``. Returns this work."""
+        self._quotient = tensor, divisor
+        return self
+
+    def extend(self) -> None:
+        """Include the operations that the current stream was given since."""
+        if self._streams is not None:
+            self._event = self._streams.record()
+
+    @property
+    def host_works(self) -> list[HostWork]:
+        """The handles that are not works of ``torch.distributed``."""
+        return [handle for handle in self._handles if isinstance(handle, HostWork)]
+
+    def poll(self) -> bool:
+        """Return whether a wait would not block. Handles that cannot be polled count as complete."""
+        return all(handle.is_completed() for handle in self._handles if isinstance(handle, dist.Work))
+
+    def wait(self, *, divide: bool = True) -> None:
+        """Wait for the result, and finish it.
+
+        Without ``divide`` the result is the sum: the caller passes several works to :meth:`divide` together.
+
+        Raises:
+            OutOfStep: the ranks are out of sync; the collective is still in flight.
+            RuntimeError: the collective failed or timed out, with the label and the last collectives of each rank.
+        """
+        if self._handles:
+            if Told.recorder is None:
+                self._wait()
+            else:
+                with Told.recorder.span("wait", self.label):
+                    self._wait()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        if self._streams is not None:
+            self._streams.wait(self._event)
+        if divide and self._quotient is not None:
+            Work.divide([self])
+
+    @staticmethod
+    def divide(several: Iterable[Work]) -> None:
+        """Divide the sums of ``several`` works, with one call per divisor."""
+        by_divisor: dict[float, list[torch.Tensor]] = {}
+        for work in several:
+            quotient, work._quotient = work._quotient, None
+            if quotient is not None:
+                by_divisor.setdefault(quotient[1], []).append(quotient[0])
+        for divisor, tensors in by_divisor.items():
+            torch._foreach_div_(tensors, divisor)
+
+    def _wait(self) -> None:
+        if self.watch is not None and self.watch.epoch != self._epoch:  # abandoned
+            self._handles, self._finish = (), None
+        while self._handles:
+            handle, watch = self._handles[0], self.watch
+            try:
+                if watch is None or not self._on_host or not isinstance(handle, _INTERRUPTIBLE):
+                    handle.wait()
+                else:
+                    try:
+                        handle.wait(threads.PATIENCE)  # nearly always it is over soon
+                    except OutOfStep:
+                        raise
+                    except RuntimeError:
+                        self._wait_longer(handle, watch)
+            except OutOfStep:
+                raise
+            except RuntimeError as error:
+                self._handles = ()
+                if watch is None:
+                    raise RuntimeError(f"{self.label}: the collective failed or timed out: {error}") from error
+                in_memory = isinstance(handle, HostWork) and not isinstance(handle, BlockingWork)
+                raise watch.failed(error, self.label, on_host=self._on_host, in_memory=in_memory) from error
+            except Exception:
+                self._handles = ()
+                raise
+            self._handles = self._handles[1:]
+
+    def _wait_longer(self, handle: Any, watch: Watch) -> None:
+        """Continue a wait that took longer than :data:`fsdp.comm.threads.PATIENCE`, or has failed."""
+        started, told = time.monotonic() - threads.PATIENCE.total_seconds(), False
+        while True:
+            completed = handle.is_completed()  # or failed; or it ended after that wait: the next wait tells
+            if not completed:
+                watch.slow()
+                told = told or self.tell_if_long(time.monotonic() - started, watch)
+            try:
+                handle.wait(threads.PATIENCE)
+                return
+            except RuntimeError as error:
+                if completed:
+                    raise  # failed, not just slow
+                if time.monotonic() - started > watch.timeout:
+                    raise TimedOut(watch.timeout) from error
+
+    def tell_if_long(self, seconds: float, watch: Watch) -> bool:
+        """Have ``watch`` report a wait of ``seconds`` if that exceeds :data:`fsdp.comm.threads.NOTICE`.
+
+        Returns whether it was reported.
+        """
+        if seconds < threads.NOTICE.total_seconds():
+            return False
+        watch.tell(seconds, self.label)
+        return True
+
+
+class _InFlight(NamedTuple):
+    event: StreamEvent
+    work: Work
+
+
+class Watcher:
+    """Polls the collectives in flight on accelerators, from the first one on."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._in_flight: deque[_InFlight] = deque()  # oldest first
+        self._thread: Daemon | None = None
+        self._ends = False  # whether the thread has to end
+
+    def follow(self, event: StreamEvent, work: Work, prepare: Callable[[], object] = lambda: None) -> None:
+        """Poll ``event``, recorded after ``work``. The thread calls ``prepare`` before the first poll."""
+        with self._changed:
+            self._in_flight.append(_InFlight(event, work))
+            self._changed.notify()
+            if self._thread is None:
+                self._ends = False
+                run = functools.partial(self._run, prepare)
+                self._thread = Daemon(run, self._end, "fsdp collectives")
+
+    def pause(self) -> None:
+        """Poll no event: a graph is being captured, which a poll would invalidate. Earlier collectives are over."""
+        with self._changed:
+            self._in_flight.clear()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+
+    def _run(self, prepare: Callable[[], object]) -> None:
+        prepare()
+        while True:
+            with self._changed:
+                waited = not self._in_flight
+                self._changed.wait_for(lambda: self._in_flight or self._ends)
+                if not self._in_flight:
+                    self._thread = None
+                    return
+                oldest = self._in_flight[0]
+            if waited:
+                time.sleep(_PAUSE)  # handle several at once: each wake-up costs the program time
+            self._poll_until_over(oldest)
+            with self._changed:
+                while self._in_flight and (self._in_flight[0] is oldest or self._in_flight[0].event.query()):
+                    self._in_flight.popleft()
+
+    def _poll_until_over(self, collective: _InFlight) -> None:
+        looked, work, told = time.monotonic(), collective.work, False
+        began, watch = looked, work.watch
+        while collective in self._in_flight and not collective.event.query():
+            time.sleep(_PAUSE)
+            if watch is None or time.monotonic() - looked < threads.PATIENCE.total_seconds():
+                continue
+            looked = time.monotonic()
+            try:
+                watch.slow()
+                told = told or work.tell_if_long(looked - began, watch)
+            except OutOfStep as error:
+                words = f"{work.label}: the ranks are out of step, and the group was ended: {error}"
+                logger.error("%s", words)
+                watch.abort(words)
+                return
+            except RuntimeError:
+                pass  # the program went on meanwhile, or the store is gone: the main thread will notice
+
+
+watcher = Watcher()  # of the collectives that no host waits for
