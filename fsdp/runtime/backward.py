@@ -32,13 +32,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp.comm.recording import NOTHING, Told
 from fsdp.flat.common_views import Marks
 from fsdp.runtime import hooks
 from fsdp.runtime.arrivals import Arrivals
 from fsdp.runtime.context import RootContext, backward_of_summoned
 from fsdp.runtime.outside import OutsideUses
-from fsdp.runtime.ranges import profiled, profiler_runs, ranged
+from fsdp.runtime.ranges import profiled, ranged
 from fsdp.runtime.unit import Unit
 
 _INPUT, _OUTPUT = "fsdp input", "fsdp output"  # keys of hooks; torch's own are integers
@@ -289,7 +288,7 @@ def _gradients_arrived(unit_ref: Callable[[], Unit | None]) -> None:
     assert unit is not None  # its ``Arrivals`` are there
     try:
         context = _context_of(unit)
-        with NOTHING if context.compute is None else context.joined():  # else there is no stream to join
+        with context.joined():
             reads = unit.policy.unshard_in_backward
             unit.gradients.copy(unit.arrivals.take(), context.reductions, reads=reads)
             if unit.arrivals.pending:
@@ -312,7 +311,7 @@ def _outside_gradient_arrived(unit_ref: Callable[[], Unit | None], bucket: int, 
         raise RuntimeError("a backward reached a parameter whose unit was deleted: keep the wrapped model till its end")
     try:
         context = _context_of(unit)
-        with torch.no_grad(), NOTHING if context.compute is None else context.joined():
+        with torch.no_grad(), context.joined():
             unit.gradients.check_outside(bucket, {index: grad})
             context.enter_backward(unit)
             unit.gradients.add_outside(bucket, {index: grad}, context.reductions)
@@ -365,8 +364,7 @@ class Running:
 
     def __init__(self, call: ForwardCall | None, unit_name: str) -> None:
         self.call = call
-        quiet = Told.recorder is None and not profiler_runs()
-        self._range: AbstractContextManager[Any] | None = NOTHING if quiet else profiled("forward", unit_name)
+        self._range: AbstractContextManager[Any] | None = profiled("forward", unit_name)
         self._range.__enter__()
         self._before, _here.innermost = _here.innermost, call
         if call is not None:

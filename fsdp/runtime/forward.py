@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch._C._functorch import peek_interpreter_stack
 
-from fsdp.comm.recording import NOTHING
 from fsdp.runtime import hooks
 from fsdp.runtime.backward import ForwardCall, Place, Running, close_passed
 from fsdp.runtime.context import RootContext
@@ -56,7 +55,7 @@ def _gather(unit: Unit, context: RootContext, inputs: tuple[Any, Any], *, full_p
         is_root, has_params = unit is context.root, bool(unit.handles)
         inputs = unit.precision.cast_inputs(inputs, is_root=is_root, has_params=has_params)
     recomputing = hooks.current_backward() != hooks.NO_BACKWARD
-    with hooks.own_operations() if hooks.count_of_modes() else NOTHING:
+    with hooks.own_operations():
         if recomputing:
             close_passed(Place.now())
         context.unsharder.compute_in(unit, full_precision)
@@ -97,7 +96,7 @@ def leave(unit: Unit, context: RootContext, running: Running, output: Any, modul
     differentiable = [tensor for tensor in outputs if tensor.requires_grad] if call is not None else []
     if call is not None:
         call.hook_outputs(differentiable)
-    with hooks.own_operations() if hooks.count_of_modes() else NOTHING:
+    with hooks.own_operations():
         if unit.progress.leave():
             if hooks.current_backward() == hooks.NO_BACKWARD and unit.summoned is None:
                 complete = unit.progress.note_ran(module, context.unsharder.generation)

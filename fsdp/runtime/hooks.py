@@ -122,10 +122,6 @@ _SELECTIVE = tuple(
 )
 
 
-# The number of dispatch modes on this thread; without any, ``own_operations`` does nothing.
-count_of_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-
 def own_operations() -> AbstractContextManager[None]:
     """Return a context for the engine's own operations inside the forward of a module.
 
@@ -133,7 +129,7 @@ def own_operations() -> AbstractContextManager[None]:
     same operations in the recomputation. The engine's operations depend on which units are gathered and where memory is
     free, and their results must not be replayed. The context hides them.
     """
-    if count_of_modes() and any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
+    if any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack()):
         return _disable_current_modes()
     return NOTHING
 

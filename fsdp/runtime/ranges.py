@@ -51,8 +51,6 @@ def communicates(action: str, unit_name: str, forward: int, *, logged: bool) -> 
     if logged:
         rank = dist.get_rank() if dist.is_initialized() else 0
         logger.info("rank %d, forward %d: %s %s", rank, forward, action, unit_name)
-    elif Told.recorder is None and not profiler_runs():
-        return NOTHING
     return profiled(action, unit_name)
 
 
@@ -66,8 +64,6 @@ def ranged(action: str, name: str) -> Callable[[Method], Method]:
         def run(owner: Any, *args: Any, **kwargs: Any) -> Any:
             before = set_frame_callback(None)
             try:
-                if Told.recorder is None and not profiler_runs():
-                    return method(owner, *args, **kwargs)
                 with profiled(action, name_of(owner)):
                     return method(owner, *args, **kwargs)
             finally:

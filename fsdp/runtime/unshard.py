@@ -13,10 +13,8 @@ from enum import Enum, auto
 import torch
 
 from fsdp.comm.issuing import GATHER, GATHER_NEARBY
-from fsdp.comm.recording import NOTHING
 from fsdp.comm.streams import Streams
 from fsdp.flat.flat_param import gather
-from fsdp.flat.full_copy import BufferState
 from fsdp.flat.memory import MemoryPool
 from fsdp.runtime.order import ExecutionOrder
 from fsdp.runtime.passes import Passes
@@ -67,7 +65,7 @@ class Unsharder:
         self.order: ExecutionOrder[Unit] = ExecutionOrder()
         self.generation = 0
         self.expects_backward = self.logged = False
-        self._root, self._units, self._streams, self._on_host = root, units, streams, streams.asynchronous_work
+        self._root, self._units, self._streams = root, units, streams
         # The gathered units, in the order in which they got their residence; those that are kept, maybe many, apart.
         self._gathered: dict[Unit, Residence] = {}
         self._kept: dict[Unit, Residence] = {}
@@ -167,7 +165,7 @@ class Unsharder:
         assert communicator is not None
         what = "prefetch" if why is Residence.PREFETCHED else "gather"
         shown = communicates(what, unit.name, self.generation, logged=self.logged)
-        with shown, NOTHING if self._on_host else self._streams.on_gather_stream():
+        with shown, self._streams.on_gather_stream():
             gather(
                 unit.handles,
                 self.pool,
@@ -258,17 +256,14 @@ class Unsharder:
         buffers = unit.buffers
         if buffers.in_output or not self.becomes(unit, Residence.SHARDED):
             return
-        last_use, slice_over = None, None
-        if not self._on_host:
-            buffers.wait()  # the optimizer must not modify the shard during an unused prefetch
-            last_use = self._streams.record()
+        slice_over = None
+        buffers.wait()  # the optimizer must not modify the shard during an unused prefetch
+        last_use = self._streams.record()
         if backward_follows and buffers.nearby is not None and buffers.generation == self.generation:
             slice_over = buffers.nearby.groups if unit.policy.unshard_in_backward else None
             self._sources_kept = self._sources_kept or slice_over is not None
-        with NOTHING if self._on_host else self._streams.on_gather_stream():
+        with self._streams.on_gather_stream():
             for handle in unit.handles:
-                if handle.copy.state is BufferState.GATHERING:  # on CPU; see above
-                    handle.wait()
                 if slice_over is not None:
                     handle.keep_slice(slice_over)
                 handle.release(self.pool, last_use)
