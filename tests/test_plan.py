@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import runpy
-import sys
+import json
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -24,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.__main__ import main
 from fsdp.comm import host_memory, shared_memory
-from fsdp.tools.plan import _Tree, as_nbytes, main
+from fsdp.tools.plan import _Tree, as_nbytes
 from fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.harness.meter import Meter, Peak, meter_available
 from tests.harness.models import EncoderBlock, TiedTransformer
@@ -371,19 +371,18 @@ def test_memory_may_have_a_unit() -> None:
 # -- the command ---------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str) -> tuple[int, str, str]:
     printed, wrong = io.StringIO(), io.StringIO()
     with redirect_stdout(printed), redirect_stderr(wrong):
-        try:
-            assert main(list(arguments)) == 0
-        except SystemExit:
-            return wrong.getvalue()
-    return printed.getvalue()
+        code = main(["plan", *arguments])
+    return code, printed.getvalue(), wrong.getvalue()
+
+
+PLACE = "tests.test_plan:Language"
 
 
 def test_the_command_prints_the_plan() -> None:
-    place = "tests.test_plan:Language"
-    printed = run(place, "--world-size", "8", "--memory", "1GB", "--wrap", "Layer", "--batch-tokens", "2x8")
+    _, printed, _ = run(PLACE, "--world-size", "8", "--memory", "1GB", "--wrap", "Layer", "--batch-tokens", "2x8")
     found = fsdp.plan(Language, world_size=8, policy=ModuleWrapPolicy({Layer}), batch_tokens=(2, 8), memory="1GB")
     assert printed == f"{found}\n"
     title, head, *rows = printed.splitlines()
@@ -394,23 +393,48 @@ def test_the_command_prints_the_plan() -> None:
         ("SHARD_GRAD_OP", "yes", "1"),
         ("NO_SHARD", "yes", "1"),
     ]
-    half = run(place, "--world-size", "2", "--precision", "bf16", "--optimizer", "SGD", "--strategy", "FULL_SHARD")
+    half = run(PLACE, "--world-size", "2", "--precision", "bf16", "--optimizer", "SGD", "--strategy", "full_shard")
     precision = MixedPrecision(param_dtype=torch.bfloat16)
-    assert (
-        half == f"{fsdp.plan(Language, world_size=2, strategy=FULL, precision=precision, optimizer=torch.optim.SGD)}\n"
-    )
-    assert "ValueError: the model has no Bloc; its modules are Embedding, Language, Layer, Linear, ModuleList" in run(
-        place, "--world-size", "2", "--wrap", "Bloc"
-    )
-    assert "RuntimeError: Expected one of cpu" in run(place, "--world-size", "2", "--device", "gpu")
-    assert "ModuleNotFoundError: No module named 'nowhere'" in run("nowhere:Net", "--world-size", "2")
+    expected = fsdp.plan(Language, world_size=2, strategy=FULL, precision=precision, optimizer=torch.optim.SGD)
+    assert half == (0, f"{expected}\n", "")
 
 
-def test_the_command_and_the_function_have_one_name() -> None:
-    with pytest.raises(ImportError, match=r"fsdp.plan is a function \(from fsdp import plan\) and a command"):
-        __import__("fsdp.plan")
-    assert callable(fsdp.plan)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended, redirect_stdout(io.StringIO()):
-        patch.setattr(sys, "argv", ["plan.py", "tests.test_plan:Mlp", "--world-size", "2"])
-        runpy.run_module("fsdp.plan", run_name="__main__")
-    assert ended.value.code == 0
+def batch_of_keywords() -> dict[str, Tensor]:
+    return {"tokens": torch.zeros(2, 8, dtype=torch.long)}
+
+
+def test_the_command_prints_json_and_takes_inputs_of_a_function() -> None:
+    """Keyword arguments of a forward are a mapping, as batches of Hugging Face models are."""
+    code, printed, _ = run(PLACE, "--world-size", "2", "--inputs", "tests.test_plan:batch_of_keywords", "--json")
+    found = fsdp.plan(Language, world_size=2, inputs=batch_of_keywords())
+    numbers = json.loads(printed)
+    assert code == 0 and numbers == json.loads(found.to_json())
+    full = next(each for each in numbers["strategies"] if each["strategy"] == "FULL_SHARD")
+    assert full["peak_nbytes"] == found[FULL].peak_nbytes and full["activation_nbytes"] > 0
+    assert found[FULL] == fsdp.plan(Language, world_size=2, batch_tokens=(2, 8))[FULL]
+
+
+WRONG = {
+    ("--wrap", "Bloc"): "the model has no Bloc; its modules are Embedding, Language, Layer, Linear, ModuleList",
+    ("--strategy", "FULL"): "--strategy FULL is none of FULL_SHARD, SHARD_GRAD_OP",
+    ("--precision", "int8"): "--precision int8 is none of bf16",
+    ("--optimizer", "Adm"): "--optimizer Adm is no class of torch.optim that can be tried",
+    ("--optimizer", "LBFGS"): "--optimizer LBFGS is no class of torch.optim that can be tried",
+    ("--memory", "16"): "--memory 16 is less than 1 kB: write 80GB or 512MB",
+    ("--batch-tokens", "0x0"): "--batch-tokens 0x0 is no shape such as 8x1024",
+    ("--device", "gpu"): "Expected one of cpu",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_a_wrong_argument_is_one_line(arguments: tuple[str, str]) -> None:
+    code, printed, wrong = run(PLACE, "--world-size", "2", *arguments)
+    assert (code, printed) == (2, "") and wrong.startswith("fsdp plan: ") and WRONG[arguments] in wrong
+
+
+def test_notebooks_show_the_table() -> None:
+    found = fsdp.plan(Language, world_size=2)
+    title, _, head, rule, *rows = found._repr_markdown_().splitlines()
+    assert title == found.title and head.startswith("| per rank | parameters |") and rule.startswith("| --- | ---: |")
+    assert [row.split(" | ")[0] for row in rows] == ["| FULL_SHARD", "| SHARD_GRAD_OP", "| NO_SHARD"]
+    assert repr(found) == str(found)

@@ -1,4 +1,4 @@
-"""`fsdp.trace`: what is recorded of a step is what was issued and waited for, and nothing is recorded outside of it."""
+"""`fsdp.trace`: it records the collectives and waits of a step, and nothing outside of its context."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fsdp
 from fsdp import FullyShardedDataParallel
 from fsdp.comm.recording import recorder
+from fsdp.tools.trace import Event, _exposed
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
@@ -99,7 +100,10 @@ def _saved(t: fsdp.Trace) -> None:
         with pytest.raises(ValueError, match=r"expected a name that ends in .json \(for Perfetto\) or .svg"):
             t.save(Path(directory, "trace.txt"))
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert {row.split()[0] for row in rows.values()} == {"compute", "gathers", "reductions", "waits"}
+    assert {re.split(r"[ ,]", row)[0] for row in rows.values()} == {"compute", "gathers", "reductions", "waits"}
+    words = [text.text or "" for text in picture.findall("{http://www.w3.org/2000/svg}text")]
+    assert re.fullmatch(rf"rank {dist.get_rank()}: [\d.]+ ms, of which [\d.]+ ms are exposed waits", words[0])
+    assert any("nested units" in word for word in words) and json.loads(t.to_json())[0]["unit"] == ""
     spans = [event for event in events if event["ph"] == "X"]
     assert len(spans) == len(t.events) == len(picture.findall("{http://www.w3.org/2000/svg}rect"))
     for row in rows:  # of one row nothing overlaps but what lies in something else
@@ -113,3 +117,23 @@ def _saved(t: fsdp.Trace) -> None:
 
 def test_a_step_is_recorded_as_it_was() -> None:
     run_ranks(2, _traced)
+
+
+def _replicated() -> None:
+    model = FullyShardedDataParallel(_build(), sharding_strategy=fsdp.ShardingStrategy.NO_SHARD)
+    with fsdp.trace(model) as t:
+        _step(model)
+    planned = fsdp.plan(_build, world_size=2, device="cpu")[fsdp.ShardingStrategy.NO_SHARD]
+    assert sum(event.nbytes for event in t.events if event.phase == "reduce") == planned.reduced_nbytes > 0
+
+
+def test_an_all_reduce_of_replicas_has_the_planned_bytes() -> None:
+    run_ranks(2, _replicated)
+
+
+def test_exposed_parts_of_collectives_on_an_accelerator() -> None:
+    """There the host does not wait: a collective is exposed while no unit computes."""
+    compute = [Event("a", "forward", 1.0, 2.0), Event("b", "forward", 1.5, 3.0)]
+    gathers = [Event("a", "gather", 0.0, 1.0), Event("b", "gather", 0.5, 1.5), Event("c", "gather", 2.5, 4.0)]
+    waits = [(event.unit, event.start, event.end, event.of) for event in _exposed([*compute, *gathers])]
+    assert waits == [("a", 0.0, 1.0, "gather"), ("b", 0.5, 1.0, "gather"), ("c", 3.0, 4.0, "gather")]

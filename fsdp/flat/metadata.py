@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,8 @@ class BucketInfo:
 
     layout: FlatLayout
     rank: int
-    flat_param: nn.Parameter
-    params: tuple[nn.Parameter, ...]
+    flat_param: nn.Parameter = field(repr=False)
+    params: tuple[nn.Parameter, ...] = field(repr=False)
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

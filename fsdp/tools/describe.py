@@ -1,4 +1,4 @@
-"""``fsdp.describe(model)``: its units as a tree, with what each costs, and remarks on what is probably not meant."""
+"""``fsdp.describe(model)``: the units of a wrapped model as a table, and remarks on probable mistakes."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from torch import nn
 from fsdp.flat.names import joined, members_of, path_of, plain_modules, unit_of, wrappers_in
 from fsdp.runtime.tensors import num_params
 from fsdp.runtime.unit import Unit, units_in
-from fsdp.tools.text import counted, in_bytes, in_dtype, table
+from fsdp.tools.text import Table, counted, in_bytes, in_dtype
 
-TINY_NBYTES = 100_000  # of full parameters: moving less takes no longer
-_MOST = 0.5  # of all parameters, in one unit
+TINY_NBYTES = 100_000  # full parameters of a unit; a gather of less takes as long
+_MOST = 0.5  # share of the parameters in one unit that is remarked on
 
 
 @dataclass(frozen=True)
 class UnitDescription:
-    """One unit. Everything in bytes is this rank's.
+    """One unit. All numbers of bytes are this rank's.
 
     Attributes:
-        name: the path of its module in the model ("" for the model), without wrapper parts.
-        kind: the class of its module.
-        depth: the number of units around it.
-        strategy: its sharding strategy, and what departs from it.
-        shards: the number of ranks that it is sharded over.
-        numel: numbers in its parameters, over all ranks, without padding; ``frozen_numel`` of them require no grad.
-        padding: numbers that its flat vectors have besides, over all ranks.
-        dtypes: of parameters, of the compute and of the reduction, per bucket.
-        param_nbytes, grad_nbytes: of its shards, and of their gradients.
-        full_nbytes: of its full buffers while it is gathered, as far as these have memory of their own.
-        tied: parameters with several names, each with all of them.
+        name: path of the module in the model ("" for the model), without wrapper parts.
+        kind: class of the module.
+        depth: number of units around it.
+        strategy: sharding strategy, with deviations from it.
+        shards: number of ranks that it is sharded over.
+        numel: elements of the parameters over all ranks, without padding; ``frozen_numel`` of them require no grad.
+        padding: elements of padding over all ranks.
+        dtypes: dtypes of parameters, compute and reduction, per bucket.
+        param_nbytes, grad_nbytes: bytes of the shards and of their gradients.
+        full_nbytes: bytes of the full buffers, as far as these have memory of their own.
+        tied: the names of each parameter with several names.
     """
 
     name: str
@@ -52,19 +52,19 @@ class UnitDescription:
 
     @property
     def dtypes_in_words(self) -> str:
-        """``float32``, or ``float32 -> bfloat16 -> float32`` where computed and reduced in other ones."""
+        """Return ``float32``, or ``float32 -> bfloat16 -> float32`` if compute and reduction differ."""
         several = [[in_dtype(d) for d in dtypes] for dtypes in dict.fromkeys(self.dtypes)]
         return ", ".join(names[0] if len(set(names)) == 1 else " -> ".join(names) for names in several) or "-"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Description:
-    """What :func:`describe` returns; ``str()`` is for people.
+    """The result of :func:`describe`. ``str()`` is a table with the remarks below; notebooks show it as well.
 
     Attributes:
-        units: depth first.
-        unmanaged_numel: numbers in parameters that no unit owns, of which every rank has all.
-        remarks: what is probably not meant, in sentences; empty where nothing stands out.
+        units: the units, depth first.
+        unmanaged_numel: elements of parameters that no unit owns; every rank has all of them.
+        remarks: sentences about probable mistakes.
     """
 
     units: tuple[UnitDescription, ...]
@@ -73,17 +73,27 @@ class Description:
 
     @property
     def numel(self) -> int:
-        """Numbers in the parameters of all units."""
+        """Number of elements in the parameters of all units."""
         return sum(unit.numel for unit in self.units)
 
-    def __str__(self) -> str:
+    @property
+    def table(self) -> Table:
+        """One row per unit, and the total."""
         head = ["unit", "parameters", "share", "padding", "frozen", "strategy", "ranks"]
         head += ["dtypes", "shard", "gradients", "gathered"]
         rows = [self._row(label, unit) for label, unit in _merged(self.units)]
         total = [counted(len(self.units), "unit"), f"{self.numel:,}", "", "", "", "", "", ""]
         total += [in_bytes(sum(unit.param_nbytes for unit in self.units))]
         total += [in_bytes(sum(unit.grad_nbytes for unit in self.units)), ""]
-        return "\n".join([table(head, [*rows, total]), *(f"* {remark}" for remark in self.remarks)])
+        return Table(head, [*rows, total])
+
+    def __str__(self) -> str:
+        return "\n".join([str(self.table), *(f"* {remark}" for remark in self.remarks)])
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        return "\n".join([self.table.markdown(), "", *(f"* {remark}" for remark in self.remarks)])
 
     def _row(self, label: str, unit: UnitDescription) -> list[str]:
         held = [in_bytes(nbytes) for nbytes in (unit.param_nbytes, unit.grad_nbytes, unit.full_nbytes)]
@@ -101,7 +111,7 @@ class Description:
 
 
 def _merged(units: tuple[UnitDescription, ...]) -> Iterator[tuple[str, UnitDescription]]:
-    """A row's label and its unit; neighbours that differ in nothing but the name have one row."""
+    """Yield a label and a unit for each row. Neighbours that differ only by name share a row."""
     start = 0
     for end in range(1, len(units) + 1):
         first = units[start]
@@ -114,13 +124,16 @@ def _merged(units: tuple[UnitDescription, ...]) -> Iterator[tuple[str, UnitDescr
 
 
 def describe(model: nn.Module) -> Description:
-    """The units of ``model`` as a tree, with what each costs on this rank, and remarks on what is probably not meant: a
-    policy that matched nothing, one unit that holds most of the model, tiny units, tied weights, parameters that are
-    trained in low precision. Communicates nothing; any rank may call it, at any time.
+    """Describe the units of ``model`` with their memory on this rank, and remark on probable mistakes.
+
+    Remarks: a policy that matched nothing, one unit with most of the parameters, tiny units, tied weights, parameters
+    trained in low precision. Nothing is communicated; any rank may call it at any time. ::
+
+        print(fsdp.describe(model))
 
     Raises:
-        TypeError: it is no model.
-        ValueError: nothing in ``model`` is wrapped.
+        TypeError: ``model`` is no module.
+        ValueError: no module in ``model`` is wrapped.
     """
     found = list(units_in(model))
     if not found:
@@ -205,8 +218,7 @@ def _remarks(
 
 
 def _hint(model: nn.Module, found: list[tuple[str, Unit, frozenset[int]]]) -> str:
-    """Which class to wrap: of those that the model has several modules of, none in another such, that with most
-    parameters."""
+    """Propose a class to wrap: among repeated classes that are not inside each other, the one with most parameters."""
     numel_below: Counter[str] = Counter()
     for name, unit, _ in found:
         for record in (record for handle in unit.handles for record in handle.layout.params):

@@ -1,18 +1,22 @@
-"""``fsdp.plan(model, world_size=...)``: what a training would take per rank, with every strategy, before anything runs.
+"""``fsdp.plan(model, world_size=...)``: memory and traffic of each rank under every strategy, before a run.
 
-No process group, no memory: the model is on the meta device, wrapped by the engine's own policy walk (``wrap.py``) and
-laid out by its own arithmetic (``flat/ownership.py``, ``flat/layout.py``). What moves in a step, and what it holds
-meanwhile, is gone through in ``step_memory.py``.
+The model is on the meta device. It is wrapped by the engine's policy walk (``wrap.py``) and laid out by the engine's
+arithmetic (``flat/ownership.py``, ``flat/layout.py``). So sizes of shards and traffic are exact.
+
+The peak is a closed form: see [Note: The peak of a step] in ``plan_memory.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
+import json
 import math
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +30,8 @@ from fsdp.comm.groups import HYBRID_SHARDING_STRATEGIES, Groups
 from fsdp.flat.names import WRAPPED_MODULE, ModuleGroup, joined, members_of, unit_of
 from fsdp.flat.ownership import Ignored, bucket_layouts, owned_params
 from fsdp.runtime.hooks import on_saved
-from fsdp.tools.step_memory import Bucket, PlannedUnit, Step
-from fsdp.tools.text import counted, in_bytes, table
+from fsdp.tools.plan_memory import PlannedBucket, PlannedUnit, gathers, peaks, reductions
+from fsdp.tools.text import Table, counted, in_bytes
 from fsdp.wrap import ModuleWrapPolicy, auto_wrap
 
 _LARGEST_WORLD = 1 << 16
@@ -37,17 +41,16 @@ Optimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """What one rank would hold and receive with one strategy.
+    """Memory and traffic of one rank under one strategy.
 
     Attributes:
-        shard_size, replicas: the ranks that parameters are sharded over, and how many such groups there are.
-        param_nbytes, grad_nbytes, optim_nbytes: of the shards, their gradients and the optimizer's state.
-        working_nbytes: the most that gathered parameters, gradients that are not reduced yet, and what the pools keep
-            for them take at a time; see [Note: The memory of a step] in ``step_memory.py``.
-        activation_nbytes: what autograd saves in a forward; 0 where no batch was given.
-        peak_nbytes: the most that all of these take at a time, in a step or between steps.
-        gathered_nbytes, reduced_nbytes: received in a step.
-        gathers, reductions: collectives in a step.
+        shard_size, replicas: number of ranks in a shard group, and of shard groups.
+        param_nbytes, grad_nbytes, optim_nbytes: bytes of the shards, their gradients and the optimizer's state.
+        working_nbytes: the most that full and reduce buffers take at a time; see [Note: The peak of a step].
+        activation_nbytes: bytes that autograd saves in a forward; 0 without a batch.
+        peak_nbytes: the most that all of these take at a time.
+        gathered_nbytes, reduced_nbytes: bytes received in a step.
+        gathers, reductions: number of collectives in a step.
     """
 
     strategy: ShardingStrategy
@@ -65,19 +68,18 @@ class StrategyPlan:
     reductions: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """What :func:`plan` returns; ``str()`` is for people.
+    """The result of :func:`plan`. ``str()`` is a table, ``to_json()`` has the numbers, notebooks show the table.
 
     Attributes:
         name: the model's class.
-        numel: numbers in its parameters.
+        numel: number of elements in the parameters.
         units: the paths of the modules that would be units; "" is the root.
-        world_size: the ranks.
-        strategies: side by side.
-        memory: in bytes, what a rank has; None where nobody said.
-        smallest: for each strategy the smallest number of ranks at which ``peak_nbytes`` fits ``memory``, or None where
-            none does.
+        world_size: number of ranks.
+        strategies: one plan per strategy.
+        memory: bytes that a rank has; None if not given.
+        smallest: for each strategy the smallest number of ranks for which ``peak_nbytes`` fits ``memory``, or None.
     """
 
     name: str
@@ -89,15 +91,20 @@ class Plan:
     smallest: dict[ShardingStrategy, int | None] = field(default_factory=dict)
 
     def __getitem__(self, strategy: ShardingStrategy) -> StrategyPlan:
-        """The plan with that strategy. KeyError if it was not planned."""
+        """Return the plan of one strategy. Raises KeyError if it was not planned."""
         for each in self.strategies:
             if each.strategy is strategy:
                 return each
         raise KeyError(strategy)
 
-    def __str__(self) -> str:
+    @property
+    def title(self) -> str:
         units, ranks = (counted(n, noun) for n, noun in ((len(self.units), "unit"), (self.world_size, "rank")))
-        title = f"{self.name}: {self.numel:,} parameters in {units}, {ranks}"
+        return f"{self.name}: {self.numel:,} parameters in {units}, {ranks}"
+
+    @property
+    def table(self) -> Table:
+        """One row per strategy."""
         head = ["per rank", "parameters", "gradients", "optimizer", "working set", "activations", "peak"]
         head += ["received", "gathers", "reductions"]
         rows = []
@@ -105,14 +112,26 @@ class Plan:
             held = [each.param_nbytes, each.grad_nbytes, each.optim_nbytes, each.working_nbytes]
             cells = [in_bytes(nbytes) for nbytes in (*held, each.activation_nbytes, each.peak_nbytes)]
             cells += [in_bytes(each.gathered_nbytes + each.reduced_nbytes), str(each.gathers), str(each.reductions)]
+            if self.memory is not None:
+                cells.append("yes" if each.peak_nbytes <= self.memory else "no")
+                cells.append(str(self.smallest[each.strategy] or "never"))
             rows.append([each.strategy.name, *cells])
-        if self.memory is None:
-            return "\n".join([title, table(head, rows)])
-        for row, each in zip(rows, self.strategies):
-            smallest = self.smallest[each.strategy]
-            fits = "yes" if each.peak_nbytes <= self.memory else "no"
-            row += [fits, "never" if smallest is None else str(smallest)]
-        return "\n".join([title, table([*head, f"fits {in_bytes(self.memory)}", "from ranks"], rows)])
+        return Table(head if self.memory is None else [*head, f"fits {in_bytes(self.memory)}", "from ranks"], rows)
+
+    def __str__(self) -> str:
+        return f"{self.title}\n{self.table}"
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self) -> str:
+        return f"{self.title}\n\n{self.table.markdown()}"
+
+    def to_json(self) -> str:
+        """Return all numbers as JSON; strategies by name."""
+        found = dataclasses.asdict(self)
+        found["strategies"] = [{**each, "strategy": each["strategy"].name} for each in found["strategies"]]
+        found["smallest"] = {strategy.name: ranks for strategy, ranks in self.smallest.items()}
+        return json.dumps(found, indent=2)
 
 
 def plan(
@@ -124,40 +143,40 @@ def plan(
     precision: MixedPrecision | None = None,
     optimizer: Optimizer | None = torch.optim.AdamW,
     batch_tokens: int | Sequence[int] | None = None,
-    inputs: Sequence[Any] | torch.Tensor | None = None,
+    inputs: Sequence[Any] | Mapping[str, Any] | torch.Tensor | None = None,
     use_orig_params: bool = False,
     shard_size: int | None = None,
     device: str | torch.device = "cuda",
     memory: int | str | None = None,
 ) -> Plan:
-    """What each rank would hold, and receive in a step, if ``model`` were wrapped and trained so. Nothing is allocated,
-    ``model`` stays as it is, and no process group is needed.
+    """Compute what each rank would hold, and receive in a step, if ``model`` were wrapped and trained.
 
-    The formulas are those of the engine: [Note: The memory of a step] in ``fsdp/tools/step_memory.py`` lists them. Not
-    counted is what the modules' operations, the optimizer's step and the backend's collectives allocate for themselves
-    for a while, what the allocator rounds up, and CUDA's context. Units prefetch one unit, as by default.
+    Nothing is allocated, ``model`` stays as it is, and no process group is needed. Sizes and traffic are exact; the
+    peak is a closed form, see [Note: The peak of a step] in ``fsdp/tools/plan_memory.py``. ::
+
+        print(fsdp.plan(Model, world_size=8, policy=ModuleWrapPolicy({Block}), batch_tokens=(8, 1024), memory="80GB"))
 
     Args:
-        model: a plain model, on any device (copied to the meta device, without its values), or a function that makes
-            one, which is called with the meta device as the default.
-        world_size: the number of ranks.
-        policy: what would be ``auto_wrap_policy``; it is asked about the modules of the copy.
+        model: a plain model on any device (copied to the meta device without values), or a function that makes one,
+            which is called with the meta device as the default.
+        world_size: number of ranks.
+        policy: the ``auto_wrap_policy``; it is called with modules of the copy.
         strategy: the strategies to compare; None: all of them, hybrid ones if ``shard_size`` is given.
-        precision: what would be ``mixed_precision``.
-        optimizer: its class, or a function of a list of parameters; tried on a small one. None: no optimizer.
-        batch_tokens: to count activations, a rank's batch of token ids: a number of tokens, or the shape, such as
-            ``(8, 1024)``. The model's forward is run with it, on the meta device.
-        inputs: as ``batch_tokens``, for other models: the arguments of the forward, or the tensor that is the only one,
-            of any device.
+        precision: the ``mixed_precision``.
+        optimizer: a class, or a function of a list of parameters; tried on a small parameter. None: no optimizer.
+        batch_tokens: a rank's batch of token ids, to count activations: a number of tokens, or a shape such as
+            ``(8, 1024)``. The model's forward runs with it on the meta device.
+        inputs: the arguments of the forward instead of ``batch_tokens``: a sequence, a mapping of keywords, or the only
+            tensor, on any device.
         use_orig_params: as in the wrapper; it changes the padding.
-        shard_size: with hybrid strategies, the ranks that a replica is sharded over: those of a machine, usually.
-        device: where it would train. On accelerators shards are aligned to 16 bytes; on ``"cpu"`` (gloo) reductions
-            receive into memory of their own, as between hosts: through memory that ranks share they need none.
-        memory: what a rank has, in bytes or as ``"80GB"``: has :attr:`Plan.smallest` looked for.
+        shard_size: with hybrid strategies, the number of ranks of a shard group, usually those of a machine.
+        device: the device of the training. On accelerators shards are aligned to 16 bytes. With ``"cpu"`` (gloo)
+            reductions receive into memory of their own, as between hosts.
+        memory: the memory of a rank, in bytes or as ``"80GB"``: fills :attr:`Plan.smallest`.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind; the model is wrapped already, or cannot be.
-        NotImplementedError: it has ``DTensor`` parameters.
+        TypeError, ValueError: an argument is of the wrong kind; the model is wrapped already, or cannot be wrapped.
+        NotImplementedError: the model has ``DTensor`` parameters.
     """
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size must be a number of ranks, 1 or more, but got {world_size!r}")
@@ -173,7 +192,7 @@ def plan(
     )
     batch = _batch(batch_tokens, inputs)
     if batch is not None:
-        tree.try_forward(batch)
+        tree.try_forward(*batch)
     chosen = _strategies(strategy, shard_size)
     planner = _Planner(tree, optimizer, shard_size)
     limit = None if memory is None else as_nbytes(memory)
@@ -189,16 +208,19 @@ def plan(
 
 
 def as_nbytes(memory: int | str) -> int:
-    """``80GB``, ``80 GiB``, ``512MB`` or a number of bytes.
+    """Convert ``80GB``, ``80 GiB``, ``512MB`` or a number of bytes to bytes.
 
     Raises:
-        ValueError: it is nothing of this kind.
+        ValueError: ``memory`` is none of these.
     """
     found = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]?)(i?)b?\s*", str(memory), re.IGNORECASE)
     if found is None:
         raise ValueError(f"memory must be a number of bytes, such as 80GB, 80GiB or 512MB, but got {memory!r}")
     number, prefix, binary = found.groups()
     return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(prefix.lower() or " "))
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def _strategies(strategy: Any, shard_size: int | None) -> list[ShardingStrategy]:
@@ -211,23 +233,27 @@ def _strategies(strategy: Any, shard_size: int | None) -> list[ShardingStrategy]
     return chosen
 
 
-def _batch(batch_tokens: Any, inputs: Any) -> tuple[Any, ...] | None:
+def _batch(batch_tokens: Any, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Return the positional and keyword arguments of a forward, on the meta device; None without a batch."""
     if batch_tokens is not None and inputs is not None:
         raise ValueError("batch_tokens and inputs are two ways to say the same: pass one of them")
     if inputs is not None:
-        arguments = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        moved: tuple[Any, ...] = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), arguments)
-        return moved
+        keywords = dict(inputs) if isinstance(inputs, Mapping) else {}
+        positional = () if keywords else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        moved: Any = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (positional, keywords))
+        return tuple(moved[0]), moved[1]
     if batch_tokens is None:
         return None
     shape = (1, batch_tokens) if isinstance(batch_tokens, int) else batch_tokens
     if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
         raise TypeError(f"batch_tokens must be a number of tokens, or a shape such as (8, 1024), but got {shape!r}")
-    return (torch.empty(shape, dtype=torch.int64, device="meta"),)
+    if not all(size > 0 for size in shape):
+        raise ValueError(f"batch_tokens must have sizes of 1 or more, but got {shape!r}")
+    return (torch.empty(shape, dtype=torch.int64, device="meta"),), {}
 
 
 def _on_meta(model: Any) -> nn.Module:
-    """A copy without values that may be changed."""
+    """Copy a model, or make one, on the meta device."""
     if not isinstance(model, nn.Module):
         if not callable(model):
             raise TypeError(f"model must be an nn.Module or a function that makes one, but got {type(model).__name__}")
@@ -250,9 +276,11 @@ def _on_meta(model: Any) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+# -- the model, wrapped ------------------------------------------------------------------------------------------------
+
+
 class _Wrapped(nn.Module):
-    """Stands where a unit would be, and knows when it runs; of a group, where one of its modules is, beside ``unit``,
-    which stands nowhere."""
+    """Placeholder of a wrapper, which reports when it runs. Each module of a group has one, with a common ``unit``."""
 
     def __init__(self, module: nn.Module, unit: _Wrapped | None = None, **options: Any) -> None:
         super().__init__()
@@ -280,11 +308,11 @@ class _Wrapped(nn.Module):
 
 
 class _Tree:
-    """A model on the meta device, wrapped.
+    """A wrapped model on the meta device.
 
     Attributes:
-        wrapped: its units, depth first.
-        order: in which they run: (unit, whether it begins).
+        wrapped: the units, depth first.
+        order: the events of a forward: (index of a unit, True if it begins, else it ends).
     """
 
     def __init__(
@@ -302,8 +330,8 @@ class _Tree:
         self._settle(self.order)
 
     def _settle(self, order: list[tuple[int, bool]]) -> None:
-        """Of a unit that ran several times its first run counts, as it is gathered in between. A group runs from the
-        first of its modules to the last, around what runs between them."""
+        """Set ``order``. Of several runs of a unit the first counts. A group runs from the first of its modules to the
+        last, and is around the units between them."""
         groups = [unit for unit in self.wrapped if unit.is_group]
         last = {
             (unit.index, False): max(i for i, event in enumerate(order) if event[0] == unit.index) for unit in groups
@@ -316,14 +344,14 @@ class _Tree:
 
     def _visit(self, wrapper: _Wrapped, name: str, around: frozenset[int]) -> None:
         (unit,) = wrapper.of
-        behind = unit in self.wrapped  # another module of the group, and what runs between them
+        behind = unit in self.wrapped  # a later module of a group
         if behind:
             unit.name += f", {name}"
         else:
             unit.name, unit.index, unit.around = name, len(self.wrapped), around
             self.wrapped.append(unit)
         self.order.append((unit.index, True))
-        # the gradient of what has several places comes once, with the first one's, which a backward reaches last
+        # a shared parameter's gradient arrives once, at the first place, which a backward reaches last
         trained = {item.places[0].module for item in unit.owned if item.param.requires_grad}
         for path, module in _modules(wrapper.inner[0], name):
             if not isinstance(module, _Wrapped):
@@ -335,8 +363,8 @@ class _Tree:
                 self._visit(module, path, around | {unit.index})
         self.order.append((unit.index, False))
 
-    def try_forward(self, batch: tuple[Any, ...]) -> None:
-        """Run the model, note in which order units run, and what autograd saves in each."""
+    def try_forward(self, batch: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Run the model; record the order of the units and the bytes that autograd saves in each."""
         order: list[tuple[int, bool]] = []
         running: list[_Wrapped] = []
         kept: dict[int, torch.Tensor] = {}  # by storage; held, so that no other one gets its number
@@ -353,7 +381,7 @@ class _Tree:
                 running.pop()
                 return
             running.append(unit)
-            for value in tree_leaves(arguments):  # what a checkpoint around its inside keeps, past autograd
+            for value in tree_leaves(arguments):  # kept by a checkpoint inside the unit, past autograd
                 if isinstance(value, torch.Tensor):
                     save(value)
 
@@ -368,10 +396,11 @@ class _Tree:
             kept[param.untyped_storage()._cdata] = param
         dtype = self._root.options["mixed_precision"].param_dtype
         if dtype is not None:
-            batch = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+            both = batch, keywords
+            batch, keywords = tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, both)
         try:
             with on_saved(save), torch.enable_grad():
-                self._root(*batch)
+                self._root(*batch, **keywords)
         except Exception as error:
             raise ValueError(
                 f"{self.name} does not run with this batch, on the meta device: {type(error).__name__}: {error}. Pass "
@@ -382,27 +411,24 @@ class _Tree:
     def units(
         self, groups_of: Callable[[ShardingStrategy | None], Groups], resharded: bool | None
     ) -> list[PlannedUnit]:
-        """Its units; ``groups_of`` the strategy that the policy gave them, if any; ``resharded`` after forward, None:
-        all but the root."""
+        """Return the units. ``groups_of`` maps the strategy that a policy gave a unit, or None, to groups.
+        ``resharded``: after forward; None: all units except the root."""
         units = []
         for unit in self.wrapped:
             groups = groups_of(unit.options["sharding_strategy"])
-            buckets = tuple(self._buckets(unit, groups))
+            precision = as_mixed_precision(unit.options["mixed_precision"])
+            layouts = bucket_layouts(
+                unit.owned, groups.shard_size, self.on_cpu, precision, use_orig_params=self._use_orig_params
+            )
+            buckets = tuple(PlannedBucket(layout, params[0].param.requires_grad) for layout, params in layouts)
             stays = unit.index == 0 if resharded is None else not resharded
-            place = unit.index, unit.around, groups, buckets, stays
-            units.append(PlannedUnit(*place, unit.opens_early, unit.closes_late, unit.saved))
+            open_early = unit.opens_early and unit.closes_late
+            units.append(PlannedUnit(unit.index, unit.around, groups, buckets, stays, open_early, unit.saved))
         return units
-
-    def _buckets(self, unit: _Wrapped, groups: Groups) -> Iterator[Bucket]:
-        precision = as_mixed_precision(unit.options["mixed_precision"])
-        for layout, members in bucket_layouts(
-            unit.owned, groups.shard_size, self.on_cpu, precision, use_orig_params=self._use_orig_params
-        ):
-            yield Bucket(layout, members[0].param.requires_grad)
 
 
 def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """Of ``module`` and what is in it, with paths in the plain model, up to nested units."""
+    """Yield ``module`` and the modules inside, with paths in the plain model, down to nested units."""
     yield path, module
     for name, child in module.named_children():
         if isinstance(child, _Wrapped):
@@ -411,12 +437,18 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _modules(child, joined(path, name))
 
 
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
 class _Planner:
+    """The plans of one model."""
+
     def __init__(self, tree: _Tree, optimizer: Optimizer | None, shard_size: int | None) -> None:
         self._tree, self._optimizer, self._shard_size = tree, optimizer, shard_size
         self._states: dict[torch.dtype, tuple[float, int]] = {}
 
     def plan(self, strategy: ShardingStrategy, world_size: int) -> StrategyPlan:
+        """Return the plan of one strategy at a number of ranks."""
         groups = self._groups(strategy, world_size)
         resharded, _ = as_resharding(None, strategy)
         units = self._tree.units(lambda own: groups if own is None else self._groups(own, world_size), resharded)
@@ -424,7 +456,9 @@ class _Planner:
         params = sum(bucket.shard_nbytes for bucket in buckets)
         grads = sum(bucket.shard_nbytes for bucket in buckets if bucket.trained)
         optim = sum(self._state_nbytes(bucket) for bucket in buckets if bucket.trained)
-        step = Step(units, self._tree.order, on_cpu=self._tree.on_cpu)
+        working, most = peaks(units, self._tree.order, self._tree.on_cpu)
+        gathered, gather_count = gathers(units)
+        reduced, reduction_count = reductions(units)
         return StrategyPlan(
             strategy=strategy,
             shard_size=groups.shard_size,
@@ -432,17 +466,17 @@ class _Planner:
             param_nbytes=params,
             grad_nbytes=grads,
             optim_nbytes=optim,
-            working_nbytes=step.working,
+            working_nbytes=working,
             activation_nbytes=sum(unit.activation_nbytes for unit in units),
-            peak_nbytes=params + optim + max(step.most, grads),
-            gathered_nbytes=step.gathered,
-            reduced_nbytes=step.reduced,
-            gathers=step.gathers,
-            reductions=step.reductions,
+            peak_nbytes=params + optim + max(most, grads),
+            gathered_nbytes=gathered,
+            reduced_nbytes=reduced,
+            gathers=gather_count,
+            reductions=reduction_count,
         )
 
     def smallest(self, strategy: ShardingStrategy, limit: int) -> int | None:
-        """The smallest number of ranks that fits ``limit``: searched by halves, as more ranks hold less each."""
+        """Return the smallest number of ranks that fits ``limit``, by bisection: more ranks hold less each."""
         unit = self._shard_size if strategy in HYBRID_SHARDING_STRATEGIES and self._shard_size else 1
 
         def fits(count: int) -> bool:
@@ -470,8 +504,8 @@ class _Planner:
                 raise ValueError(f"world_size {world_size} is not a multiple of shard_size {size}")
         return Groups(None, 0, size, None, 0, world_size // size)
 
-    def _state_nbytes(self, bucket: Bucket) -> int:
-        """What the optimizer holds of a shard: so much per element, and per parameter."""
+    def _state_nbytes(self, bucket: PlannedBucket) -> int:
+        """Return the bytes of optimizer state for one shard: an amount per element and one per parameter."""
         if self._optimizer is None:
             return 0
         dtype = bucket.layout.dtype
@@ -490,44 +524,66 @@ class _Planner:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """``python -m fsdp.plan module:factory --world-size 8 --memory 80GB``: prints the plan."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdp.plan", description="What a training would take per rank, with every strategy."
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``fsdp plan``."""
+    parser.add_argument("model", help="module:name of a model, or of a function without arguments that makes it")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument(
+        "--memory", metavar="80GB", help="memory of a rank: find the smallest number of ranks that fits"
     )
-    parser.add_argument("model", help="module:name of a function without arguments that makes the model, or of a model")
-    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="the number of ranks")
-    parser.add_argument("--memory", metavar="80GB", help="what a rank has: find the smallest number of ranks that fits")
-    parser.add_argument("--wrap", metavar="CLASS,...", help="the classes of modules that become units")
-    parser.add_argument("--strategy", metavar="NAME,...", help="FULL_SHARD and so on; all of them by default")
+    parser.add_argument("--wrap", metavar="CLASS,...", help="classes of modules that become units")
+    parser.add_argument("--strategy", metavar="NAME,...", help="FULL_SHARD and so on; default: all")
     parser.add_argument("--precision", metavar="DTYPE", help="compute and reduce in bfloat16 or float16")
-    parser.add_argument("--optimizer", default="AdamW", help="a class in torch.optim (AdamW), or none")
+    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim (default AdamW), or none")
     parser.add_argument("--batch-tokens", metavar="8x1024", help="count the activations of such a batch of token ids")
+    parser.add_argument("--inputs", metavar="MODULE:NAME", help="function that returns the arguments of a forward")
     parser.add_argument("--shard-size", type=int, metavar="N", help="ranks per machine, for hybrid strategies")
     parser.add_argument("--device", default="cuda", help="cuda (default), or cpu for gloo")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--json", action="store_true", help="print all numbers as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan. Return 0, or 2 with a message for wrong arguments."""
     try:
-        model = _on_meta(pkgutil.resolve_name(options.model))
-        tokens = options.batch_tokens and [int(size) for size in options.batch_tokens.split("x")]
-        dtype = options.precision and getattr(
-            torch, {"bf16": "bfloat16", "fp16": "float16"}.get(*[options.precision] * 2)
-        )
-        found = plan(
-            model,
-            world_size=options.world_size,
-            policy=options.wrap and _policy(model, options.wrap.split(",")),
-            strategy=options.strategy and [ShardingStrategy[name] for name in options.strategy.split(",")],
-            precision=dtype and MixedPrecision(param_dtype=dtype),
-            optimizer=None if options.optimizer == "none" else getattr(torch.optim, options.optimizer),
-            batch_tokens=tokens[0] if tokens and len(tokens) == 1 else tokens,
-            shard_size=options.shard_size,
-            device=options.device,
-            memory=options.memory,
-        )
-    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, KeyError) as error:
-        parser.error(f"{type(error).__name__}: {error}")
-    print(found)
+        found = _from_command(options)
+    except (ImportError, AttributeError, RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        print(f"fsdp plan: {error}", file=sys.stderr)
+        return 2
+    print(found.to_json() if options.json else found)
     return 0
+
+
+def _from_command(options: argparse.Namespace) -> Plan:
+    model = _on_meta(pkgutil.resolve_name(options.model))
+    names = [] if options.strategy is None else options.strategy.upper().split(",")
+    if unknown := set(names) - set(ShardingStrategy.__members__):
+        raise ValueError(f"--strategy {min(unknown)} is none of {', '.join(ShardingStrategy.__members__)}")
+    dtypes = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16, "float16": torch.float16}
+    if options.precision is not None and options.precision not in dtypes:
+        raise ValueError(f"--precision {options.precision} is none of {', '.join(dtypes)}")
+    optimizer = None if options.optimizer == "none" else getattr(torch.optim, options.optimizer, None)
+    if optimizer in (torch.optim.LBFGS, torch.optim.Optimizer) or (optimizer is None and options.optimizer != "none"):
+        raise ValueError(f"--optimizer {options.optimizer} is no class of torch.optim that can be tried; or none")
+    if options.memory is not None and as_nbytes(options.memory) < 1000:
+        raise ValueError(f"--memory {options.memory} is less than 1 kB: write 80GB or 512MB")
+    shape = None
+    if options.batch_tokens is not None:
+        if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", options.batch_tokens) is None:
+            raise ValueError(f"--batch-tokens {options.batch_tokens} is no shape such as 8x1024")
+        shape = [int(size) for size in options.batch_tokens.split("x")]
+    return plan(
+        model,
+        world_size=options.world_size,
+        policy=options.wrap and _policy(model, options.wrap.split(",")),
+        strategy=[ShardingStrategy[name] for name in names] or None,
+        precision=options.precision and MixedPrecision(param_dtype=dtypes[options.precision]),
+        optimizer=optimizer,
+        batch_tokens=shape[0] if shape and len(shape) == 1 else shape,
+        inputs=options.inputs and pkgutil.resolve_name(options.inputs)(),
+        shard_size=options.shard_size,
+        device=options.device,
+        memory=options.memory,
+    )
 
 
 def _policy(model: nn.Module, names: list[str]) -> ModuleWrapPolicy:

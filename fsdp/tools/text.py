@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def in_bytes(nbytes: float) -> str:
-    """Three digits and a decimal unit: ``1.25 GB``."""
+    """Format with three digits and a decimal unit: ``1.25 GB``."""
     for unit, size in _UNITS:
         if abs(nbytes) >= 0.9995 * size:
             return f"{nbytes / size:#.3g}".rstrip(".") + f" {unit}"
@@ -16,16 +17,30 @@ def in_bytes(nbytes: float) -> str:
 
 
 def in_dtype(dtype: object) -> str:
+    """Format a dtype without ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def counted(number: int, noun: str) -> str:
+    """Format a count: ``1 unit``, ``2 units``."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns under ``head``; the first on the left, the others, of numbers, on the right."""
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
-    return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+@dataclass(frozen=True)
+class Table:
+    """Columns of text: the first is aligned to the left, the others, of numbers, to the right."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __str__(self) -> str:
+        lines = [self.head, *self.rows]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(self.head))]
+        aligned = [[line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in lines]
+        return "\n".join("  ".join(cells).rstrip() for cells in aligned)
+
+    def markdown(self) -> str:
+        """Format as a Markdown table, which notebooks show."""
+        lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
+        indented = [[line[0].replace("  ", "&emsp;"), *line[1:]] for line in lines]
+        return "\n".join(f"| {' | '.join(line)} |" for line in indented)

@@ -1,0 +1,34 @@
+"""``fsdp plan | migrate | run``, also as ``python -m fsdp``: the tools that work on models and scripts before a run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from fsdp.tools import migrate, plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command. Return 0 for success; 1 if ``migrate`` leaves changes to the user; 2 for wrong arguments."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["run"]:  # in a new process image: fsdp.compat imports torch's own FSDP
+        os.execv(sys.executable, [sys.executable, "-m", "fsdp.compat", *arguments[1:]])
+    parser = argparse.ArgumentParser(prog="fsdp", description="Tools of the fsdp package.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, tool, text in (
+        ("plan", plan, "memory and traffic of every rank under every strategy, before a run"),
+        ("migrate", migrate, "the changes that a script for DistributedDataParallel or torch's FSDP needs"),
+    ):
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        tool.add_arguments(command)
+        command.set_defaults(run=tool.run)
+    commands.add_parser("run", help="run a script, or -m module, with this package in the place of torch's FSDP1")
+    options = parser.parse_args(arguments)
+    code: int = options.run(options)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
