@@ -196,12 +196,13 @@ def _compare(number: int) -> None:
             assert (said.param_nbytes, said.grad_nbytes) == (found["param_nbytes"], found["grad_nbytes"]), what
             assert said.optim_nbytes == pytest.approx(found["optim_nbytes"], rel=1e-4), what
             peak = f"{said.peak_nbytes:,} planned, {found['peak_nbytes']:,} held"
-            assert said.peak_nbytes == pytest.approx(found["peak_nbytes"], rel=0.05), what + peak
+            assert said.peak_nbytes == pytest.approx(found["peak_nbytes"], rel=0.1), what + peak
 
 
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_two_ranks_hold_and_receive_what_was_planned(number: int) -> None:
+    """Sizes and traffic are exact; the peak is within 10 %."""
     run_ranks(2, _compare, number)
 
 

@@ -1,16 +1,14 @@
-"""On request only: torch's names stand for this package, so that programs and tools run on it as they are.
+"""Programs and tools written for torch's FSDP1 run on this package, on request.
 
-:func:`patch` puts our class, enums, configurations, policies and scaler in the places of torch's FSDP1, where tools
-take them from when they are imported or while they run, and where they already have them. ``torch.distributed.fsdp``
-itself stays, with FSDP2's names. The command ``python -m fsdp.compat script.py ...`` (with torchrun: ``torchrun -m
-fsdp.compat script.py ...``) does that and runs a script.
+:func:`patch` replaces torch's FSDP1 class, enums, configurations, policies and scaler by those of this package: in
+torch's modules, and in modules that have imported them. ``torch.distributed.fsdp`` keeps FSDP2's names. The command
+``fsdp run script.py ...`` (with torchrun: ``torchrun -m fsdp run script.py ...``) does that and runs a script.
 
-:func:`enable_dcp` is a part of it that can be had alone. ``torch.distributed.checkpoint.state_dict`` knows a sharded
-model by its class: without help it takes a model of this package for a plain one, and the optimizer's flat parts for
-whole tensors. Enabled, it hands models with wrapped modules in them to :mod:`fsdp.checkpoint`, whose functions have the
-same signatures and results. All other models, those of torch's FSDP and DDP among them, stay with torch. What is
-replaced are that module's inner functions, not the public ones: these look the inner ones up when they are called, so
-that it makes no difference when and how a program imported ``get_state_dict``.
+:func:`enable_dcp` is the part for ``torch.distributed.checkpoint.state_dict``, which recognises a sharded model by its
+class. Without help it takes a model of this package for a plain one, and optimizer shards for full tensors. Afterwards
+models with wrapped modules go to :mod:`fsdp.checkpoint`, whose functions have the same signatures and results. Other
+models, including those of torch's FSDP and DDP, stay with torch. The private functions of that module are replaced. The
+public ones look these up at each call, so it does not matter when and how a program imported ``get_state_dict``.
 """
 
 from __future__ import annotations
@@ -54,32 +52,36 @@ from fsdp.names import fsdp1
 from fsdp.runtime.unit import units_of
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of functions that it compiles
+    warnings.simplefilter("ignore")  # torch warns of functions that it compiles there
     import torch.distributed.optim as torchs_optim
 
 __all__ = ["disable_dcp", "enable_dcp", "patch", "unpatch"]
 
 
 def patch(*, imported: bool = True) -> list[str]:
-    """Let programs that use torch's FSDP1 run on this package, in this process and in those that it spawns, until
-    :func:`unpatch`.
+    """Run programs that use torch's FSDP1 on this package, in this process and in processes that it spawns, until
+    :func:`unpatch`. All ranks have to call it; a second call is a no-op.
 
-    What ``torch.distributed.fsdp``, ``.fully_sharded_data_parallel``, ``.api``, ``.wrap`` and ``.sharded_grad_scaler``
-    call FSDP1's (the class, its enums, configurations, policies, ``FlatParameter``, ``ShardedGradScaler``) is ours from
-    now on. With ``imported``, also in modules other than torch's that have imported it before; copies in their
-    containers, defaults and subclasses stay. FSDP2's names stay, ``register_fsdp_forward_method`` serves both. What
-    tools call of FSDP1's inside (``_lazy_init``, ``_reshard``, ``_post_backward_final_callback``,
-    ``_get_module_fsdp_state``, ``_has_fsdp_params``, ``_module_handle``, ``_get_param_to_fqns``) takes our modules,
-    too. :func:`enable_dcp` is included. accelerate loads a sharded optimizer state into that of an optimizer that has
-    not stepped, which is empty: the state is made for it. peft finds the adapters of a model with wrapped modules
-    inside, to save and to load them. Torch's own FSDP1 is not to be used meanwhile. All ranks have to call it. Calling
-    it again changes nothing.
+    * The FSDP1 names of ``torch.distributed.fsdp``, ``.fully_sharded_data_parallel``, ``.api``, ``.wrap`` and
+      ``.sharded_grad_scaler`` become those of this package: the class, enums, configurations, policies,
+      ``FlatParameter``, ``ShardedGradScaler``. FSDP2's names stay; ``register_fsdp_forward_method`` serves both.
+    * Private functions that tools call (``_lazy_init``, ``_root_pre_forward``, ``_unshard``, ``_reshard``,
+      ``_unshard_params_for_summon``, ``_get_module_fsdp_state`` and others) take wrapped modules of this package.
+    * :func:`enable_dcp` is included.
+    * accelerate loads a sharded optimizer state into the state of an optimizer without steps, which is created here.
+      peft finds the adapters of a model with nested wrappers, to save and to load them.
+
+    Torch's own FSDP1 must not be used meanwhile.
+
+    Args:
+        imported: replace the names also in modules that have imported them already. Copies in containers, defaults and
+            subclasses stay.
 
     Returns:
-        What was changed, as ``module.name``.
+        the changed names, as ``module.name``.
 
     Raises:
-        RuntimeError: this version of torch lacks some of what would be replaced; nothing was.
+        RuntimeError: this version of torch lacks some of the names. Nothing was changed.
     """
     if _patched:
         return []
@@ -101,7 +103,7 @@ def patch(*, imported: bool = True) -> list[str]:
     changes.append(_Change(multiprocessing.spawn, "get_preparation_data", prepare, _and_patch(prepare)))
     if not _enabled:
         enable_dcp()
-        _patched.extend(_enabled)  # which is undone with the rest
+        _patched.extend(_enabled)  # unpatch undoes it with the rest
         _enabled.clear()
     _make(changes, _patched)
     sys.meta_path.insert(0, _finder)
@@ -111,10 +113,10 @@ def patch(*, imported: bool = True) -> list[str]:
 
 
 def unpatch() -> None:
-    """Undo what :func:`patch` did, if it did.
+    """Undo :func:`patch`; a no-op without it.
 
     Raises:
-        RuntimeError: something else was put in a place since, and would be lost. Nothing was changed.
+        RuntimeError: a name was replaced by another object since. Nothing was changed.
     """
     if not _patched:
         return
@@ -124,16 +126,15 @@ def unpatch() -> None:
 
 
 def enable_dcp() -> None:
-    """Let torch's functions for state dicts take models of this package, in this process, until :func:`disable_dcp`.
+    """Make torch's functions for state dicts take models of this package, until :func:`disable_dcp`.
 
-    These are ``get_state_dict``, ``get_model_state_dict``, ``get_optimizer_state_dict`` and their ``set_`` counterparts
-    in ``torch.distributed.checkpoint.state_dict``, however they were imported, and ``load_state_dict()`` of torch's
-    ``_NamedOptimizer``. They do what :mod:`fsdp.checkpoint` does under the same names, with torch's
-    ``StateDictOptions``. Calling it again changes nothing. All ranks have to: one that has not cannot take part in the
-    others' collectives.
+    These are ``get_state_dict``, ``get_model_state_dict``, ``get_optimizer_state_dict`` and the ``set_`` counterparts
+    of ``torch.distributed.checkpoint.state_dict``, however they were imported, and ``load_state_dict()`` of torch's
+    ``_NamedOptimizer``. They call the functions of the same names in :mod:`fsdp.checkpoint`, with torch's
+    ``StateDictOptions``. All ranks have to call it, since the functions communicate. A second call is a no-op.
 
     Raises:
-        RuntimeError: this version of torch lacks some of what would be replaced; nothing was.
+        RuntimeError: this version of torch lacks some of the names. Nothing was changed.
     """
     if _enabled or _patched:
         return
@@ -150,16 +151,16 @@ def enable_dcp() -> None:
 
 
 def disable_dcp() -> None:
-    """Give torch back exactly what :func:`enable_dcp` replaced, if it did.
+    """Undo :func:`enable_dcp`; a no-op without it.
 
     Raises:
-        RuntimeError: something else was put in its place since, and would be lost. Nothing was changed.
+        RuntimeError: a name was replaced by another object since. Nothing was changed.
     """
     _check_kept("disable_dcp", _enabled)
     _take_back(_enabled)
 
 
-# -- what is done for models of this package: called as torch's functions of these names are ---------------------------
+# -- replacements of torch's functions of the same names, for models of this package -----------------------------------
 
 
 def _get_model_state_dict(model: nn.Module, info: Any) -> Any:
@@ -169,11 +170,11 @@ def _get_model_state_dict(model: nn.Module, info: Any) -> Any:
 
 
 def _load_model_state_dict(model: nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
-    # set_state_dict() has looked here, and not on rank 0, whether there is a model's state to load
+    # set_state_dict() has checked for a model's state on this rank, not on rank 0
     ranks = ranks_of(units_of(model), [default_group()])
     if info.broadcast_from_rank0 and not ranks.first("ask for a model's state", lambda: info.handle_model):
         return _IncompatibleKeys([], [])
-    # a dict of dicts by submodule has come to the submodules' names, with our wrappers in them
+    # torch has flattened a dict of dicts by submodule with the submodules' names, which contain wrappers
     return torch_state_dict.set_model_state_dict(model, {clean(key): v for key, v in state_dict.items()}, options=info)
 
 
@@ -198,7 +199,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def load_fsdp_optimizer(
     fsdp_plugin: Any, accelerator: Any, optimizer: Any, model: nn.Module, *rest: Any, **options: Any
 ) -> Any:
-    """accelerate's, with somewhere to load into."""
+    """Call accelerate's function, with state to load into for an optimizer that has not stepped."""
     inner = getattr(optimizer, "optimizer", optimizer)
     empty = (
         _has_wrappers(model)
@@ -231,8 +232,8 @@ def set_peft_model_state_dict(model: nn.Module, *rest: Any, **options: Any) -> A
 
 @contextlib.contextmanager
 def _clean_names(model: nn.Module) -> Iterator[None]:
-    """Let ``model.named_modules()`` give names as in state dicts, without the parts that wrappers add. peft itself
-    removes such a part at the beginning of a name only."""
+    """Make ``model.named_modules()`` yield names as in state dicts, without wrapper parts. peft itself removes such a
+    part at the start of a name only."""
     if not _has_wrappers(model):
         yield
         return
@@ -268,11 +269,11 @@ def _has_wrapper(self: Any, state_dict: dict[str, Any]) -> bool:
     return isinstance(self.module, FullyShardedDataParallel)
 
 
-# -- how it gets there -------------------------------------------------------------------------------------------------
+# -- replacing names --------------------------------------------------------------------------------------------------
 
 
 class _Detour(NamedTuple):
-    """What is called in place of a function of torch's with the same name and parameters, and when."""
+    """A replacement of a function of torch with the same name and parameters; it is called if ``applies`` is true."""
 
     owner: Any
     mine: Callable[..., Any]
@@ -284,7 +285,7 @@ class _Detour(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What a module or class has under a name: torch's own, and what is there meanwhile."""
+    """One replaced name of a module or class: the original and the replacement."""
 
     owner: Any
     name: str
@@ -322,21 +323,26 @@ _INSIDE = [
     *(_Detour(torchs_runtime, mine, _is_wrapper) for mine in _OF_RUNTIME_UTILS),
     _Detour(torchs_unshard, fsdp1._unshard_params_for_summon, _is_wrapper),
 ]
-_ASKED = ("handle_model", "handle_optim", "submodule_prefixes", "broadcast_from_rank0")  # of what torch calls `info`
-_PUBLIC = {  # of torch's, and where we define what has the same names
+_ASKED = (
+    "handle_model",
+    "handle_optim",
+    "submodule_prefixes",
+    "broadcast_from_rank0",
+)  # fields of torch's _StateDictInfo
+_PUBLIC = {  # modules of torch, and ours with the same names
     torchs_api: api,
     torchs_wrap: wrap,
     torchs_wrapper: wrapper,
     torchs_scaler: sharded_grad_scaler,
 }
 _PLACES = (torchs_fsdp, *_PUBLIC, torchs_flat_param, torchs_common, torchs_runtime, torchs_unshard)
-_LIBRARIES: dict[str, Sequence[Callable[..., Any]]] = {  # and what is called in place of their functions of these names
+_LIBRARIES: dict[str, Sequence[Callable[..., Any]]] = {  # replacements of their functions of the same names
     "accelerate.utils.fsdp_utils": (load_fsdp_optimizer,),
     "peft.utils.save_and_load": (get_peft_model_state_dict, set_peft_model_state_dict),
 }
-_libraries_own: dict[Callable[..., Any], Callable[..., Any]] = {}  # by what is called in their place
-_enabled: list[_Change] = []  # by enable_dcp
-_patched: list[_Change] = []  # by patch, beside that
+_libraries_own: dict[Callable[..., Any], Callable[..., Any]] = {}  # originals by replacement
+_enabled: list[_Change] = []  # made by enable_dcp
+_patched: list[_Change] = []  # made by patch
 
 
 def _make(changes: Iterable[_Change], noted: list[_Change]) -> None:
@@ -358,7 +364,7 @@ def _take_back(changes: list[_Change]) -> None:
 
 
 def _detoured(detour: _Detour) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch's function, and what takes its place."""
+    """Return torch's function and the replacement, which chooses between the two at each call."""
     theirs = getattr(detour.owner, detour.name)
     parameters = inspect.signature(theirs)
 
@@ -370,15 +376,15 @@ def _detoured(detour: _Detour) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _misfit(detour: _Detour) -> str | None:
-    """What torch lacks for it."""
-    wanted, theirs = inspect.signature(detour.mine), getattr(detour.owner, detour.name, None)
-    if theirs is not None and list(inspect.signature(theirs).parameters) == list(wanted.parameters):
+    """Return the signature that this version of torch lacks, or None."""
+    required, theirs = inspect.signature(detour.mine), getattr(detour.owner, detour.name, None)
+    if theirs is not None and list(inspect.signature(theirs).parameters) == list(required.parameters):
         return None
-    return f"{detour.name}({', '.join(wanted.parameters)})"
+    return f"{detour.name}({', '.join(required.parameters)})"
 
 
 def _same_names() -> Iterator[tuple[Any, Any]]:
-    """What torch's FSDP1 defines, and what is ours under that name."""
+    """Yield the pairs (object of torch's FSDP1, object of this package) with equal names."""
     yield torchs_flat_param.FlatParameter, FlatParameter
     yield torchs_common._FSDPState, FullyShardedDataParallel
     for theirs, ours in _PUBLIC.items():
@@ -388,7 +394,7 @@ def _same_names() -> Iterator[tuple[Any, Any]]:
 
 
 def _others() -> Iterator[ModuleType]:
-    """What has been imported, but for torch and this package."""
+    """Yield all imported modules except those of torch and of this package."""
     found = {
         id(module): module
         for name, module in list(sys.modules.items())
@@ -398,7 +404,7 @@ def _others() -> Iterator[ModuleType]:
 
 
 class _PatchedChild:
-    """Is unpickled by a spawned process before it imports the program's main module."""
+    """An object that calls ``patch`` when a spawned process unpickles it, before the program's main module."""
 
     def __reduce__(self) -> Any:
         return patch, ()
@@ -413,14 +419,14 @@ def _adapt(library: ModuleType) -> None:
         name = mine.__name__
         theirs = getattr(library, name, None)
         if theirs is None:
-            continue  # a version that has none needs none
+            continue  # this version does not need the adaptation
         _libraries_own[mine] = theirs
         owners = [library, *(other for other in _others() if vars(other).get(name) is theirs)]
         _make([_Change(owner, name, theirs, mine) for owner in dict.fromkeys(owners)], _patched)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Adapts modules of libraries when they are imported later."""
+    """Import hook that adapts modules of libraries which are imported after ``patch``."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
         if name not in _LIBRARIES:

@@ -1,5 +1,7 @@
-"""``python -m fsdp.compat SCRIPT ARGUMENTS``, or ``python -m fsdp.compat -m MODULE ARGUMENTS``: runs a program that was
-written for torch's FSDP1, under :func:`fsdp.compat.patch`."""
+"""usage: fsdp run SCRIPT ARGUMENTS, or fsdp run -m MODULE ARGUMENTS
+
+Run a program that was written for torch's FSDP1 on this package, under ``fsdp.compat.patch()``.
+"""
 
 from __future__ import annotations
 
