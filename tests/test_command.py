@@ -1,0 +1,40 @@
+"""The command `fsdp`: its tools, and the console script that the package installs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fsdp
+from fsdp.__main__ import main
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_help_lists_the_tools(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^    {tool} ", out, re.MULTILINE) for tool in ("plan", "migrate", "run"))
+
+
+def test_run_starts_the_script_in_a_process_where_torchs_names_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda _, arguments: started.append(arguments) or pytest.fail("execv returned"))
+    with pytest.raises(pytest.fail.Exception, match="execv returned"):
+        main(["run", "train.py", "--lr", "0.1"])
+    assert started == [[sys.executable, "-m", "fsdp.compat", "train.py", "--lr", "0.1"]]
+
+
+def test_the_version_is_in_one_place() -> None:
+    """`setup.py` reads it from the package, and the changelog has an entry for it."""
+    command = [sys.executable, "-W", "ignore", "setup.py", "--version"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert printed.split()[-1] == fsdp.__version__
+    assert f"* **{fsdp.__version__}**" in (ROOT / "README.md").read_text()
