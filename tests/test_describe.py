@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fsdp
 from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from fsdp.tools.text import in_bytes, table
+from fsdp.tools.text import Table, in_bytes
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.pool import run_ranks
 
@@ -157,7 +157,9 @@ def test_numbers_and_tables_for_people() -> None:
     assert [in_bytes(size) for size in sizes] == [
         *("0 B", "999 B", "1.00 kB", "999 kB", "1.00 MB", "12.3 MB", "7.10 GB", "2.50 TB")
     ]
-    assert table(["a", "bc"], [["def", "1"], ["g", "234"]]) == "a     bc\ndef    1\ng    234"
+    table = Table(["a", "bc"], [["def", "1"], ["g", "234"]])
+    assert str(table) == "a     bc\ndef    1\ng    234"
+    assert table.markdown() == "| a | bc |\n| --- | ---: |\n| def | 1 |\n| g | 234 |"
 
 
 def test_a_name_that_is_not_there() -> None:

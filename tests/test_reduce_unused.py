@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from fsdp.runtime.unit import units_of
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.lockstep import REASSOCIATED, STEP, Data, Program, Reference
 from tests.harness.oracle import assert_bit_equal, assert_equivalent
@@ -433,6 +434,30 @@ def fail_together() -> None:
         for ours, theirs in zip(model.parameters(), other.parameters()):
             assert (ours.grad is None) == (theirs.grad is None)
             assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+def test_reduce_unused_is_a_switch_of_a_built_model() -> None:
+    """A model that was wrapped without it has trained, trains with it, and goes on without it."""
+    run_ranks(2, switched)
+
+
+def switched() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        chain = partial(seeded, Chain)
+        reference = Reference(chain, partial(run_orders, ORDERS[:5]))
+        for strategy, use_orig_params in SOME_MODES:
+            policy = ModuleWrapPolicy({Block})
+            model = wrap(chain(), strategy, use_orig_params, wrap_policy=policy)
+            model(torch.ones(2, WIDTH), list(range(COUNT))).sum().backward()
+            model.zero_grad()
+            model.set_reduce_scatter_unused_params(True)
+            reference.check(model, f"{strategy}, use_orig_params={use_orig_params}")
+            model.set_reduce_scatter_unused_params(False)
+            model(torch.ones(2, WIDTH), list(range(COUNT))).sum().backward()
+            assert not any(unit.policy.tree.reduce_unused for unit in units_of(model))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def refuse() -> None:

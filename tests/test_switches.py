@@ -522,6 +522,8 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
     "reshard_after_backward": lambda model: model.set_reshard_after_backward(None),
     "unshard_in_backward": lambda model: model.set_unshard_in_backward(2),
     "requires_gradient_sync": lambda model: model.set_requires_gradient_sync(torch.tensor(True)),
+    "reduce_scatter_unused_params": lambda model: model.set_reduce_scatter_unused_params(1.5),
+    "async_op": lambda model: model._set_unshard_async_op("no"),
     "is_last_backward": lambda model: model.set_is_last_backward("no"),
 }
 

@@ -286,6 +286,40 @@ class FSDP2Names(nn.Module):
         self._choose(False, reduce_buffers=max_input_buffers)
         join(self._fsdp_unit).size_pools()
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Choose whether ranks may use different units: the constructor's ``reduce_unused`` as a switch of the tree.
+
+        ``recurse`` has no effect, since all units of a tree have the same choice.
+
+        Raises:
+            RuntimeError: not called on the root, or during a forward or backward.
+            NotImplementedError: True with ``reshard_after_forward=<number>``.
+        """
+        chosen = as_flag(reduce_scatter_unused_params, "reduce_scatter_unused_params")
+        self._check_root("set_reduce_scatter_unused_params() should only be called on the root instance")
+        if chosen and any(unit.policy.reshard_ranks for unit in units_of(self)):
+            raise NotImplementedError(
+                "set_reduce_scatter_unused_params(True) with reshard_after_forward=<number>: ranks agree over one "
+                "group on every gather. Pass reshard_after_forward=True to the wrapper"
+            )
+        self._choose(True, reduce_unused=chosen)
+        self._membership.leave()  # the next forward builds a tree whose ranks negotiate, or one whose ranks do not
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Choose whether gathers are asynchronous operations of the compute stream, FSDP2's way to avoid fragmentation.
+
+        On CPU gathers are asynchronous in any case, and nothing changes.
+
+        Raises:
+            NotImplementedError: True on an accelerator. Gathers have a stream of their own, and buffers a pool, so that
+                memory is not fragmented.
+        """
+        if as_flag(async_op, "async_op") and self._fsdp_unit.device.type != "cpu":
+            raise NotImplementedError(
+                f"_set_unshard_async_op(True): gathers of {self._fsdp_unit.name} run on a stream of their own, from a "
+                "pool of buffers, which does not fragment memory. Leave the call out"
+            )
+
     # -- implementation ------------------------------------------------------------------------------------------------
 
     def _units(self, recurse: bool) -> list[Unit]:

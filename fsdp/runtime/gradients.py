@@ -60,8 +60,9 @@ class UnitGradients:
         self.follow(policy)
 
     def follow(self, policy: UnitPolicy) -> None:
-        """Follow a change of the divisor in the unit's ``policy``."""
+        """Follow a change of ``gradient_divide_factor`` or ``reduce_unused`` in the unit's ``policy``."""
         for bucket in self.buckets:
+            bucket.set_finds_unused(policy.tree.reduce_unused)
             bucket.set_altered(policy.gradient_divide_factor is not None or self.all_reduce_hook is not None)
 
     # -- state ---------------------------------------------------------------------------------------------------------

@@ -361,6 +361,10 @@ class BucketGradients:
         self._unused |= self._leaves - used
         self._unused = set()  # of the next backward
 
+    def set_finds_unused(self, finds_unused: bool) -> None:
+        """Leave parameters that no rank uses without gradients from now on; False: give them zeros."""
+        self._finds_unused = finds_unused
+
     def set_altered(self, altered: bool) -> None:
         """Note whether the result is divided by another number than usual, or changed by an all-reduce hook."""
         self.altered = altered
