@@ -39,12 +39,12 @@ from fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, full_para
 from fsdp.names.fsdp2 import UnshardHandle, register_forward_method, register_fsdp_forward_method
 from fsdp.runtime.backward import mark_side_output
 from fsdp.runtime.tensors import full_grad, full_tensor, global_shape, num_params, param_groups
-from fsdp.runtime.uneven_batches import join
 
 if TYPE_CHECKING:
     from fsdp.tools.describe import Description, UnitDescription, describe
     from fsdp.tools.plan import Plan, StrategyPlan, plan
     from fsdp.tools.trace import Trace, trace
+    from fsdp.tools.uneven_batches import join
 
 __version__ = "0.1.0"
 
@@ -94,16 +94,16 @@ __all__ = [
 ]
 
 
-_TOOLS = ("Description", "Plan", "StrategyPlan", "Trace", "UnitDescription", "describe", "plan", "trace")
+_TOOLS = ("Description", "Plan", "StrategyPlan", "Trace", "UnitDescription", "describe", "join", "plan", "trace")
 
 
 def __getattr__(name: str) -> Any:
     """Import the tools at the first use of one; training does not need them."""
     if name not in _TOOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fsdp.tools import describe, plan, trace
+    from fsdp.tools import describe, plan, trace, uneven_batches
 
-    loaded = {**vars(describe), **vars(plan), **vars(trace)}
+    loaded = {**vars(describe), **vars(plan), **vars(trace), **vars(uneven_batches)}
     globals().update({tool: loaded[tool] for tool in _TOOLS})
     return globals()[name]
 

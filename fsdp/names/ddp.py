@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fsdp.names.fsdp2 import FSDP2Names
-from fsdp.runtime.uneven_batches import REMEDY
 
 Constructor = TypeVar("Constructor", bound=Callable[..., None])
 
@@ -27,8 +26,12 @@ ARGUMENTS = {  # of DDP's constructor, that FullyShardedDataParallel does not ha
     "forward_sync_buffers": "broadcast_buffers=True sends rank 0's when a forward begins",
     "skip_all_reduce_unused_params": "with reduce_unused=True what no rank used is not reduced",
 }
+JOIN_REMEDY = (
+    "Write `for batch in fsdp.join(model, loader):`. A context around the loop, as DDP's, cannot step the optimizer "
+    "for the shards of a rank whose loop is over"
+)
 _ATTRIBUTES = ARGUMENTS | {  # of DDP's instances
-    "join": REMEDY,
+    "join": JOIN_REMEDY,
     "_set_static_graph": ARGUMENTS["static_graph"],
     "reducer": "gradients are reduced unit by unit",
 }

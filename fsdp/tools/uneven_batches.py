@@ -19,6 +19,7 @@ from torch import nn
 from fsdp.comm.collectives import gather_values
 from fsdp.comm.consensus import all_gather_object
 from fsdp.comm.issuing import REDUCE
+from fsdp.names.ddp import JOIN_REMEDY
 from fsdp.runtime import build
 from fsdp.runtime.nested import tensors_in, to_device
 from fsdp.runtime.unit import Unit, units_of
@@ -157,12 +158,6 @@ def join(
         ValueError: no module in ``model`` is wrapped.
     """
     if batches is None or not isinstance(batches, Iterable):
-        raise TypeError(f"join() takes the loop's batches, got {type(batches).__name__}. {REMEDY}")
+        raise TypeError(f"join() takes the loop's batches, got {type(batches).__name__}. {JOIN_REMEDY}")
     _first_unit(model)
     return UnevenBatches(model, batches, divide_by_initial_world_size, enable, throw_on_early_termination)
-
-
-REMEDY = (
-    "Write `for batch in fsdp.join(model, loader):`. A context around the loop, as DDP's, cannot step the optimizer "
-    "for the shards of a rank whose loop is over"
-)
