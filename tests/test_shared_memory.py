@@ -282,6 +282,22 @@ def test_questions_are_answered_in_shared_memory() -> None:
     run_ranks(2, ask_questions)
 
 
+def record_on_one_rank() -> None:
+    share()
+    model, rank = make_model(new_group()), dist.get_rank()
+    for _ in range(3):
+        with record_collectives() if rank == 0 else nullcontext() as log:
+            step(model)
+            norm = model.clip_grad_norm_(1.0)  # its collectives go over the group, not through memory
+        assert norm.isfinite() and (rank or "gather the root unit" not in map(str, log.labels()))
+        model.zero_grad()
+
+
+def test_a_recorder_on_one_rank_alone_stops_nobody() -> None:
+    """The transport is chosen once per pass, and stays shared memory unless all ranks record."""
+    run_ranks(2, record_on_one_rank)
+
+
 # -- ranks that part, fail and die ---------------------------------------------------------------------------------
 
 

@@ -130,7 +130,7 @@ class Issuer:
         self.broken: OutOfStep | None = None
         self.visible = False
         self._routes: dict[tuple[str, str, bool], tuple[Any, bool]] = {}  # see ``_new_route``
-        self._in_pass = False  # whether a pass has chosen the transport
+        self._in_pass = self._way_is_chosen = False  # see ``_is_visible``
         self._messages: deque[weakref.ref[HostWork]] = deque(maxlen=64)  # the latest exchanges
         self._held: list[HostWork] = []  # exchanges in flight when a pass failed
 
@@ -255,16 +255,25 @@ class Issuer:
         return None if channel is None or self._is_visible(channel) else channel
 
     def _is_visible(self, channel: shared_memory.Channel) -> bool:
-        if not self._in_pass:
-            self.choose_way(channel)
+        """Return whether the next collective goes through ``torch.distributed``, although the ranks share memory.
+
+        That is so if the functions were replaced on all ranks. It is asked at the first collective of a pass or call,
+        where all ranks ask, and at each collective outside of passes.
+        """
+        if not (self._in_pass and self._way_is_chosen):
+            self._way_is_chosen, self.visible = True, False
+            if native.are_replaced():
+                self.in_memory(Event("choose a transport"), [channel.propose_elsewhere]).wait()
+                self.visible = channel.goes_elsewhere()
         return self.visible
 
-    def choose_way(self, channel: shared_memory.Channel | None) -> None:
-        """Choose ``torch.distributed`` if its functions were replaced on all ranks; asked once per pass or call."""
-        self.visible = False
-        if channel is not None and native.are_replaced():
-            self.in_memory(Event("choose a transport"), [channel.propose_elsewhere]).wait()
-            self.visible = channel.goes_elsewhere()
+    def begin_pass(self) -> None:
+        """Choose the transport anew at the next collective, and keep it until :meth:`end_pass`."""
+        self._in_pass, self._way_is_chosen = True, False
+
+    def end_pass(self) -> None:
+        """Choose the transport at each collective."""
+        self._in_pass = False
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
@@ -285,18 +294,18 @@ class Issuer:
         Raises:
             RuntimeError: the ranks cannot connect.
         """
+        made = self.carrier.replace(f"after failure {self.carrier.number + 1}")
+        while not futures.wait([made], threads.PATIENCE.total_seconds()).done:
+            look()
         try:
-            made = self.carrier.replace(f"after failure {self.carrier.number + 1}")
-            while not futures.wait([made], threads.PATIENCE.total_seconds()).done:
-                look()
             self.carrier.use(made)
-            self._routes.clear()
-            self.epoch += 1
-            self.broken = None
-            self._held.clear()
-        except (NotImplementedError, OSError) as error:
+        except (NotImplementedError, OSError, RuntimeError) as error:
             why = f"the ranks were out of step, and cannot connect anew over the same ranks: {error}"
             raise RuntimeError(f"{why}. Therefore {NEW_GROUP}") from error
+        self._routes.clear()
+        self.epoch += 1
+        self.broken = None
+        self._held.clear()
 
     def _note_closed(self, error: Exception) -> str:
         """Note that gloo has closed the connections, as it does for good when a collective timed out.

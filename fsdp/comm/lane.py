@@ -122,6 +122,8 @@ class Lane(Issuer):
         lane = _lanes.get(group)
         if lane is None:
             lane = _lanes[group] = Lane(group, device if device is not None else torch.device("cpu"))
+        elif device is not None and device.type != "cpu":
+            lane.device = device  # the group was used for host tensors before
         return lane
 
     # -- the first use of a tree ---------------------------------------------------------------------------------------
@@ -203,11 +205,10 @@ class Lane(Issuer):
             self._joins, expected = False, None
         self._pass, self._kind, self._neighbours, self._remedy = what, number, neighbours, remedy
         self.under_way = what
-        self._in_pass = True
+        self.begin_pass()
         if self._calls is not None:
             progress = [self._meetings, self._history.passes]
             self._calls.began(progress, what.doing, on_this_thread=not what.is_backward)
-        self.choose_way(shared_memory.known_channel(self.group))
         together, self._together = self._together, bool(what.call)
         as_before = together and (expected == number if what.call else expected in (number, None))
         as_before = as_before and (what.often or not what.call)
@@ -277,11 +278,13 @@ class Lane(Issuer):
             self._ask_later(self._history.so_far, f"agree on the {self._pass.words}")
             self._look_at_answers()
             self._together = True
-        self.under_way, self._in_pass = None, False
+        self.under_way = None
+        self.end_pass()
 
     def leave(self) -> None:
         """End the pass that is under way without a check: the ranks have agreed on its end."""
-        self.under_way, self._in_pass = None, False
+        self.under_way = None
+        self.end_pass()
 
     def _ask_later(self, value: int, label: str) -> None:
         self._questions.append(self.ask(label, value))
@@ -377,7 +380,8 @@ class Lane(Issuer):
             else:
                 self.failure = Failure(history.passes + 1, 0, what.words)
                 history.rounds += not what.is_backward
-        self.under_way, self._in_pass = None, False
+        self.under_way = None
+        self.end_pass()
         if not self._accused:  # else the others have the reason
             self._board.post("report", self._report())
 

@@ -84,8 +84,7 @@ class Carrier:
         """
         if self._making is None:
             group = self._users()
-            ranks = group_ranks(group)
-            self._making = in_thread(lambda: make_group(ranks, group, name))
+            self._making = in_thread(lambda: make_group(group_ranks(group), group, name))
         return self._making
 
     def use(self, made: futures.Future[Any]) -> None:
