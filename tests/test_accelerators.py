@@ -56,7 +56,7 @@ CPU, AWAY = torch.device("cpu"), torch.device("meta")
 
 @pytest.mark.parametrize("size, exact", [(1, False), (2, True), (3, False), (6, False), (7, False), (8, True)])
 def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bool) -> None:
-    """FD63: NCCL multiplies by bf16(1/n), which is off by 0.195 % for n = 3, 6, 12, 24, and by -0.195 % for 7."""
+    """NCCL multiplies by bf16(1/n), which is off by 0.195 % for n = 3, 6, 12, 24, and by -0.195 % for 7."""
     nccl: Any = mock.Mock()
     nccl.carrier.backend.return_value = "nccl"
     low = collectives_module._averaging(nccl, size, torch.empty(0, dtype=torch.bfloat16, device=AWAY), None)
@@ -93,7 +93,7 @@ def talk_beside_nccl() -> list[Any]:
 
 
 def test_control_messages_stay_off_the_device() -> None:
-    """FD70: on NCCL alone they ran on the compute stream, and the host that waited for them drained it."""
+    """On NCCL alone they ran on the compute stream, and the host that waited for them drained it."""
     said = [[1, 0], [[0, 7], [1, 7]], [1, None], True, {("cpu", False)}]
     assert run_ranks(2, talk_beside_nccl) == [said, said]
 
@@ -133,7 +133,7 @@ def leave_the_order() -> tuple[str, int]:
 
 
 def test_a_rank_that_leaves_the_order_ends_the_others_wait() -> None:
-    """FD66: on NCCL there is no work to wait for: the others hung until the watchdog killed them."""
+    """On NCCL there is no work to wait for: the others hung until the watchdog killed them."""
     (here, ended), (there, alone) = run_ranks(2, leave_the_order)
     assert here.startswith("gather unit '0': the ranks are out of step, and the group was ended")
     assert (ended, alone) == (1, 0)
@@ -155,7 +155,7 @@ class Fake:
 
 
 def test_gathers_and_reductions_are_looked_after() -> None:
-    """FD66: both, as a program may wait for the device right after the last reduction of a backward."""
+    """Both, as a program may wait for the device right after the last reduction of a backward."""
     streams = mock.Mock(asynchronous_work=False, is_capturing=lambda: False)
     group = Fake(2)
     communicator = Communicator(Groups(group, 0, 2, None, 0, 1), streams)
@@ -172,7 +172,7 @@ def test_gathers_and_reductions_are_looked_after() -> None:
 
 
 def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
-    """FD66: asking for an event spoils a capture."""
+    """Asking for an event spoils a capture."""
     watcher, looked = Watcher(), threading.Event()
     event = mock.Mock(query=lambda: looked.set() or False)
     watcher.follow(event, mock.Mock())
@@ -195,7 +195,7 @@ def test_a_graph_may_be_captured_while_earlier_collectives_are_looked_after() ->
 
 
 def test_gathers_and_reductions_have_one_priority() -> None:
-    """FD69: a communicator keeps the order of its collectives: a gather waits behind a reduction that is starved."""
+    """A communicator keeps the order of its collectives: a gather waits behind a reduction that is starved."""
     with mock.patch("torch.Stream") as stream:
         AcceleratorStreams(torch.device("cuda", 0))
     assert [call.kwargs for call in stream.call_args_list] == [{"priority": -1}] * 2
@@ -229,7 +229,7 @@ class Copies(TorchFunctionMode):
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_inputs_may_be_refilled_at_once(pinned: bool) -> None:
-    """FD64: a copy of page-locked memory goes on while its owner fills it with the next batch."""
+    """A copy of page-locked memory goes on while its owner fills it with the next batch."""
     with Copies(pinned=pinned) as copies:
         moved = to_device({"x": torch.ones(3)}, AWAY)
     assert moved["x"].is_meta and copies.blocks == [pinned]
@@ -239,7 +239,7 @@ def test_inputs_may_be_refilled_at_once(pinned: bool) -> None:
 
 
 def test_a_scale_that_goes_to_the_host_is_waited_for() -> None:
-    """FD64: the loss is on CPU, and the scale on the device."""
+    """The loss is on CPU, and the scale on the device."""
     scaler = ShardedGradScaler("cpu", init_scale=1.0)
     scaler._scale = torch.ones((), device=AWAY)
     with Copies() as copies:
@@ -257,7 +257,7 @@ def accelerator(device: torch.device) -> Iterator[None]:
 
 
 def test_a_module_on_cpu_goes_to_the_accelerator() -> None:
-    """FD65: torch computes on the current device; nothing here trained on CPU without a word."""
+    """Torch computes on the current device; nothing here trained on CPU without a word."""
     module = nn.Linear(3, 3)
     module.register_buffer("mean", torch.zeros(3))
     params = dict(module.named_parameters())
@@ -293,7 +293,7 @@ def test_a_module_on_cpu_stays_there_where_its_group_serves_the_cpu_alone(served
 
 
 def test_a_unit_without_parameters_computes_where_those_in_it_do() -> None:
-    """FD65: its streams and the device of its inputs are those of the whole tree if it is the root."""
+    """Its streams and the device of its inputs are those of the whole tree if it is the root."""
     for inner in ([AWAY], [CPU, AWAY]):
         assert move_to(nn.Identity(), [], Ignored(), None, inner) == AWAY
     with accelerator(AWAY):
@@ -305,7 +305,7 @@ def test_a_unit_without_parameters_computes_where_those_in_it_do() -> None:
 
 
 def test_pages_are_locked_while_something_holds_them() -> None:
-    """FD68: an allocator of page-locked memory rounds up to a power of two, and gives nothing back."""
+    """An allocator of page-locked memory rounds up to a power of two, and gives nothing back."""
     locked: dict[int, int] = {}
     memory = locked_pages(1 << 20 | 1, locked.__setitem__, locked.__delitem__)
     assert memory.numel() == (1 << 20) + 1 and list(locked) == [memory.data_ptr()]
@@ -378,7 +378,7 @@ def test_locked_pages_are_not_in_forks_and_may_be_huge() -> None:
 
 
 def test_host_memory_is_used_again_when_nobody_holds_it() -> None:
-    """FD68: gradients on the host stay in the same memory from step to step, unless the user keeps them."""
+    """Gradients on the host stay in the same memory from step to step, unless the user keeps them."""
     made: list[int] = []
 
     def make(nbytes: int) -> Tensor:
@@ -477,7 +477,7 @@ def test_what_a_step_leaves_serves_the_next(nbytes: int) -> None:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_host_memory_honours_pin_memory(pinned: bool) -> None:
-    """FD68: with ``CPUOffload(pin_memory=False)`` gradients were page-locked all the same."""
+    """With ``CPUOffload(pin_memory=False)`` gradients were page-locked all the same."""
     assert run_ranks(1, offloaded_memory, pinned) == [(True, {pinned}, 2)]
 
 
@@ -517,7 +517,7 @@ class HostOfAccelerator:
 
 
 def test_a_save_stages_into_one_piece_of_host_memory() -> None:
-    """FD68: a piece per tensor, each rounded up, was kept for ever."""
+    """A piece per tensor, each rounded up, was kept for ever."""
     state = {
         "a": torch.empty(5, dtype=torch.bfloat16, device=AWAY),
         "b": {"c": [torch.empty(3, 7, device=AWAY), torch.ones(2)], "d": 3},
@@ -557,6 +557,6 @@ def save_beside_an_accelerator(path: str) -> list[str]:
 
 
 def test_a_save_in_the_background_leaves_the_device_alone(tmp_path: Path) -> None:
-    """FD67: torch's loader opens streams and contexts on the first device, and waits for the training's work there."""
+    """Torch's loader opens streams and contexts on the first device, and waits for the training's work there."""
     (entered,) = run_ranks(1, save_beside_an_accelerator, str(tmp_path))
     assert len(entered) == 1 and entered[0].startswith("saving to ")

@@ -102,7 +102,7 @@ def use_first(layout: str, use: str) -> list[str]:
     "layout, use", [(layout, "train") for layout in LAYOUTS] + [("size", "evaluate"), ("size", "summon")]
 )
 def test_different_layouts(layout: str, use: str) -> None:
-    """Every rank raises at first use, whatever that is, and says what differs first; so it does the next time (R36)."""
+    """Every rank raises at first use, whatever that is, and says what differs first; so it does the next time."""
     by_rank = run_ranks(RANKS, use_first, layout, use)
     errors = {error for errors in by_rank for error in errors}
     assert len(errors) == 1, errors
@@ -155,7 +155,7 @@ def losses_of(model: nn.Module, steps: int = 3) -> list[float]:
 
 
 def test_names_may_differ() -> None:
-    """What the collectives do not depend on is no error, and changes nothing (AA4)."""
+    """What the collectives do not depend on is no error, and changes nothing."""
     renamed = run_ranks(RANKS, train_as, "renamed")
     assert renamed == run_ranks(RANKS, train_as, "chain")
     assert renamed[0][2] < renamed[0][0] / 2
@@ -172,7 +172,7 @@ def train_reordered(widths: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("widths", [EQUAL, UNEQUAL])
 def test_registration_order(widths: tuple[int, ...]) -> None:
-    """Another order of registration: a different layout, or if the sizes do not tell, another order (R36)."""
+    """Another order of registration: a different layout, or if the sizes do not tell, another order."""
     for error in run_ranks(RANKS, train_reordered, widths):
         assert error.startswith(OUT_OF_STEP if widths == EQUAL else "the ranks have wrapped different models"), error
         assert "unit 'blocks.0'" in error and (widths != EQUAL or "unit 'blocks.1'" in error), error
@@ -190,7 +190,7 @@ def train_frozen_whole() -> str:
 
 
 def test_unit_frozen_on_one_rank() -> None:
-    """The layout is the same, since freezing may come later: it is the backward that differs (AA4)."""
+    """The layout is the same, since freezing may come later: it is the backward that differs."""
     for error in run_ranks(RANKS, train_frozen_whole):
         assert error.startswith(OUT_OF_STEP) and "in the backward" in error and "reduce unit 'blocks.1'" in error, error
 
@@ -234,7 +234,7 @@ def train_experts() -> tuple[list[str | None], list[str | None], list[str | None
 
 
 def test_groups_that_differ() -> None:
-    """A group of one rank asks nothing; experts and their groups may differ; a rank may lack a model (AA4)."""
+    """A group of one rank asks nothing; experts and their groups may differ; a rank may lack a model."""
     results = run_ranks(RANKS, train_experts)
     for rank, (single, mixture, lacking) in enumerate(results):
         assert single == []
@@ -307,7 +307,7 @@ def train_mixture(strategy: ShardingStrategy, way: str) -> list[tuple[float, flo
 
 @pytest.mark.parametrize("strategy, way", [(FULL_SHARD, "native"), (FULL_SHARD, "direct"), (NO_SHARD, "native")])
 def test_group_that_is_used_now_and_then(strategy: ShardingStrategy, way: str) -> None:
-    """An expert is called alone, or skipped by the ranks that share it; trees and numbers of units differ (AA4)."""
+    """An expert is called alone, or skipped by the ranks that share it; trees and numbers of units differ."""
     for rank, losses in enumerate(run_ranks(RANKS, train_mixture, strategy, way)):
         for step, (sharded, plain) in enumerate(losses):
             assert sharded == pytest.approx(plain, rel=1e-5), f"rank {rank}, step {step}: {DOINGS[step]}"
@@ -347,7 +347,7 @@ def train_in_detail(reduce_unused: bool) -> tuple[list[CollectiveLog], str]:
 @pytest.mark.parametrize("reduce_unused", [False, True])
 def test_detail(reduce_unused: bool) -> None:
     """At DETAIL, each gather of the first training forward alone is preceded by two gathers of numbers: how many
-    handles, and which (AA21, Y54)."""
+    handles, and which."""
     for logs, error in run_ranks(RANKS, train_in_detail, reduce_unused):
         assert error.startswith(OUT_OF_STEP) and "unit 'blocks.0'" in error and "unit 'blocks.1'" in error, error
         numbers = [
@@ -366,7 +366,7 @@ def test_detail(reduce_unused: bool) -> None:
 
 
 def test_detail_compares_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the gathers of numbers bring is compared, and zeros from a group that changes nothing agree (AA20, AA21)."""
+    """What the gathers of numbers bring is compared, and zeros from a group that changes nothing agree."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -488,7 +488,7 @@ def cost(strategy: ShardingStrategy) -> tuple[list[CollectiveLog], list[int]]:
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 def test_cost(strategy: ShardingStrategy) -> None:
     """The first step asks before every collective; from the third on there is a question for each pass that has any
-    collectives, none for a single collective, and the store is left alone (AA20)."""
+    collectives, none for a single collective, and the store is left alone."""
     for logs, calls in run_ranks(RANKS, cost, strategy):
         for log in logs:
             for record in log.records:
@@ -510,7 +510,7 @@ def test_cost(strategy: ShardingStrategy) -> None:
 
 
 def test_group_that_changes_nothing() -> None:
-    """A group of 8 ranks in one process, whose collectives do nothing, agrees with itself (AA20)."""
+    """A group of 8 ranks in one process, whose collectives do nothing, agrees with itself."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
@@ -623,7 +623,7 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Fresh:
 
 
 def test_hash_seeds(fresh: Fresh) -> None:
-    """Neighbouring ranks hash otherwise; the collectives are the same (R36)."""
+    """Neighbouring ranks hash otherwise; the collectives are the same."""
     if pool.TEMPLATES == 1:
         pytest.skip("all ranks come from one template, as RANK_TEMPLATES says")
     assert all(one["hash"] != other["hash"] for one, other in itertools.pairwise(fresh.notes))
@@ -633,7 +633,7 @@ def test_hash_seeds(fresh: Fresh) -> None:
 
 def test_killed_ranks(fresh: Fresh) -> None:
     """The survivors raise in time, with the unit that waited and the last units of the ranks, and end by themselves
-    (R35)."""
+    ."""
     assert fresh.ends == [Died(1)] + [Died(-signal.SIGKILL)] * len(DEATHS)
     assert fresh.now - fresh.notes[0]["ended"] < PATIENT, "the interpreter took long to exit"
     for rank, count in ((0, len(DEATHS)), (1, len(DEATHS) - 1)):

@@ -70,7 +70,7 @@ def agreements() -> None:
 
 
 def test_all_ranks_raise_or_none() -> None:
-    """FD09: also where a rank is interrupted; calls of different names or numbers are never taken for one another."""
+    """Also where a rank is interrupted; calls of different names or numbers are never taken for one another."""
     run_ranks(WORLD, agreements)
 
 
@@ -140,13 +140,13 @@ def not_on_0(several: list[Any]) -> Any:
         raise TypeError("cannot join")
 
 
-def test_fd53_ranks_talk_over_a_tree() -> None:
-    """FD53: each connects to its parent and its children, and hears them alone."""
+def test_ranks_talk_over_a_tree() -> None:
+    """Each connects to its parent and its children, and hears them alone."""
     run_ranks(4, rounds_over_a_tree)
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 10, 75, 4096])
-def test_fd53_a_tree_has_all_ranks_once_and_few_floors(size: int) -> None:
+def test_a_tree_has_all_ranks_once_and_few_floors(size: int) -> None:
     found = [consensus.tree(rank, size) for rank in range(size)]
     assert [rank for rank, (parent, _) in enumerate(found) if parent is None] == [0]
     for rank, (parent, children) in enumerate(found):

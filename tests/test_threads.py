@@ -1,4 +1,4 @@
-"""Ranks may be threads of one process (FD22): torch's threaded group, whose works take no timeout.
+"""Ranks may be threads of one process: torch's threaded group, whose works take no timeout.
 
 The same numbers as from processes, and nothing that a rank keeps is another's: models, optimizers, labels of
 collectives, checkpoints. The jobs are small; what they check in depth, other tests do with processes.
@@ -33,8 +33,8 @@ CASES = ["mlp", "segment-reentrant"]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fd22_parity(case: str) -> None:
-    """FD22: gradients, parameters and optimizer state after each of 2 steps of 2 micro-batches, in both modes."""
+def test_parity(case: str) -> None:
+    """Gradients, parameters and optimizer state after each of 2 steps of 2 micro-batches, in both modes."""
     schedule, names = Schedule(2, micro=2), [name for name, _ in ZOO[case].build().named_parameters()]
     unused = [name for name in names if name.startswith(ZOO[case].unused or "//")]
     plain = run_plain(ZOO[case], adamw, 2, schedule, zero_grads=unused)
@@ -48,8 +48,8 @@ def test_fd22_parity(case: str) -> None:
                 assert_bit_equal(flatten_state(ours.optim), flatten_state(theirs.optim), f"{what}, optimizer state")
 
 
-def test_fd22_clipping_and_checkpoints(tmp_path: Path) -> None:
-    """FD22: one norm for all ranks, the plain model's; state dicts of all kinds, and a save, into another model."""
+def test_clipping_and_checkpoints(tmp_path: Path) -> None:
+    """One norm for all ranks, the plain model's; state dicts of all kinds, and a save, into another model."""
     case = ZOO["mlp"]
     plain = case.build()
     for rank in range(2):
@@ -217,8 +217,8 @@ def test_a_thread_that_waits_for_work_can_be_stopped(monkeypatch: pytest.MonkeyP
         when_idle.asked()
 
 
-def test_fd22_a_label_is_what_its_own_thread_communicates_for() -> None:
-    """FD22: what other ranks of the process begin and end changes nothing of it."""
+def test_a_label_is_what_its_own_thread_communicates_for() -> None:
+    """What other ranks of the process begin and end changes nothing of it."""
     meet = threading.Barrier(2, timeout=30)
 
     def label() -> tuple[str | None, str | None]:
