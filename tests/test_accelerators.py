@@ -59,6 +59,8 @@ def test_nccl_averages_low_precision_only_where_it_is_exact(size: int, exact: bo
     """NCCL multiplies by bf16(1/n), which is off by 0.195 % for n = 3, 6, 12, 24, and by -0.195 % for 7."""
     nccl: Any = mock.Mock()
     nccl.carrier.backend.return_value = "nccl"
+    sums = collectives_module._averaging(nccl, size, torch.empty(0, device=AWAY), None, sums_only=True)
+    assert sums == (dist.ReduceOp.SUM, 1.0, float(size))
     low = collectives_module._averaging(nccl, size, torch.empty(0, dtype=torch.bfloat16, device=AWAY), None)
     high = collectives_module._averaging(nccl, size, torch.empty(0, device=AWAY), None)
     by_hand = (dist.ReduceOp.SUM, 1.0, float(size))

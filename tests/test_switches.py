@@ -510,6 +510,23 @@ def test_a_stream_for_the_hook_is_refused_on_cpu() -> None:
     run_ranks(2, hook_on_a_stream)
 
 
+def test_sums_in_the_collectives_give_the_same_gradients() -> None:
+    """`set_force_sum_reduction_for_comms()`; a second group for reductions is refused by name."""
+    run_ranks(2, summed_by_force)
+
+
+def summed_by_force() -> None:
+    beside = Beside()
+    for module in FullyShardedDataParallel.fsdp_modules(beside.model):
+        module.set_force_sum_reduction_for_comms(True)
+    beside.backward(0)
+    assert all(unit.buffers.communicator.sums_only for unit in units_of(beside.model))
+    beside.step()
+    beside.model.set_separate_reduce_scatter_group(False)
+    with pytest.raises(NotImplementedError, match=r"set_separate_reduce_scatter_group\(True\)"):
+        beside.model.set_separate_reduce_scatter_group()
+
+
 def hook_on_a_stream() -> None:
     model = build()
     with pytest.raises(ValueError, match=r"set_all_reduce_hook\(stream=...\): the .* unit computes on CPU"):
@@ -523,6 +540,7 @@ SWITCHES: dict[str, Callable[[Any], None]] = {
     "unshard_in_backward": lambda model: model.set_unshard_in_backward(2),
     "requires_gradient_sync": lambda model: model.set_requires_gradient_sync(torch.tensor(True)),
     "reduce_scatter_unused_params": lambda model: model.set_reduce_scatter_unused_params(1.5),
+    "enable": lambda model: model.set_force_sum_reduction_for_comms("no"),
     "async_op": lambda model: model._set_unshard_async_op("no"),
     "is_last_backward": lambda model: model.set_is_last_backward("no"),
 }

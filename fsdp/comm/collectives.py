@@ -48,6 +48,7 @@ class Communicator:
 
     Attributes:
         divisor: divides the sum over all ranks; None: the number of ranks.
+        sums_only: reductions never average in the collective, but divide before or after it.
         is_chosen: whether the algorithm is chosen.
     """
 
@@ -55,11 +56,16 @@ class Communicator:
         self.groups = groups
         self.streams, self._on_host = streams, streams.asynchronous_work
         self.divisor: float | None = None
+        self.sums_only = False
         self.is_chosen = not groups.sharded
         self._shard_lane: Lane | None = None
         self._replica_lane: Lane | None = None
         self._direct_min = _NEVER  # messages of so many bytes go direct
         self._shares_memory = False
+
+    def divide_by(self, divisor: float | None, *, sums_only: bool) -> None:
+        """Set the divisor of reductions, and whether the collectives must be plain sums."""
+        self.divisor, self.sums_only = divisor, sums_only
 
     def choose(self, device: torch.device) -> None:
         """Choose the algorithm for tensors on ``device``. The first time all ranks have to call.
@@ -127,7 +133,7 @@ class Communicator:
             self.choose(full.device)
         lane = self._shard_lane
         assert lane is not None
-        op, before, after = _averaging(lane, self.groups.shard_size, full, self.divisor)
+        op, before, after = _averaging(lane, self.groups.shard_size, full, self.divisor, sums_only=self.sums_only)
         if before != 1:
             full.div_(before)
         channel = lane.memory() if self._shares_memory else None
@@ -156,7 +162,7 @@ class Communicator:
         lane = self._replica_lane
         if lane is None:
             lane = self._replica_lane = Lane.of(group, values.device)
-        op, before, after = _averaging(lane, self.groups.replica_size, values, divisor)
+        op, before, after = _averaging(lane, self.groups.replica_size, values, divisor, sums_only=self.sums_only)
         if before != 1:
             values.div_(before)
         sent = values if values.dtype in _NATIVE_DTYPES else _wire(values)
@@ -204,7 +210,9 @@ class Communicator:
         return work.then(functools.partial(sum_in_rank_order, out, received, divisor=divisor)).on(self.streams)
 
 
-def _averaging(lane: Lane, size: int, values: torch.Tensor, divisor: float | None) -> tuple[Any, float, float]:
+def _averaging(
+    lane: Lane, size: int, values: torch.Tensor, divisor: float | None, *, sums_only: bool = False
+) -> tuple[Any, float, float]:
     """Choose how ``lane`` averages ``values``: the operation, a divisor before it, and a divisor of the result.
 
     The average belongs into the collective, or to the small result. Only float16 is divided before as well, by about
@@ -214,13 +222,14 @@ def _averaging(lane: Lane, size: int, values: torch.Tensor, divisor: float | Non
     Args:
         size: the number of ranks.
         divisor: divides the sum instead of ``size``.
+        sums_only: the operation has to be a sum.
     """
     dtype, by = values.dtype, float(size) if divisor is None else divisor
     if dtype == torch.float16:
         before = predivisor(size)
         return dist.ReduceOp.SUM, before, by / before
     is_exact = dtype.itemsize > 2 or size & (size - 1) == 0
-    averages = size > 1 and by == size and dtype.is_floating_point and is_exact
+    averages = size > 1 and by == size and dtype.is_floating_point and is_exact and not sums_only
     if averages and values.device.type != "cpu" and lane.carrier.backend(values.device) == "nccl":
         return dist.ReduceOp.AVG, 1.0, 1.0
     return dist.ReduceOp.SUM, 1.0, by

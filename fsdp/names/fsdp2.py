@@ -210,6 +210,25 @@ class FSDP2Names(nn.Module):
         """Set the divisor of this unit's gradients: the older name of :meth:`set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor, recurse=False)
 
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Choose whether this unit's reductions are plain sums in the collective, divided before or after it.
+
+        By default NCCL averages where that is exact. Zero-copy transfers of NCCL need sums.
+        """
+        self._choose(False, force_sum_reduction=as_flag(enable, "enable"))
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Refuse a second process group for reductions; gathers and reductions of a unit share one.
+
+        Raises:
+            NotImplementedError: ``enable`` is True. The order of all collectives of a group is what the ranks compare.
+        """
+        if as_flag(enable, "enable"):
+            raise NotImplementedError(
+                "set_separate_reduce_scatter_group(True): gathers and reductions share the shard group, over which the "
+                "ranks compare their order. Leave the call out"
+            )
+
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Choose whether backwards reduce gradients over the replicas of hybrid sharding.
 

@@ -74,6 +74,7 @@ class UnitPolicy:
             compute, even where the host runs ahead.
         prefetch_after_gradients: in backward, prefetch only when the running unit's gradients are complete.
         gradient_divide_factor: divisor of the sum of gradients over all ranks; None: the number of ranks.
+        force_sum_reduction: collectives are plain sums, divided before or after, never averages.
         requires_all_reduce: reductions go on to the replicas.
     """
 
@@ -86,6 +87,7 @@ class UnitPolicy:
     backward_prefetch: int = 1
     prefetch_after_gradients: bool = False
     gradient_divide_factor: float | None = None
+    force_sum_reduction: bool = False
     requires_all_reduce: bool = True
 
     @staticmethod

@@ -189,7 +189,7 @@ class Unit:
             before.release(self)
         self.position = Position(weakref.ref(tree), index, ancestors)
         communicator = Communicator(self.groups, streams)
-        communicator.divisor = self.policy.gradient_divide_factor
+        communicator.divide_by(self.policy.gradient_divide_factor, sums_only=self.policy.force_sum_reduction)
         nearby = None
         if self.policy.reshard_ranks:
             group = nearby_group(self.groups.shard, self.policy.reshard_ranks)
@@ -342,7 +342,8 @@ class Unit:
         self.policy = self.policy.replaced(**choices)
         self.gradients.follow(self.policy)
         if self.buffers.communicator is not None:
-            self.buffers.communicator.divisor = self.policy.gradient_divide_factor
+            factor, sums_only = self.policy.gradient_divide_factor, self.policy.force_sum_reduction
+            self.buffers.communicator.divide_by(factor, sums_only=sums_only)
 
     def set_all_reduce_hook(self, hook: AllReduceHook | None) -> None:
         """Call ``hook`` with each reduced gradient from now on."""
