@@ -171,14 +171,12 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
             0: least memory. 1 hides a gather behind one unit's compute. Each further unit costs memory, and hides a
             slower network or very small units.
         reshard_after_forward: True: reshard all units after forward, the root too. False: keep them, as
-            ``SHARD_GRAD_OP``. None: as the strategy says, which exempts the root. A number of ranks that divides the
-            shard group's size, such as those of a machine: units stay sharded over that many consecutive ranks, and
-            the backward gathers among these. Each rank keeps 1/number of the full parameters, in the compute dtype,
-            until the unit's backward is over. 1 is False, all ranks are True.
+            ``SHARD_GRAD_OP``. None: as the strategy says, which exempts the root. A divisor of the shard group's size,
+            such as the ranks of a machine: units stay sharded over so many consecutive ranks, and the backward gathers
+            among these. Each rank keeps 1/number of the full parameters until then. 1 is False, all ranks are True.
         keep_gathered_nbytes: bytes of full parameters, in the compute dtype and without the root's, that stay gathered
-            from forward to backward, and inside ``no_sync`` from backward to forward. The units that ran last
-            in the pass of this kind before are kept; the first pass keeps none. 0 is ``FULL_SHARD``, the whole model is
-            ``SHARD_GRAD_OP``. Equal for all instances under one root.
+            from forward to backward, and inside ``no_sync`` from backward to forward: units that ran last in the
+            previous pass. 0 is ``FULL_SHARD``, all is ``SHARD_GRAD_OP``. Equal for all instances under one root.
         coalesce_nbytes: merge neighbouring units of ``auto_wrap_policy`` into units of at most so many bytes, as
             :meth:`group` does: children of one module with equal arguments and without nested units.
         flat_param_key: with ``use_orig_params=False``, one flat parameter per label. ``flat_param_key(name, param)``
@@ -355,8 +353,7 @@ class FullyShardedDataParallel(FSDP1Names, DDPNames, StateDictMethods, _State):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
         """Apply ``.to()``, ``.half()``, ``.cuda()`` and the like to the shards, their gradients and the buffers.
 
-        The parameters that an optimizer holds stay the same objects. Summoned ones are changed as a plain module's.
-        """
+        Parameters that an optimizer holds stay the same objects. Summoned parameters change as in a plain module."""
         unit = self._fsdp_unit
         if self._membership.parent_is_built:
             return self  # a param_init_fn of the parent empties modules below it; these have their values already
