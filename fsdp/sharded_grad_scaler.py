@@ -15,22 +15,22 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(GradScaler):
-    """A ``torch.amp.GradScaler`` for gradients of which each rank holds a part.
+    """A ``torch.amp.GradScaler`` for sharded gradients.
 
-    What it does beside a plain one: a NaN or infinity on one rank makes all ranks of ``process_group`` skip the step
-    and lower the scale; gradients may be float16, since shards may be; they may lie on CPU while the loss is on an
-    accelerator (offload); ranks without gradients take part; and ``scale`` keeps the dtype of the loss.
+    Differences to the plain scaler: a NaN or infinity on one rank makes all ranks of ``process_group`` skip the step
+    and lower the scale. Gradients may be float16, because shards may be. They may be on CPU while the loss is on an
+    accelerator (offload). Ranks without gradients take part. ``scale`` keeps the dtype of the loss.
 
-    The ranks agree by one all-reduce per optimizer, when its gradients are unscaled, whatever the devices that they are
-    on. The host waits for the answer in ``step``, and not even there with optimizers that take the answer themselves
-    (``fused=True``). Offloaded gradients apart, it waits nowhere else.
+    The ranks agree by one all-reduce per optimizer when the gradients are unscaled, on whatever devices these are. The
+    host waits for the result in ``step`` only, and with optimizers that read the result themselves (``fused=True``)
+    not even there, unless gradients are offloaded.
 
     Args:
-        device: the type of device that gradients are expected on, as in ``GradScaler``; "cuda" without one disables
-            the scaler, with a warning.
-        init_scale, backoff_factor, growth_factor, growth_interval, enabled: as in ``GradScaler``; mind that the order
-            of the two factors is another one.
-        process_group: the ranks that agree; the default group if None.
+        device: the type of device of the gradients, as in ``GradScaler``; "cuda" without such a device disables the
+            scaler, with a warning.
+        init_scale, backoff_factor, growth_factor, growth_interval, enabled: as in ``GradScaler``, but with the two
+            factors in the other order.
+        process_group: the ranks that agree; None: the default group.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def scale(self, outputs: Any) -> Any:
-        """``outputs``, a tensor or a nest of iterables of tensors, times the scale, each in its own dtype.
+        """Multiply ``outputs``, a tensor or a nest of iterables of tensors, by the scale. Dtypes stay.
 
-        Lists and tuples come back as such, other iterables as a lazy ``map``.
+        Lists and tuples keep their type; other iterables become a lazy ``map``.
 
         Raises:
-            ValueError: something is neither a tensor nor an iterable.
-            AssertionError: a tensor is on a device that gradients cannot be on.
+            ValueError: an element is neither a tensor nor an iterable.
+            AssertionError: a tensor is on an unsupported type of device.
         """
         if not self._enabled:
             return outputs
@@ -73,7 +73,9 @@ class ShardedGradScaler(GradScaler):
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(outputs.device)
             assert self._scale is not None
-            there = self._scale.to(outputs.device, non_blocking=outputs.device.type != "cpu")  # the CPU reads at once
+            there = self._scale.to(
+                outputs.device, non_blocking=outputs.device.type != "cpu"
+            )  # the CPU reads it at once
             return (outputs * there).to(outputs.dtype)
         if isinstance(outputs, Iterable):
             scaled = map(self.scale, outputs)
@@ -83,30 +85,30 @@ class ShardedGradScaler(GradScaler):
         raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}")
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients that ``optimizer`` holds by the scale, and agree on whether any rank's were infinite or
-        NaN. All ranks have to call it, or leave it to ``step``.
+        """Divide the gradients of ``optimizer`` by the scale, and agree whether any rank's were infinite or NaN.
+
+        All ranks have to call it, or leave it to ``step``.
 
         Raises:
-            RuntimeError: it was called since the last ``update`` already, or ``step`` was.
+            RuntimeError: it, or ``step``, was called already since the last ``update``.
         """
         super().unscale_(optimizer)
         if self._enabled:
             self._agree(optimizer)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Raise or lower the scale as in ``GradScaler``, or set it to ``new_scale``, a float or a tensor of one
-        element."""
+        """Raise or lower the scale as in ``GradScaler``, or set it to ``new_scale`` (a float or a 1-element tensor)."""
         if isinstance(new_scale, torch.Tensor) and new_scale.numel() == 1:
             new_scale = new_scale.reshape(())
         super().update(new_scale)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """For optimizers that unscale by themselves."""
+        """Check the gradients of an optimizer that unscales them itself."""
         super()._check_inf_per_device(optimizer)
         return self._agree(optimizer)
 
     def _agree(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Make one flag, beside the scale, of those of all devices and ranks: how many were raised."""
+        """Combine the flags of all devices and ranks to one on the device of the scale: the number of raised flags."""
         assert self._scale is not None
         state = self._per_optimizer_states[id(optimizer)]
         flags = [flag.to(self._scale.device) for flag in state["found_inf_per_device"].values()]
@@ -124,10 +126,11 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply this rank's gradients by ``inv_scale``; returns by device a copy of ``found_inf``, raised where one
-        was infinite or NaN. The device of ``found_inf`` always has one, also on ranks without gradients.
+        """Multiply this rank's gradients by ``inv_scale``; float16 is allowed whatever ``allow_fp16`` says.
 
-        float16 is allowed whatever ``allow_fp16`` says, which the plain scaler's own methods pass.
+        Returns:
+            by device a copy of ``found_inf``, raised if a gradient there was infinite or NaN. The device of
+            ``found_inf`` has one on every rank, also without gradients.
         """
         kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         with torch.no_grad():
@@ -136,7 +139,7 @@ class ShardedGradScaler(GradScaler):
                 if grad is None:
                     continue
                 if grad.is_sparse:
-                    if grad.dtype == torch.float16 and not grad.is_coalesced():  # what is summed up may overflow
+                    if grad.dtype == torch.float16 and not grad.is_coalesced():  # the sum may overflow
                         grad = param.grad = grad.float().coalesce().half()
                     grad = grad._values()
                 kinds.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -145,12 +148,12 @@ class ShardedGradScaler(GradScaler):
             for (device, _), grads in kinds.items():
                 if device not in flags:
                     flags[device] = found_inf.to(device)
-                if device not in scales:  # offloaded: a copy that the host does not wait for could be read too early
+                if device not in scales:  # offloaded: an asynchronous copy could be read too early
                     scales[device] = inv_scale.to(device)
                 torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], scales[device])
         return flags
 
 
 def _device_types() -> tuple[str, ...]:
-    """Where gradients may be scaled."""
+    """Return the supported types of devices."""
     return ("cpu", "cuda", "xpu", "hpu", "mtia", "xla", torch._C._get_privateuse1_backend_name())

@@ -216,3 +216,8 @@ def test_dir_lists_the_public_names() -> None:
     """Tab completion offers the tools before one of them is imported, and no implementation detail."""
     assert set(dir(fsdp)) == {*fsdp.__all__, "__version__", "checkpoint", "wrap"}
     assert all(hasattr(fsdp, name) for name in dir(fsdp))
+
+
+def test_names_of_fsdp2_are_exported() -> None:
+    assert fsdp.register_fsdp_forward_method is fsdp.register_forward_method
+    assert isinstance(fsdp.UnshardHandle, type) and "UnshardHandle" in fsdp.__all__

@@ -91,13 +91,13 @@ def patch(*, imported: bool = True) -> list[str]:
             f"patch() does not fit this version of torch, {torch.__version__}, which lacks {', '.join(wrong)}. Nothing "
             "was changed; import the names from fsdp in place of torch.distributed.fsdp"
         )
-    ours = {id(theirs): mine for theirs, mine in (*_same_names(), *map(_detoured, _INSIDE))}
+    ours = {id(original): replacement for original, replacement in (*_same_names(), *map(_detoured, _INSIDE))}
     owners = [*_PLACES, *(_others() if imported else ())]
     changes = [
-        _Change(owner, name, theirs, ours[id(theirs)])
+        _Change(owner, name, original, ours[id(original)])
         for owner in owners
-        for name, theirs in list(vars(owner).items())
-        if id(theirs) in ours
+        for name, original in list(vars(owner).items())
+        if id(original) in ours
     ]
     prepare = multiprocessing.spawn.get_preparation_data
     changes.append(_Change(multiprocessing.spawn, "get_preparation_data", prepare, _and_patch(prepare)))
@@ -276,12 +276,12 @@ class _Detour(NamedTuple):
     """A replacement of a function of torch with the same name and parameters; it is called if ``applies`` is true."""
 
     owner: Any
-    mine: Callable[..., Any]
+    replacement: Callable[..., Any]
     applies: Callable[..., bool]
 
     @property
     def name(self) -> str:
-        return self.mine.__name__
+        return self.replacement.__name__
 
 
 class _Change(NamedTuple):
@@ -289,8 +289,8 @@ class _Change(NamedTuple):
 
     owner: Any
     name: str
-    theirs: Any
-    mine: Any
+    original: Any
+    replacement: Any
 
     def __str__(self) -> str:
         return f"{self.owner.__name__}.{self.name}"
@@ -318,9 +318,9 @@ _DETOURS = [
 ]
 _INSIDE = [
     _Detour(torchs_fsdp, register_fsdp_forward_method, _is_wrapper),
-    *(_Detour(torchs_common, mine, _is_wrapper) for mine in _OF_COMMON_UTILS),
+    *(_Detour(torchs_common, replacement, _is_wrapper) for replacement in _OF_COMMON_UTILS),
     _Detour(torchs_common, fsdp1._get_param_to_fqns, _has_wrappers),
-    *(_Detour(torchs_runtime, mine, _is_wrapper) for mine in _OF_RUNTIME_UTILS),
+    *(_Detour(torchs_runtime, replacement, _is_wrapper) for replacement in _OF_RUNTIME_UTILS),
     _Detour(torchs_unshard, fsdp1._unshard_params_for_summon, _is_wrapper),
 ]
 _ASKED = (
@@ -347,12 +347,12 @@ _patched: list[_Change] = []  # made by patch
 
 def _make(changes: Iterable[_Change], noted: list[_Change]) -> None:
     for change in changes:
-        setattr(change.owner, change.name, change.mine)
+        setattr(change.owner, change.name, change.replacement)
         noted.append(change)
 
 
 def _check_kept(function: str, changes: Sequence[_Change]) -> None:
-    foreign = [str(change) for change in changes if getattr(change.owner, change.name, None) is not change.mine]
+    foreign = [str(change) for change in changes if getattr(change.owner, change.name, None) is not change.replacement]
     if foreign:
         raise RuntimeError(f"{function}(): {', '.join(foreign)} was replaced by something else since; undo that first")
 
@@ -360,25 +360,25 @@ def _check_kept(function: str, changes: Sequence[_Change]) -> None:
 def _take_back(changes: list[_Change]) -> None:
     while changes:
         change = changes.pop()
-        setattr(change.owner, change.name, change.theirs)
+        setattr(change.owner, change.name, change.original)
 
 
 def _detoured(detour: _Detour) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return torch's function and the replacement, which chooses between the two at each call."""
-    theirs = getattr(detour.owner, detour.name)
-    parameters = inspect.signature(theirs)
+    original = getattr(detour.owner, detour.name)
+    parameters = inspect.signature(original)
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(*args, **kwargs)
-        return (detour.mine if detour.applies(*given.args) else theirs)(*given.args, **given.kwargs)
+        return (detour.replacement if detour.applies(*given.args) else original)(*given.args, **given.kwargs)
 
-    return theirs, chosen
+    return original, chosen
 
 
 def _misfit(detour: _Detour) -> str | None:
     """Return the signature that this version of torch lacks, or None."""
-    required, theirs = inspect.signature(detour.mine), getattr(detour.owner, detour.name, None)
-    if theirs is not None and list(inspect.signature(theirs).parameters) == list(required.parameters):
+    required, original = inspect.signature(detour.replacement), getattr(detour.owner, detour.name, None)
+    if original is not None and list(inspect.signature(original).parameters) == list(required.parameters):
         return None
     return f"{detour.name}({', '.join(required.parameters)})"
 
@@ -387,9 +387,9 @@ def _same_names() -> Iterator[tuple[Any, Any]]:
     """Yield the pairs (object of torch's FSDP1, object of this package) with equal names."""
     yield torchs_flat_param.FlatParameter, FlatParameter
     yield torchs_common._FSDPState, FullyShardedDataParallel
-    for theirs, ours in _PUBLIC.items():
-        for name, value in vars(theirs).items():
-            if getattr(value, "__module__", None) == theirs.__name__ and hasattr(ours, name):
+    for original, ours in _PUBLIC.items():
+        for name, value in vars(original).items():
+            if getattr(value, "__module__", None) == original.__name__ and hasattr(ours, name):
                 yield value, getattr(ours, name)
 
 
@@ -415,14 +415,14 @@ def _and_patch(prepare: Callable[[str], dict[str, Any]]) -> Callable[[str], dict
 
 
 def _adapt(library: ModuleType) -> None:
-    for mine in _LIBRARIES[library.__name__]:
-        name = mine.__name__
-        theirs = getattr(library, name, None)
-        if theirs is None:
+    for replacement in _LIBRARIES[library.__name__]:
+        name = replacement.__name__
+        original = getattr(library, name, None)
+        if original is None:
             continue  # this version does not need the adaptation
-        _libraries_own[mine] = theirs
-        owners = [library, *(other for other in _others() if vars(other).get(name) is theirs)]
-        _make([_Change(owner, name, theirs, mine) for owner in dict.fromkeys(owners)], _patched)
+        _libraries_own[replacement] = original
+        owners = [library, *(other for other in _others() if vars(other).get(name) is original)]
+        _make([_Change(owner, name, original, replacement) for owner in dict.fromkeys(owners)], _patched)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
