@@ -111,7 +111,9 @@ def run_rank(rank: int, ranks: int, meeting_point: str, checkpoints: Path, kille
 def run(ranks: int, checkpoints: Path, kill: int | None = None) -> list[int | None]:
     """Train in `ranks` processes, of which the rank `kill` is to die; return their exit codes."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fsdp.checkpoint.load_checkpoint"])  # imports torch once instead of in each process
+    context.set_forkserver_preload(
+        ["fsdp.checkpoint.load_checkpoint", "torch._dynamo"]
+    )  # imported once instead of in each process
     with tempfile.TemporaryDirectory() as directory:
         meeting_point = f"{directory}/meeting_point"
         processes = [

@@ -208,11 +208,10 @@ def _sketch(outer: str) -> None:
         _check_chain(segment, outer, SKETCH, by_turns(number)[:strategies])
 
 
-@ALL_SMALL
 @pytest.mark.parametrize("outer", KINDS)
-def test_checkpointing_inside_and_outside(outer: str, all_small: bool) -> None:
+def test_checkpointing_inside_and_outside(outer: str) -> None:
     """R20, R25, R26: the unit checkpointed, and segments of it, under five patterns; everything at rest after each."""
-    run_ranks(2, with_gradients, all_small, _sketch, outer)
+    run_ranks(2, _sketch, outer)
 
 
 def _sketch_poisoned() -> None:
@@ -288,9 +287,8 @@ def _random_programs() -> None:
             _check_chain(segment, outer, [_Random(10 * seed + i)], by_turns(i)[: 3 - i])
 
 
-@ALL_SMALL
-def test_random_orders_of_passes(all_small: bool) -> None:
-    run_ranks(2, with_gradients, all_small, _random_programs)
+def test_random_orders_of_passes() -> None:
+    run_ranks(2, _random_programs)
 
 
 # -- how often, and in what state --------------------------------------------------------------------------------
@@ -326,10 +324,9 @@ def _count_collectives() -> None:
                 assert ours == roots[program], f"{what}, root: {ours}, expected {roots[program]}"
 
 
-@ALL_SMALL
-def test_checkpointed_units_gather_and_reduce_as_often_as_the_formula_says(all_small: bool) -> None:
+def test_checkpointed_units_gather_and_reduce_as_often_as_the_formula_says() -> None:
     """R20"""
-    run_ranks(2, with_gradients, all_small, _count_collectives)
+    run_ranks(2, _count_collectives)
 
 
 def _rest_without_backward() -> None:
@@ -659,10 +656,9 @@ def _check_structures() -> None:
                     clear(model)
 
 
-@ALL_SMALL
-def test_structures(all_small: bool) -> None:
+def test_structures() -> None:
     """Nested, shared, parameterless, sparse, ... each once and twice in a pass, in both modes."""
-    run_ranks(2, with_gradients, all_small, _check_structures)
+    run_ranks(2, _check_structures)
 
 
 def _nested_checkpoints() -> None:
@@ -676,10 +672,9 @@ def _nested_checkpoints() -> None:
                 reference.check(model, f"reentrant={(inner, outer)}, {program.__name__}, {describe(mode)}")
 
 
-@ALL_SMALL
-def test_a_unit_wrapped_twice_in_checkpoints(all_small: bool) -> None:
+def test_a_unit_wrapped_twice_in_checkpoints() -> None:
     """R20"""
-    run_ranks(2, with_gradients, all_small, _nested_checkpoints)
+    run_ranks(2, _nested_checkpoints)
 
 
 def _child_before(model: nn.Module, data: Data) -> Iterator[Any]:

@@ -563,10 +563,9 @@ def _side_outputs() -> None:
         Reference(build, _taken_by_a_hook).check(model, f"of a unit inside, orig={orig}")
 
 
-@ALL_SMALL
-def test_side_outputs_that_are_marked_and_those_of_inner_units(all_small: bool) -> None:
+def test_side_outputs_that_are_marked_and_those_of_inner_units() -> None:
     """FD36: the unit is gathered when the gradient of a marked tensor is there, and the units around one with it."""
-    run_ranks(2, with_gradients, all_small, _side_outputs)
+    run_ranks(2, _side_outputs)
 
 
 class Biased(nn.Module):
@@ -593,10 +592,9 @@ def _unmarked() -> None:
         F.mse_loss(model(torch.randn(3, WIDTH)), torch.zeros(3, WIDTH)).backward()  # and goes on
 
 
-@ALL_SMALL
-def test_a_side_output_that_is_not_marked_is_an_error_by_name(all_small: bool) -> None:
+def test_a_side_output_that_is_not_marked_is_an_error_by_name() -> None:
     """FD36: never a gradient from released memory."""
-    run_ranks(2, with_gradients, all_small, _unmarked)
+    run_ranks(2, _unmarked)
 
 
 class Again(nn.Module):
@@ -674,9 +672,8 @@ def steps_of_vectors(model: nn.Module, data: Data) -> Iterator[Any]:
         yield CLEAR
 
 
-@ALL_SMALL
-def test_what_a_forward_computes_on_another_thread(all_small: bool) -> None:
-    run_ranks(2, with_gradients, all_small, _threaded)
+def test_what_a_forward_computes_on_another_thread() -> None:
+    run_ranks(2, _threaded)
 
 
 class Pooled(nn.Module):
@@ -721,10 +718,9 @@ def _reduced_on_the_way() -> None:
         assert found == [f"{what} unit '{index}'" for what, index in order], (kind.__name__, orig, found)
 
 
-@ALL_SMALL
-def test_units_reduce_once_the_backward_has_passed_them(all_small: bool) -> None:
+def test_units_reduce_once_the_backward_has_passed_them() -> None:
     """Whether or not some of their parameters were unused."""
-    run_ranks(2, with_gradients, all_small, _reduced_on_the_way)
+    run_ranks(2, _reduced_on_the_way)
 
 
 def _without_gradients() -> None:
@@ -749,10 +745,9 @@ def _without_gradients() -> None:
         assert gathered[3] == gathered[2] and not gathered[3][-1], (orig, gathered)
 
 
-@ALL_SMALL
-def test_a_unit_whose_parameters_get_no_gradient_goes_on_the_way(all_small: bool) -> None:
+def test_a_unit_whose_parameters_get_no_gradient_goes_on_the_way() -> None:
     """As ``autograd.grad()`` wants those of an input alone, after backwards that had brought all."""
-    run_ranks(2, with_gradients, all_small, _without_gradients)
+    run_ranks(2, _without_gradients)
 
 
 class Registers(nn.Linear):
@@ -886,10 +881,9 @@ def _late_gradients() -> None:
             assert sorted(reduced) == [f"reduce unit '{index}'" for index in range(3)], (strategy, step, reduced)
 
 
-@ALL_SMALL
-def test_gradients_that_come_after_the_backward_has_passed_their_unit(all_small: bool) -> None:
+def test_gradients_that_come_after_the_backward_has_passed_their_unit() -> None:
     """Each unit reduces once, in the same place on all ranks, whether or not a rank leaves gradients on the leaves."""
-    run_ranks(2, with_gradients, all_small, _late_gradients)
+    run_ranks(2, _late_gradients)
 
 
 class Echo(Block):
@@ -931,10 +925,9 @@ def _enters_again() -> None:
         model.zero_grad()
 
 
-@ALL_SMALL
-def test_a_backward_that_enters_a_unit_again_inside_of_its_backward(all_small: bool) -> None:
+def test_a_backward_that_enters_a_unit_again_inside_of_its_backward() -> None:
     """Each of the two has its gradients told apart from the other's, and the unit reduces when both have passed it."""
-    run_ranks(2, with_gradients, all_small, _enters_again)
+    run_ranks(2, _enters_again)
 
 
 class Penalized(nn.Module):
@@ -972,7 +965,6 @@ def _penalized() -> None:
             model.zero_grad()
 
 
-@ALL_SMALL
-def test_gradients_that_a_nested_backward_adds_to_one_that_is_held(all_small: bool) -> None:
+def test_gradients_that_a_nested_backward_adds_to_one_that_is_held() -> None:
     """The nested backward reaches the leaf without passing an output of the unit."""
-    run_ranks(2, with_gradients, all_small, _penalized)
+    run_ranks(2, _penalized)

@@ -173,8 +173,9 @@ def carried_on(root: str) -> None:
         half, goes_on = whole(*run), build(2, strategy, mode)
         for turn in range(len(kinds)):  # the last of them, another one for each way, is trained further
             kind = kinds[(number + world_size + turn) % len(kinds)]
-            is_loaded = world_size == 2 and kind == "directory"  # by other numbers of ranks
-            if turn % 2 == (number // 2 % 2 if world_size == 2 else 0) and turn < len(kinds) - 1 and not is_loaded:
+            is_loaded = kind == "directory" and through_a_directory(world_size, number)  # by other numbers of ranks
+            is_next = world_size == 2 and (turn + number // 2) % 3 == 0
+            if turn < len(kinds) - 1 and not is_loaded and not is_next:
                 continue
             target = goes_on if turn == len(kinds) - 1 else build(2, strategy, mode)
             carry(kind, run, target, f"{root}/{world_size}-{number}")

@@ -21,7 +21,7 @@ from tests.harness.pool import Died, run_fresh, run_ranks
 
 @pytest.mark.parametrize(
     "world_size, seeds, shard_size",
-    [(2, [*range(0, 18, 2), 395], 0), (3, [80, *range(100, 109, 2)], 0), (4, [0, 8, 17, 26, 44, 63], 2)],
+    [(2, [*range(0, 14, 2), 395], 0), (3, [80, *range(100, 107, 2)], 0), (4, [0, 8, 17, 63], 2)],
 )
 def test_one_rank_differs(world_size: int, seeds: list[int], shard_size: int) -> None:
     """Another unit, another order, another pass, a call that is missing or made alone, an exception. With a shard size
@@ -85,8 +85,7 @@ def lose_steps(where: str, at: int) -> tuple[list[str], list[str]]:
     return done, wrong
 
 
-@pytest.mark.parametrize("where", ["a unit's forward", "the root's forward", "the backward"])
-@pytest.mark.parametrize("at", [0, 3])
+@pytest.mark.parametrize(("where", "at"), [("a unit's forward", 0), ("the root's forward", 3), ("the backward", 0)])
 def test_a_step_that_fails_on_one_rank_is_lost_by_all(where: str, at: int) -> None:
     """Ranks that go on with the next step train the same steps together: a rank is not told of its own failure in a
     step more, which the others would then begin without it."""

@@ -319,7 +319,7 @@ def ddp_steps(name: str, optimizer: str, schedule: Schedule) -> list[Step]:
     return run_ddp(ZOO[name], OPTIMIZERS[optimizer], schedule)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [*ZOO][::2])
 def test_oracle_in_rank_order_equals_ddp_bit_for_bit_on_two_ranks(name: str) -> None:
     optimizer = "adamw" if len(name) % 2 else "sgd"
     plain = run_plain(ZOO[name], OPTIMIZERS[optimizer], 2, SHORT)
@@ -361,7 +361,7 @@ def ddp_steps_in_float64(name: str, optimizer: str, schedule: Schedule) -> list[
     return run_ddp(ZOO[name], OPTIMIZERS[optimizer], schedule, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", [*ZOO][1::2])
 def test_oracle_in_rank_order_is_equivalent_to_ddp_on_three_ranks(name: str) -> None:
     """It divides before it sums; and with `reduce_each` it reduces what it has reduced."""
     place, schedules = list(ZOO).index(name), ACCUMULATING[1:]

@@ -37,7 +37,7 @@ from tests.harness.lockstep import STEP, Data, Reference, assert_at_rest
 from tests.harness.meter import NOISE, Meter, meter_available
 from tests.harness.models import ZOO
 from tests.harness.oracle import adamw, assert_bit_equal, sgd
-from tests.harness.pairs import pairwise
+from tests.harness.pairs import by_turns, pairwise
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, full_parameters, wrap
@@ -229,11 +229,10 @@ def delete_after(life: str, strategies: list[ShardingStrategy], use_orig_params:
 
 
 @needs_meter
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("life", LIVES)
+@pytest.mark.parametrize(("life", "use_orig_params"), by_turns([*LIVES], [False, True]))
 def test_deletion_frees_everything(life: str, use_orig_params: bool) -> None:
     """R49: without the garbage collector, whatever the model has been through."""
-    turn = (list(LIVES).index(life) + use_orig_params) % 2
+    turn = list(LIVES).index(life) // 2 % 2
     assert run_ranks(2, delete_after, life, [STRATEGIES[use_orig_params], STRATEGIES[1 + turn]], use_orig_params) == [
         [],
         [],
@@ -311,7 +310,7 @@ def run_long(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> tup
     before = resources()
     with no_collection():
         base = meter.at_rest()
-        for step in range(200):
+        for step in range(100):
             one_step(step)
             if step % 10 == 9:
                 growth.append(excess(meter, base))
@@ -324,7 +323,7 @@ LONG_RUNS = [(FULL_SHARD, False, "direct"), (SHARD_GRAD_OP, True, "auto")]
 
 @needs_meter
 @pytest.mark.parametrize(("strategy", "use_orig_params", "way"), LONG_RUNS)
-def test_two_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> None:
+def test_a_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> None:
     """R49: a few hundred bytes kept per step would show, or one reference cycle."""
     for growth, cycles, same_resources in run_ranks(2, run_long, strategy, use_orig_params, way):
         assert max(growth) < NOISE, growth
@@ -388,8 +387,7 @@ def reuse_an_input(strategy: ShardingStrategy, use_orig_params: bool) -> tuple[l
 
 
 @needs_meter
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
 def test_a_reused_input_collects_no_hooks(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     for counted, growth, same in run_ranks(2, reuse_an_input, strategy, use_orig_params):
         assert max(counted) <= 1, counted
@@ -460,8 +458,7 @@ def return_a_parameter(strategy: ShardingStrategy, use_orig_params: bool) -> tup
 
 
 @needs_meter
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [True, False]))
 def test_a_returned_parameter_collects_no_hooks(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """It has none, for it outlives the graphs that return it; and gradients are as without wrapping."""
     for counted, growth in run_ranks(2, return_a_parameter, strategy, use_orig_params):

@@ -67,7 +67,7 @@ def first_and_later(turn: int = 0) -> list[Any]:
     [
         pytest.param(strategy, *param.values, id=f"{strategy}-{param.id}")
         for turn, strategy in enumerate([FULL_SHARD, NO_SHARD])
-        for param in first_and_later(turn)
+        for param in first_and_later()[turn:][:1]
     ],
 )
 def test_another_order(strategy: ShardingStrategy, widths: tuple[int, ...], at: int) -> None:
@@ -115,7 +115,7 @@ DEVIATIONS = {
     [
         pytest.param(odd, *param.values, id=f"{odd}-{param.id}")
         for turn, odd in enumerate(DEVIATIONS)
-        for param in first_and_later(turn)
+        for param in first_and_later(turn // 2)[turn % 2 :][:1]
     ],
 )
 def test_different_units(odd: str, widths: tuple[int, ...], at: int) -> None:
@@ -373,8 +373,7 @@ def call_the_other_unit(strategy: ShardingStrategy, good: int) -> Outcome:
     return Outcome(0, str(caught.value), time.monotonic() - started)
 
 
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-@pytest.mark.parametrize("good", [1, 3])
+@pytest.mark.parametrize(("strategy", "good"), [(FULL_SHARD, 1), (SHARD_GRAD_OP, 3)])
 def test_fd20_rank_that_the_others_have_passed(strategy: ShardingStrategy, good: int) -> None:
     """FD20: the others had the gather that they waited for from what the odd rank gathered ahead, and are in their
     backward while it waits, in its forward, to be joined in another one."""
@@ -392,7 +391,7 @@ def drop_layers() -> tuple[list[tuple[int, int]], float, float]:
     store = dist.distributed_c10d._world.pg_map[group][1]
     random = torch.Generator().manual_seed(0)
     kept = []
-    for _ in range(120):
+    for _ in range(80):
         order = torch.randperm(6, generator=random)[: int(torch.randint(1, 7, (1,), generator=random))]
         model.module.order = order.tolist()
         train(model)
@@ -405,7 +404,7 @@ def test_fd34_order_that_changes_at_every_step() -> None:
     for kept, limit, _ in run_ranks(2, drop_layers):
         records, keys = zip(*kept)
         assert max(records) <= limit and records[-1] == limit, records
-        assert max(keys[60:]) <= max(keys[:60]) + 4, keys
+        assert max(keys[40:]) <= max(keys[:40]) + 4, keys
 
 
 def test_another_model() -> None:

@@ -15,6 +15,7 @@ from fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from fsdp.wrap import ModuleWrapPolicy
 from tests.harness.models import MlpBlock
 from tests.harness.oracle import assert_bit_equal
+from tests.harness.pairs import pairwise
 from tests.harness.pool import RankFailure, run_fresh, run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_gradients, wrap
@@ -62,9 +63,9 @@ def _equals_a_last_backward_outside_no_sync(strategy: ShardingStrategy, use_orig
     assert float(model.clip_grad_norm_(1.0)) == float(other.clip_grad_norm_(1.0)) > 0
 
 
-@pytest.mark.parametrize("strategy", [FULL, GRAD_OP, NONE])
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("strategy", "use_orig_params", "world_size"), pairwise([FULL, GRAD_OP, NONE], [True, False], [1, 2, 3])
+)
 def test_equals_a_last_backward_outside_no_sync(
     world_size: int, use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:

@@ -84,9 +84,7 @@ def buckets_of(model: nn.Module) -> list[fsdp.BucketInfo]:
 LONG = Schedule(steps=20)
 
 
-@pytest.mark.parametrize(
-    ("world_size", "optimizer"), [(1, "adamw"), (2, "sgd"), (2, "adamw"), (3, "sgd"), (3, "adamw")]
-)
+@pytest.mark.parametrize(("world_size", "optimizer"), [(1, "adamw"), (2, "sgd"), (3, "adamw")])
 def test_r02_twenty_steps_equal_the_same_order_reference(world_size: int, optimizer: str) -> None:
     """Bit for bit: nothing is reduced on 1 rank, two terms have one order, and a direct exchange sums in rank order.
     Each model with each optimizer, by turns (test_parity.py has all of them, and 5 steps)."""
@@ -130,7 +128,6 @@ def near_the_batch(name: str) -> None:
 @pytest.mark.parametrize(
     ("world_size", "strategy", "name"),
     [
-        (2, "FULL_SHARD", "mlp"),
         (2, "NO_SHARD", "segment-reentrant"),
         (3, "FULL_SHARD", "segment-reentrant"),
         (3, "SHARD_GRAD_OP", "mlp"),
@@ -157,7 +154,7 @@ def train_twice(strategy: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [(1, "NO_SHARD"), (2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (3, "NO_SHARD")],
+    [(2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (3, "NO_SHARD")],
 )
 def test_r05_nothing_of_poisoned_memory_gets_into_the_training(world_size: int, strategy: str) -> None:
     """With fresh memory full of NaN, 4 steps are those without, and padding is zero at the start and at the end: of two
@@ -215,7 +212,7 @@ def assert_padding_is_zero(model: nn.Module, optimizer: Optimizer, what: str) ->
                     assert not found.view(torch.uint8).any(), f"{what}: padding {part} of the {kind} is {found}"
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_r06_padding_is_in_no_norm_and_no_optimizer_state(world_size: int) -> None:
     """Flat parameters carry it, and what is computed of them is what is computed of the full tensors."""
     padding = run_ranks(world_size, train_and_compare_norms)
@@ -375,7 +372,7 @@ def make_vectors(generator: torch.Generator, size: int) -> Batch:
 SHARED = Case("shared", SharedBlock, make_vectors, F.mse_loss, frozenset({nn.Linear}))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_r09_a_module_in_several_places_is_one_unit_and_trains_like_the_plain_one(world_size: int) -> None:
     run_ranks(world_size, train_shared_modules)
 

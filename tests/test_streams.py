@@ -342,7 +342,6 @@ SETTINGS = (
     Setting(1, FULL_SHARD, False, forward_prefetch_distance=2, limit_all_gathers=False),
     Setting(1, SHARD_GRAD_OP, False),
     Setting(1, SHARD_GRAD_OP, True),
-    Setting(2, NO_SHARD, False),
     Setting(2, NO_SHARD, True),
     Setting(1, FULL_SHARD, True, mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)),
     Setting(1, SHARD_GRAD_OP, False, mixed_precision=MixedPrecision(torch.bfloat16)),
@@ -776,8 +775,7 @@ def read_summoned(model: FSDP) -> None:
         pass
 
 
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@pytest.mark.parametrize(("strategy", "use_orig_params"), [(FULL_SHARD, True), (SHARD_GRAD_OP, False)])
 def test_the_host_waits_before_it_touches_what_is_offloaded(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     """O1, Y66, R37, FD60: gradients have arrived before the optimizer reads them, shards are read before anybody writes
     them, also where no backward follows."""

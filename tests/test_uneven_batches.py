@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp
 from fsdp import FullyShardedDataParallel, ShardingStrategy
+from fsdp.checkpoint import save
 from fsdp.wrap import ModuleWrapPolicy
+from tests.harness.agreeing import PATIENT, impatient, new_group
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
 from tests.harness.sharded import full_parameters
@@ -212,6 +216,32 @@ def _limits() -> None:
             model.clip_grad_norm_(1.0)
         else:
             next(iter(fsdp.join(model, uneven)))
+
+
+@impatient
+def _save_after_uneven_loops(path: str) -> tuple[str, float]:
+    """Train on one batch more on rank 1, and save when the loop is over; return the error and the seconds until it."""
+    rank = dist.get_rank()
+    group = new_group()
+    model = build(process_group=group)
+    optimizer = optimizer_of(model)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        for batch in batches(rank, 2 + rank):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        save(path, model, optimizer, process_group=group)
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_save_after_loops_of_different_length_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """One rank saves while another one trains on: both sides are named at once, and `fsdp.join` as the remedy."""
+    for error, seconds in run_ranks(2, _save_after_uneven_loops, str(tmp_path)):
+        assert seconds < PATIENT / 2, error
+        assert "rank 0 has called fsdp.checkpoint.save()" in error and "the forward of the root unit" in error, error
+        assert "fsdp.join(model, loader)" in error, error
+    assert not any(tmp_path.iterdir())
 
 
 def test_accumulation_clipping_and_ranks_without_a_batch() -> None:

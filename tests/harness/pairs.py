@@ -7,6 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 
+def by_turns(longer: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows of each value of `longer` with one of each other axis, whose values take turns."""
+    return [(value, *(axis[place % len(axis)] for axis in others)) for place, value in enumerate(longer)]
+
+
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Rows of the product of `axes`, in its order, in which any two values of different axes stand together.
 

@@ -19,7 +19,7 @@ from tests.harness.sharded import wrap
 
 Mode = tuple[ShardingStrategy, bool]
 FULL, GRAD_OP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
-MODES = [(strategy, orig) for strategy in (FULL, GRAD_OP, NONE) for orig in (True, False)]
+MODES = [(FULL, True), (FULL, False), (GRAD_OP, True), (NONE, False)]  # strategy and use_orig_params
 KINDS = ("none", "non-reentrant", "reentrant")
 
 
