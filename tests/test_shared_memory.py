@@ -798,7 +798,7 @@ def test_a_rank_that_fails_does_not_wait_for_readers() -> None:
 
 def interrupt_the_decision() -> None:
     share()
-    group, rank, tell = new_group(10), dist.get_rank(), shared_memory._tell
+    group, rank, tell = new_group(10), dist.get_rank(), shared_memory._exchange
     if rank == 1:
         usual = signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -808,7 +808,7 @@ def interrupt_the_decision() -> None:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             return values
 
-        with mock.patch.object(shared_memory, "_tell", interrupted), pytest.raises(KeyboardInterrupt):
+        with mock.patch.object(shared_memory, "_exchange", interrupted), pytest.raises(KeyboardInterrupt):
             shared_memory.connect(group)
             time.sleep(1)  # where the interrupt comes late
         signal.signal(signal.SIGINT, usual)
@@ -858,7 +858,7 @@ def choose() -> None:
                 os.environ["FSDP_COLLECTIVES"] = way
             model = make_model(new_group())
             apart = what == "the host"  # then no rank reads what each of the others says: there may be thousands
-            told = mock.patch.object(shared_memory, "_tell", side_effect=AssertionError) if apart else nullcontext()
+            told = mock.patch.object(shared_memory, "_exchange", side_effect=AssertionError) if apart else nullcontext()
             with told, refused(what) if rank == 1 else nullcontext():
                 if way is None:
                     step(model)

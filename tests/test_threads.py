@@ -110,7 +110,7 @@ class Impatient:
             raise self.error
         self._work.over.set()
 
-    def tell(self, seconds: float, label: str) -> None:
+    def report_wait(self, seconds: float, label: str) -> None:
         raise AssertionError("the wait takes long")
 
     def failed(self, error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:

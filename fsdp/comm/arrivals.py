@@ -86,7 +86,7 @@ class Arrivals:
         def look() -> None:
             self.board.post("here", [number, doing, progress, True])
             self.slow()
-            waited.tell_if_long(self.calls)
+            waited.report_if_long(self.calls)
             if waited.seconds > self._timeout:
                 here = {rank for rank, said in self.board.posted("here").items() if said[0] == number}
                 missing = [name for rank, name in enumerate(self._names) if rank not in here]

@@ -127,11 +127,11 @@ class Calls:
             return {}
         return self._process.missing(self, *self._before)
 
-    def tell(self, seconds: float, where: str = "") -> None:
+    def report_wait(self, seconds: float, where: str = "") -> None:
         """Say on stderr, once for all ranks that wait here, that this rank has waited for so long. ``where`` is the
         position in the call."""
         words = self.in_words(f"has waited {seconds:.0f} s", where)
-        first = self._process is None or self._process.board.is_first(f"told/{self.key}/{self.begun}")
+        first = self._process is None or self._process.board.is_first(f"reported/{self.key}/{self.begun}")
         logger.log(logging.WARNING if first else logging.INFO, "%s. %s", words, hint(self.doing))
 
     def in_words(self, waited: str, where: str = "") -> str:
@@ -200,15 +200,15 @@ class _Process:
         self.board = Board(group, "calls")
         self.latest, self._at = "", ""  # the second is the key of the sequence
         self._calls: weakref.WeakValueDictionary[str, Calls] = weakref.WeakValueDictionary()
-        self._told: set[str] = set()  # sequences that this rank has not begun, and was accused in
+        self._unseen: set[str] = set()  # sequences that this rank has not begun, and was accused in
         self._has_posted = False
         # Counts at the time of a divergence: others have to see them, too, when this rank has gone on.
         self._evidence: dict[str, list[Any]] | None = None
         self._evidence_since = 0.0
 
     def add(self, calls: Calls) -> None:
-        calls.accused = calls.key in self._told
-        self._told.discard(calls.key)
+        calls.accused = calls.key in self._unseen
+        self._unseen.discard(calls.key)
         self._calls[calls.key] = calls
 
     def _alive(self) -> dict[str, Calls]:
@@ -263,7 +263,7 @@ class _Process:
                     behind.append((key, calls))
         for key, (begun, _) in said.items():
             group, _, name = key.rpartition("/")
-            if key not in own and begun and name in OF_A_GROUP and is_member_of(group) and key not in self._told:
+            if key not in own and begun and name in OF_A_GROUP and is_member_of(group) and key not in self._unseen:
                 behind.append((key, None))
         for here in ahead:
             for key, there in behind:
@@ -280,7 +280,7 @@ class _Process:
     def _accuse(self, behind: Iterable[tuple[str, Calls | None]]) -> None:
         for key, calls in behind:
             if calls is None:
-                self._told.add(key)
+                self._unseen.add(key)
             else:
                 calls.accused, calls.begun = True, None
 
@@ -327,13 +327,13 @@ class Waited:
 
     def __init__(self) -> None:
         self._began = time.monotonic()
-        self._told = False
+        self._reported = False
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def tell_if_long(self, calls: Calls | None, where: str = "") -> None:
-        if not self._told and calls is not None and self.seconds >= threads.NOTICE.total_seconds():
-            self._told = True
-            calls.tell(self.seconds, where)
+    def report_if_long(self, calls: Calls | None, where: str = "") -> None:
+        if not self._reported and calls is not None and self.seconds >= threads.NOTICE.total_seconds():
+            self._reported = True
+            calls.report_wait(self.seconds, where)

@@ -51,7 +51,7 @@ from fsdp.comm.collectives import agree, gather_values
 from fsdp.comm.groups import default_group, group_ranks, group_store, group_timeout
 from fsdp.comm.history import hash_of
 from fsdp.comm.lane import Lane
-from fsdp.comm.threads import in_thread, told_if_long
+from fsdp.comm.threads import in_thread, reported_if_long
 
 HEARING = timedelta(seconds=10)  # how long ranks that have failed wait for the errors of the others
 SLOWEST = timedelta(days=1)  # how long a rank may take in a round; the end of a process is noticed at once
@@ -369,7 +369,7 @@ class Ranks:
             OutOfStep: other ranks make other calls.
         """
         if not resumed and self.underway is not None:
-            with told_if_long(self.rank, f"in {doing} for the save in the background to end"):
+            with reported_if_long(self.rank, f"in {doing} for the save in the background to end"):
                 futures.wait([self.underway])
         self._in_foreground = not resumed
         try:
@@ -420,7 +420,7 @@ class Ranks:
         share = _Share(value, failures, {self._place: self.rank})
         waits = f"in {self._place} for other ranks, which are in it as well"
         try:
-            with told_if_long(self.rank, waits) if self._in_foreground else contextlib.nullcontext():
+            with reported_if_long(self.rank, waits) if self._in_foreground else contextlib.nullcontext():
                 answer, failed = self._exchange(self._side, share, joined, then)
         except _Gone as gone:
             said = self._side.why()
@@ -554,7 +554,7 @@ class _SideGroup:
         def look() -> None:
             self._calls.raise_if_diverged()
             self._raise_if_dead()  # before all have come
-            waited.tell_if_long(self._calls)
+            waited.report_if_long(self._calls)
             if waited.seconds > self._timeout.total_seconds():
                 raise RuntimeError(f"{self._calls.in_words(f'waited {waited.seconds:.0f} s')}. {REMEDY}")
 

@@ -332,7 +332,7 @@ class Issuer:
     def slow(self) -> None:
         """Compare nothing: the ranks may be anywhere."""
 
-    def tell(self, seconds: float, label: str) -> None:
+    def report_wait(self, seconds: float, label: str) -> None:
         """Report a long wait."""
         logger.warning("a rank has waited %.0f s in %s", seconds, label)
 

@@ -476,7 +476,7 @@ class Lane(Issuer):
 
         def look() -> None:
             self.slow()
-            waited.tell_if_long(self._calls)
+            waited.report_if_long(self._calls)
             met = functools.partial(self._board.has_met, key)
             self._raise_if_left(met)
             tired = waited.seconds > patience and not self._accused
@@ -592,10 +592,10 @@ class Lane(Issuer):
                 other._board.write(f"broken/{other._meetings}", why or message)
         return OutOfStep(message)
 
-    def tell(self, seconds: float, label: str) -> None:
+    def report_wait(self, seconds: float, label: str) -> None:
         """Report a long wait on stderr."""
         known = self._calls if self._calls is not None else self.arrivals.calls
-        known.tell(seconds, label)
+        known.report_wait(seconds, label)
 
     def late(self, seconds: float, label: str) -> str:
         """Return the message of a wait that exceeded the timeout."""

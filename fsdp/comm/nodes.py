@@ -57,8 +57,8 @@ def node_groups(world: Any) -> tuple[Any, Any]:
 
 
 def _ranks_here(world: Any) -> int:
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    return int(told) if told is not None else device_count() or int(world.size())
+    count = os.environ.get("LOCAL_WORLD_SIZE")
+    return int(count) if count is not None else device_count() or int(world.size())
 
 
 def nearby_group(group: Any, count: int) -> Any:

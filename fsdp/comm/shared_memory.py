@@ -433,12 +433,12 @@ class Channel:
         posts. It does not keep the channel's group alive."""
         several, process = (self.collectives, self.questions), os.getpid()
 
-        def tell() -> None:
+        def read_no_more() -> None:
             if os.getpid() == process:  # a fork must not write for its parent
                 for posts in several:
                     posts.read_no_more()
 
-        return tell
+        return read_no_more
 
 
 # -- connecting -------------------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ def _connect(group: Any, slow: Callable[[], object]) -> Channel | None:
         _problems[group] = "its ranks are on different hosts, or in different containers"
         return None
     row = _own_row()
-    rows = _tell(group, slow, "segment", row)
+    rows = _exchange(group, slow, "segment", row)
     problem, peers = _apart(rows, group), list[Peer]()
     if not problem:
         try:
@@ -503,7 +503,7 @@ def _connect(group: Any, slow: Callable[[], object]) -> Channel | None:
         except (OSError, ValueError) as error:
             problem = f"rank {group_ranks(group)[group.rank()]} cannot open the memory of another one: {error}"
     attempt = "/".join(str(said) for said in rows[0]) if rows else ""  # separates attempts in one store
-    problems = _tell(group, slow, f"opened/{attempt}", problem)
+    problems = _exchange(group, slow, f"opened/{attempt}", problem)
     if any(problems) or not peers:
         _problems[group] = next(filter(None, problems), problem)
         return None
@@ -537,7 +537,7 @@ def why_not(group: Any) -> str:
     return _problems.get(group, "")
 
 
-def _tell(group: Any, slow: Callable[[], object], key: str, value: Any) -> list[Any]:
+def _exchange(group: Any, slow: Callable[[], object], key: str, value: Any) -> list[Any]:
     """Exchange ``value`` through the store; return the value of each rank."""
     return list(_ask(group, slow, lambda board, look: board.exchange(key, value, look)).values())
 

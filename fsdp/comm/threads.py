@@ -95,7 +95,7 @@ def in_thread(action: Callable[[], _T]) -> futures.Future[_T]:
 
 
 @contextlib.contextmanager
-def told_if_long(rank: int, where: str) -> Iterator[None]:
+def reported_if_long(rank: int, where: str) -> Iterator[None]:
     """Report a wait inside the context on stderr once it takes longer than :data:`NOTICE`.
 
     Args:
@@ -104,11 +104,11 @@ def told_if_long(rank: int, where: str) -> Iterator[None]:
     """
     over = threading.Event()
 
-    def tell() -> None:
+    def report() -> None:
         if not over.wait(NOTICE.total_seconds()):
             logger.warning("rank %d has waited %.0f s %s", rank, NOTICE.total_seconds(), where)
 
-    in_thread(tell)
+    in_thread(report)
     try:
         yield
     finally:

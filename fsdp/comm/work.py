@@ -56,7 +56,7 @@ class Watch(Protocol):
     def slow(self) -> None:
         """Compare the ranks after :data:`fsdp.comm.threads.PATIENCE`. Raises RuntimeError if they are out of sync."""
 
-    def tell(self, seconds: float, label: str) -> None:
+    def report_wait(self, seconds: float, label: str) -> None:
         """Report on stderr that this rank has waited for ``seconds`` in the collective ``label``."""
 
     def failed(self, error: RuntimeError, label: str, *, on_host: bool, in_memory: bool) -> RuntimeError:
@@ -275,12 +275,12 @@ class Work:
 
     def _wait_longer(self, handle: Any, watch: Watch) -> None:
         """Continue a wait that took longer than :data:`fsdp.comm.threads.PATIENCE`, or has failed."""
-        started, told = time.monotonic() - threads.PATIENCE.total_seconds(), False
+        started, reported = time.monotonic() - threads.PATIENCE.total_seconds(), False
         while True:
             completed = handle.is_completed()  # or failed; or it ended after that wait: the next wait tells
             if not completed:
                 watch.slow()
-                told = told or self.tell_if_long(time.monotonic() - started, watch)
+                reported = reported or self.report_if_long(time.monotonic() - started, watch)
             try:
                 handle.wait(threads.PATIENCE)
                 return
@@ -290,14 +290,14 @@ class Work:
                 if time.monotonic() - started > watch.timeout:
                     raise TimedOut(watch.timeout) from error
 
-    def tell_if_long(self, seconds: float, watch: Watch) -> bool:
+    def report_if_long(self, seconds: float, watch: Watch) -> bool:
         """Have ``watch`` report a wait of ``seconds`` if that exceeds :data:`fsdp.comm.threads.NOTICE`.
 
         Returns whether it was reported.
         """
         if seconds < threads.NOTICE.total_seconds():
             return False
-        watch.tell(seconds, self.label)
+        watch.report_wait(seconds, self.label)
         return True
 
 
@@ -353,7 +353,7 @@ class Watcher:
                     self._in_flight.popleft()
 
     def _poll_until_over(self, collective: _InFlight) -> None:
-        looked, work, told = time.monotonic(), collective.work, False
+        looked, work, reported = time.monotonic(), collective.work, False
         began, watch = looked, work.watch
         while collective in self._in_flight and not collective.event.query():
             time.sleep(_PAUSE)
@@ -362,7 +362,7 @@ class Watcher:
             looked = time.monotonic()
             try:
                 watch.slow()
-                told = told or work.tell_if_long(looked - began, watch)
+                reported = reported or work.report_if_long(looked - began, watch)
             except OutOfStep as error:
                 words = f"{work.label}: the ranks are out of step, and the group was ended: {error}"
                 logger.error("%s", words)
