@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import fsdp.checkpoint.optim_state as optim_state
+import fsdp.checkpoint.optim_agree as optim_agree
 import fsdp.placement.redistribute as redistribute
 from fsdp import FullStateDictConfig, FullyShardedDataParallel, ShardingStrategy, StateDictType
 from fsdp.checkpoint import (
@@ -310,7 +310,7 @@ def interrupt_a_call(call: str) -> tuple[str, float]:
     where, function, make = {
         "load_state_dict()": (consensus, "failures_in", lambda: model.load_state_dict(plain.state_dict())),
         "optim_state_dict()": (
-            optim_state,
+            optim_agree,
             "all_gather_object",
             lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
         ),

@@ -196,6 +196,12 @@ class ModelParams:
         }
 
     @cached_property
+    def groups(self) -> list[Any]:
+        """All process groups of the units, each once."""
+        of_units = (unit.groups for unit in self.units)
+        return [*dict.fromkeys(group for own in of_units for group in (own.shard, own.replica, own.tp) if group)]
+
+    @cached_property
     def by_name(self) -> dict[str, tuple[Holder, Member]]:
         return {member.name: (holder, member) for holder in self.holders.values() for member in holder.members}
 

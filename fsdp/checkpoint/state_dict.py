@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -115,13 +115,8 @@ class _Walk:
     def __init__(self, root: nn.Module | None = None) -> None:
         self.root, self.channels, self.settled = root, Channels(), dict[int, Any]()
 
-    def visits(self, modules: Collection[nn.Module]) -> int:
-        """Count how often the walk reaches one of ``modules``: once for each path."""
-        every = () if self.root is None else self.root.named_modules(remove_duplicate=False)
-        return sum(module in modules for _, module in every)
-
     def finish(self, module: nn.Module, destination: dict[str, Any]) -> None:
-        """Finish the units in ``module`` if it is the root: those of which the walk has left out a module."""
+        """Finish the units that wait for the root, if ``module`` is the root."""
         for wrapper in wrappers_in(module) if module is self.root else ():
             wrapper._fsdp_saving.finish(destination)
 
@@ -131,7 +126,7 @@ class UnitSaving(UnitTensors):
 
     Attributes:
         opener: the outermost of the unit's modules in the walk; None between two modules of a module group.
-        later: how many modules of the group follow. After the last one the unit is finished.
+        waits_for_root: the unit has several modules, so that it is finished at the end of the root's walk.
     """
 
     def __init__(self, unit: Unit, opener: nn.Module) -> None:
@@ -153,8 +148,8 @@ class UnitSaving(UnitTensors):
         self._form, self._context = form, join(unit)
         self._walk = _walks.get(self._context) or _Walk()
         groups = [[*members_of(unit.module).values()], outermost_of(unit.module)]
-        group = next((several for several in groups if len(several) > 1 and opener in several), ())
-        self.later = max(self._walk.visits(group) - 1, 0) if group else 0
+        is_in_group = any(len(several) > 1 and opener in several for several in groups)
+        self.waits_for_root = is_in_group and self._walk.root is not None
         self._ours: dict[int, bool] = {}  # storage -> whether it is in the result
         check_idle([unit], "state_dict()", Phase.SUMMONED)
         if form.stays and unit.phase is Phase.SUMMONED:
@@ -425,9 +420,9 @@ class SavingHooks(StateHooks):
             return
         with torch.no_grad():
             saving.collect_buffers(module, destination, prefix)
-        if saving.later == 0:
+        saving.opener = None
+        if not saving.waits_for_root:
             self.finish(destination)
-        saving.opener, saving.later = None, saving.later - 1
 
     def finish(self, destination: dict[str, Any]) -> None:
         """Put the unit's values into ``destination``, as far as the walk has reached it."""
