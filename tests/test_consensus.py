@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.comm import consensus, threads
-from fsdp.comm.consensus import CPU, failures_in, joint_error
+from fsdp.comm.consensus import CPU, TrainingRanks, failures_in
 from fsdp.comm.lane import Lane
 from tests.harness.pool import run_ranks
 from tests.harness.process_groups import record_collectives
@@ -21,14 +21,7 @@ WORLD = 3
 
 def unanimous(groups: Sequence[Any], action: Callable[[], int], label: str) -> int:
     """Do `action` on every rank of `groups`, and raise on all if it fails on one."""
-    try:
-        result = action()
-    except BaseException as error:
-        failures_in(groups, error, label, CPU)
-        raise
-    if failures := failures_in(groups, None, label, CPU):
-        raise joint_error(failures)
-    return result
+    return TrainingRanks(groups, CPU).together(label, action)
 
 
 def failing_on(ranks: set[int], kind: type[BaseException]) -> Callable[[], int]:
@@ -72,6 +65,29 @@ def agreements() -> None:
 def test_all_ranks_raise_or_none() -> None:
     """Also where a rank is interrupted; calls of different names or numbers are never taken for one another."""
     run_ranks(WORLD, agreements)
+
+
+def check_results_of_the_first_rank() -> None:
+    world, rank = dist.group.WORLD, dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for groups in ([world], [rows[rank // 2], columns[rank % 2]]):
+        ranks = TrainingRanks(groups, CPU)
+        asked: list[int] = []
+
+        def action(asked: list[int] = asked) -> int:
+            asked.append(rank)
+            return 7
+
+        assert ranks.first("ask", action) == 7
+        assert asked == ([0] if rank == 0 else [])
+        with pytest.raises(ValueError, match="not on 0"):
+            ranks.first("ask", failing_on({0}, ValueError))
+        assert ranks.first("ask again", action) == 7
+
+
+def test_first_runs_on_rank_0_and_gives_every_rank_the_result_or_the_error() -> None:
+    run_ranks(4, check_results_of_the_first_rank)
 
 
 def test_one_rank_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -207,6 +208,24 @@ def test_loading_costs_nothing_beside_what_is_received() -> None:
         assert max(run_ranks(2, _peak_of_loading, kind)) <= slack, kind
     _, other = run_ranks(2, _peak_of_loading, "rank 0")
     assert other <= 4 * SQUARE + slack, f"{other:,}, and its part of the model are four squares"
+
+
+def check_values_are_released() -> None:
+    model = wrap(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    references = [weakref.ref(value) for value in state.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        model.load_state_dict(state)
+        state.clear()
+        assert [reference() for reference in references] == [None] * len(references)
+    finally:
+        gc.enable()
+
+
+def test_a_load_keeps_no_value_of_the_dict_alive() -> None:
+    run_ranks(2, check_values_are_released)
 
 
 def looks(units: int) -> int:

@@ -137,6 +137,10 @@ class UnitLoading(UnitTensors):
             self._targets[key] = Target(held.part, device, requires_grad, partial(self._receive, key))
         self.register(self._targets)
 
+    def restore(self) -> None:
+        super().restore()
+        self._targets.clear()  # they refer to this object, which would keep the values until garbage is collected
+
     def _receive(self, key: Key, value: Any) -> None:
         """Keep ``value`` for a parameter.
 
