@@ -286,8 +286,7 @@ def state_order(name: Any) -> tuple[str, str]:
 # first parameter the state of the first key. So the dict must have the optimizer's own groups, in their order, each
 # with the settings that were saved for the parameters in it.
 
-STAMP = "fsdp_ranks"  # see optim_watch.py
-_NO_SETTINGS = ("params", "param_names", STAMP)  # keys of a group
+_NO_SETTINGS = ("params", "param_names")  # keys of a group
 
 
 def lay_out(

@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp.checkpoint.forms import Form
 from fsdp.checkpoint.optim_agree import Elementwise, Scalar, States, agree, without_elements
-from fsdp.checkpoint.optim_names import STAMP, Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
+from fsdp.checkpoint.optim_names import Group, Holder, Member, ModelParams, is_named, params_by_id, state_order
 from fsdp.checkpoint.sharded_tensors import dim_of, group_of, rows_on
 from fsdp.checkpoint.transfers import Leaving, export, finish
 from fsdp.comm.groups import default_group, group_ranks
@@ -89,7 +89,6 @@ def optim_state_dict(
             {
                 key: params.names_of_group(by_key[one] for one in value) if key == "params" else copy.deepcopy(value)
                 for key, value in group_.items()
-                if key != STAMP
             }
             for group_ in raw["param_groups"]
         ]
