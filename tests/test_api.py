@@ -216,6 +216,7 @@ def test_dir_lists_the_public_names() -> None:
     """Tab completion offers the tools before one of them is imported, and no implementation detail."""
     assert set(dir(fsdp)) == {*fsdp.__all__, "__version__", "checkpoint", "wrap"}
     assert all(hasattr(fsdp, name) for name in dir(fsdp))
+    assert dir(fsdp.checkpoint) == sorted(fsdp.checkpoint.__all__)
 
 
 def test_names_of_fsdp2_are_exported() -> None:

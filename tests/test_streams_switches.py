@@ -8,7 +8,7 @@ import torch
 
 from fsdp import MixedPrecision
 from tests.harness.pool import run_ranks
-from tests.harness.stream_tracer import trace_streams
+from tests.harness.stream_tracer import SimulatedStream, trace_streams
 from tests.test_streams import Tower, Training
 
 NEARBY = (
@@ -31,6 +31,30 @@ def trace_nearby() -> tuple[list[str], list[str]]:
         for part in NEARBY:
             part(training)
     return tracer.races, tracer.host_synchronisations
+
+
+def test_a_hook_runs_on_the_stream_of_the_user() -> None:
+    """`set_all_reduce_hook(stream=...)`: the stream follows the reduction, and `.grad` follows the stream."""
+    for races, waits, used in run_ranks(2, trace_hook):
+        assert not races, "\n".join(races)
+        assert not waits, "\n".join(waits)
+        assert used == {"user"}
+
+
+def trace_hook() -> tuple[list[str], list[str], set[str]]:
+    used = set()
+    with trace_streams(check=False) as tracer:
+        training = Training(tracer, Tower((7, 13, 5, 7)))
+
+        def hook(shard: torch.Tensor) -> None:
+            used.add(tracer.current.name)
+            shard.mul_(2)
+
+        training.model.set_all_reduce_hook(hook, stream=SimulatedStream("user"))
+        training.step()
+        tracer.host_synchronisations.clear()
+        training.steps()
+    return tracer.races, tracer.host_synchronisations, used
 
 
 def test_units_that_stay_sharded_over_some_ranks() -> None:

@@ -40,3 +40,8 @@ def __getattr__(name: str) -> Any:
 
     globals()[name] = getattr(load_checkpoint if name in ("Plain", "load", "load_plain") else save_checkpoint, name)
     return globals()[name]
+
+
+def __dir__() -> list[str]:
+    """List the public names, including those that are not imported yet."""
+    return sorted(__all__)

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdp.api import as_flag
 from fsdp.checkpoint.state_dict import check_idle
-from fsdp.comm.streams import streams_for
+from fsdp.comm.streams import Streams
 from fsdp.flat.names import ModuleGroup, members_of
 from fsdp.module_groups import declare_group
 from fsdp.runtime.build import Membership, join
@@ -265,9 +265,10 @@ class FSDP2Names(nn.Module):
         if hook is not None and not callable(hook):
             raise TypeError(f"the hook must be callable or None, got {hook!r}")
         units = self._units(recurse)
-        if stream is not None:
+        streams = None if stream is None else join(self._fsdp_unit).streams
+        if streams is not None:
             for unit in units:
-                if unit.device.type == "cpu":
+                if streams.asynchronous_work:
                     raise ValueError(f"set_all_reduce_hook(stream=...): {unit.name} computes on CPU, without streams")
                 if unit.groups.replica_size > 1 and unit.groups.sharded:
                     raise ValueError(
@@ -276,7 +277,7 @@ class FSDP2Names(nn.Module):
                     )
         check_idle(units, "set_all_reduce_hook()")
         for unit in units:
-            on_stream = hook if hook is None or stream is None else _OnStream(hook, stream, unit.device)
+            on_stream = hook if hook is None or streams is None else _OnStream(hook, stream, streams)
             unit.set_all_reduce_hook(on_stream)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -380,8 +381,8 @@ def _listed(wrapper_ref: weakref.ref[FSDP2Names], backward: bool) -> list[Unit] 
 class _OnStream:
     """A hook that runs on a stream of the user's, between two waits of the streams for each other."""
 
-    def __init__(self, hook: Callable[[torch.Tensor], Any], stream: Any, device: torch.device) -> None:
-        self._hook, self._stream, self._streams = hook, stream, streams_for(device)
+    def __init__(self, hook: Callable[[torch.Tensor], Any], stream: Any, streams: Streams) -> None:
+        self._hook, self._stream, self._streams = hook, stream, streams
 
     def __call__(self, shard: torch.Tensor) -> None:
         with self._streams.joined(self._stream):

@@ -3,7 +3,7 @@
 Profilers show ranges ``FullyShardedDataParallel.<action> <unit>``, with the actions ``forward``, ``_root_pre_forward``,
 ``_pre_forward``, ``_post_forward``, ``_pre_backward_hook``, ``_post_backward_hook``, ``gather``, ``prefetch`` and
 ``reduce``. With ``FSDP_DEBUG=1`` each of the last three writes a line to the log ``fsdp``, at level INFO, with the rank
-and the number of the tree's forward. Inside ``fsdp.trace`` the step recorder gets the ranges, and profilers do not.
+and the number of the tree's forward. Inside ``fsdp.trace`` waits for collectives are ranges as well.
 Otherwise a range costs two tests.
 """
 
