@@ -307,7 +307,7 @@ def _orders(modes: Sequence[Mode], turns: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_order_of_synchronised_and_unsynchronised_passes(world_size: int) -> None:
-    """R27, G9, G15, AA18, M6, M7: alone, and with gradients zeroed, cleared, or dropped for some in between."""
+    """Alone, and with gradients zeroed, cleared, or dropped for some in between."""
     modes = MODES if world_size == 2 else [(FULL, True), (NONE if world_size == 1 else FULL, False)]
     run_ranks(world_size, _orders, modes, (0, 1) if world_size < 3 else (1,))
 
@@ -364,7 +364,6 @@ def _read_at_backward() -> None:
 
 
 def test_whether_to_synchronise_is_read_when_the_backward_runs() -> None:
-    """M11, R27"""
     run_ranks(2, _read_at_backward)
 
 
@@ -400,7 +399,6 @@ def _unwrapped(model: nn.Module) -> Any:
 
 
 def test_no_sync_is_for_roots_at_rest() -> None:
-    """M11, Y35, Y36"""
     run_ranks(2, _errors)
 
 
@@ -429,7 +427,7 @@ def _partly_used() -> None:
 
 
 def test_units_that_only_some_of_the_passes_use() -> None:
-    """R27, R31: a synchronised pass reduces what earlier passes left, in units too that it does not use itself."""
+    """A synchronised pass reduces what earlier passes left, in units too that it does not use itself."""
     run_ranks(2, _partly_used)
 
 
@@ -452,7 +450,7 @@ def _checkpointed() -> None:
 
 
 def test_accumulation_with_checkpointing() -> None:
-    """R20, R27: a recomputation under no_sync is one, in both kinds."""
+    """A recomputation under no_sync is one, in both kinds."""
     run_ranks(2, _checkpointed)
 
 
@@ -489,7 +487,7 @@ def _frozen() -> None:
 
 
 def test_freezing_between_accumulated_passes() -> None:
-    """R27, R29, FD05: what is frozen keeps the gradient that it has, and the next synchronised backward reduces it."""
+    """What is frozen keeps the gradient that it has, and the next synchronised backward reduces it."""
     run_ranks(2, _frozen)
 
 
@@ -539,7 +537,7 @@ def _held() -> None:
 
 
 def test_gradients_that_users_hold_are_theirs_once_dropped() -> None:
-    """R27: a later pass neither frees nor writes them; until dropped, passes accumulate into them as in plain torch."""
+    """A later pass neither frees nor writes them; until dropped, passes accumulate into them as in plain torch."""
     for world_size in (1, 2):
         run_ranks(world_size, _held)
 
@@ -572,7 +570,7 @@ def _changed_by_users() -> None:
 
 
 def test_gradients_that_users_change_are_continued() -> None:
-    """R27, G15: scaled in place, or replaced by a new tensor where torch allows it."""
+    """Scaled in place, or replaced by a new tensor where torch allows it."""
     for world_size in (1, 2):
         run_ranks(world_size, _changed_by_users)
 
@@ -640,7 +638,7 @@ def _memory() -> None:
 @pytest.mark.serial  # it waits a limited time for what threads hold
 @pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
 def test_memory_of_accumulated_gradients() -> None:
-    """R27: the full gradients while they are not reduced, then a shard of them, and nothing once cleared."""
+    """The full gradients while they are not reduced, then a shard of them, and nothing once cleared."""
     run_ranks(2, _memory)
 
 
@@ -664,7 +662,7 @@ def _gathers_under_no_sync() -> None:
 
 
 def test_a_unit_that_is_kept_after_forward_is_gathered_once_per_accumulation() -> None:
-    """FD33: as by torch; a unit that is resharded after forward is gathered for each pass."""
+    """As by torch; a unit that is resharded after forward is gathered for each pass."""
     run_ranks(2, _gathers_under_no_sync)
 
 
@@ -733,7 +731,7 @@ def _written_under_no_sync() -> None:
 
 
 def test_what_is_written_inside_no_sync_is_gathered_again() -> None:
-    """FD33: a unit that stayed gathered follows what is written into its shard, by users and by the engine."""
+    """A unit that stayed gathered follows what is written into its shard, by users and by the engine."""
     run_ranks(2, _written_under_no_sync)
 
 
@@ -763,7 +761,7 @@ def _after_a_fault() -> None:
 
 
 def test_accumulation_after_an_exception() -> None:
-    """R27, R48: once cleared, nothing is left of a backward that failed in the middle."""
+    """Once cleared, nothing is left of a backward that failed in the middle."""
     run_ranks(2, _after_a_fault)
 
 

@@ -210,7 +210,7 @@ def _sketch(outer: str) -> None:
 
 @pytest.mark.parametrize("outer", KINDS)
 def test_checkpointing_inside_and_outside(outer: str) -> None:
-    """R20, R25, R26: the unit checkpointed, and segments of it, under five patterns; everything at rest after each."""
+    """The unit checkpointed, and segments of it, under five patterns; everything at rest after each."""
     run_ranks(2, _sketch, outer)
 
 
@@ -221,7 +221,7 @@ def _sketch_poisoned() -> None:
 
 
 def test_results_are_the_same_with_poison_on_release() -> None:
-    """R21: a read of a released buffer would be NaN."""
+    """A read of a released buffer would be NaN."""
     run_ranks(2, _sketch_poisoned)
 
 
@@ -235,7 +235,7 @@ def _more_orders() -> None:
 
 @ALL_SMALL
 def test_more_orders_of_passes(all_small: bool) -> None:
-    """R25, R26, R28: three at a time, overlapping pairs, kept graphs, no backward, gradients of inputs alone."""
+    """Three at a time, overlapping pairs, kept graphs, no backward, gradients of inputs alone."""
     run_ranks(2, with_gradients, all_small, _more_orders)
 
 
@@ -325,7 +325,6 @@ def _count_collectives() -> None:
 
 
 def test_checkpointed_units_gather_and_reduce_as_often_as_the_formula_says() -> None:
-    """R20"""
     run_ranks(2, _count_collectives)
 
 
@@ -360,7 +359,7 @@ def _rest_without_backward() -> None:
 
 
 def test_nothing_is_gathered_after_a_forward_without_gradients() -> None:
-    """R28, Y59: with gradients, only what the strategy keeps for the backward, if there is one."""
+    """With gradients, only what the strategy keeps for the backward, if there is one."""
     run_ranks(2, _rest_without_backward)
 
 
@@ -428,7 +427,7 @@ def test_gradients_of_parameters_by_autograd_grad_are_refused_by_name() -> None:
 
 
 def test_gradients_of_gradients_are_refused_by_name_before_damage() -> None:
-    """R26: `create_graph=True`, in `backward` and in `autograd.grad` of the inputs."""
+    """`create_graph=True`, in `backward` and in `autograd.grad` of the inputs."""
     run_ranks(2, _second_order)
 
 
@@ -673,7 +672,6 @@ def _nested_checkpoints() -> None:
 
 
 def test_a_unit_wrapped_twice_in_checkpoints() -> None:
-    """R20"""
     run_ranks(2, _nested_checkpoints)
 
 
@@ -715,5 +713,4 @@ def _children() -> None:
 
 
 def test_a_child_called_directly() -> None:
-    """Y63"""
     run_ranks(2, _children)

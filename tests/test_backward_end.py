@@ -63,7 +63,7 @@ def steps(model: nn.Module, data: Data) -> Iterator[Any]:
         yield STEP
 
 
-# -- what leads into a unit (FD01, FD02) -------------------------------------------------------------------------------
+# -- what leads into a unit --------------------------------------------------------------------------------------------
 
 
 class Adapted(nn.Module):
@@ -190,7 +190,7 @@ def seeded(make: Callable[..., nn.Module], *args: Any) -> Build:
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_frozen_and_detached_weights_are_there_until_they_have_been_read(debug: str) -> None:
-    """FD01, FD02: whatever lies before them, also where no argument of the unit needs a gradient; with
+    """Whatever lies before them, also where no argument of the unit needs a gradient; with
     ``FSDP_DEBUG=1``, where what was given back is poisoned, too."""
     run_ranks(2, _entered, debug)
 
@@ -230,11 +230,11 @@ def _segments() -> None:
 
 
 def test_a_root_stays_until_what_was_checkpointed_has_been_recomputed() -> None:
-    """FD01: neither gradients nor saved tensors tell that a recomputation will read the root's parameters."""
+    """Neither gradients nor saved tensors tell that a recomputation will read the root's parameters."""
     run_ranks(2, _segments)
 
 
-# -- the caller's containers (FD03) ------------------------------------------------------------------------------------
+# -- the caller's containers -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -295,11 +295,11 @@ def _containers() -> None:
 
 
 def test_units_write_into_the_callers_own_containers() -> None:
-    """FD03: lists, dictionaries and dataclasses that several units are given with a tensor which they share."""
+    """Lists, dictionaries and dataclasses that several units are given with a tensor which they share."""
     run_ranks(2, _containers)
 
 
-# -- kinds of arguments (FD24, FD27, FD35) -----------------------------------------------------------------------------
+# -- kinds of arguments ------------------------------------------------------------------------------------------------
 
 
 class Sparse(nn.Module):
@@ -376,7 +376,7 @@ def _kinds() -> None:
 
 
 def test_arguments_are_neither_copied_nor_aliased() -> None:
-    """FD24, FD27: selective checkpointing around units replays the operations of the forward, no more; a sparse tensor
+    """Selective checkpointing around units replays the operations of the forward, no more; a sparse tensor
     that two units are given has no view."""
     run_ranks(2, _kinds)
 
@@ -441,7 +441,7 @@ def _unseen() -> None:
 
 
 def test_selective_checkpointing_sees_nothing_of_the_engine() -> None:
-    """FD24: memory, collectives and poison are other ones in the recomputation, and none of its operations."""
+    """Memory, collectives and poison are other ones in the recomputation, and none of its operations."""
     run_ranks(2, _unseen)
 
 
@@ -496,11 +496,11 @@ def _cache() -> None:
 
 
 def test_a_cache_that_every_unit_is_given_keeps_none_of_them_gathered() -> None:
-    """FD35: one unit computes and one is gathered ahead, though each was given, and returned, what all made before."""
+    """One unit computes and one is gathered ahead, though each was given, and returned, what all made before."""
     run_ranks(2, _cache)
 
 
-# -- side outputs (FD36) -----------------------------------------------------------------------------------------------
+# -- side outputs ------------------------------------------------------------------------------------------------------
 
 
 class Aside(nn.Module):
@@ -564,7 +564,7 @@ def _side_outputs() -> None:
 
 
 def test_side_outputs_that_are_marked_and_those_of_inner_units() -> None:
-    """FD36: the unit is gathered when the gradient of a marked tensor is there, and the units around one with it."""
+    """The unit is gathered when the gradient of a marked tensor is there, and the units around one with it."""
     run_ranks(2, _side_outputs)
 
 
@@ -593,7 +593,7 @@ def _unmarked() -> None:
 
 
 def test_a_side_output_that_is_not_marked_is_an_error_by_name() -> None:
-    """FD36: never a gradient from released memory."""
+    """Never a gradient from released memory."""
     run_ranks(2, _unmarked)
 
 
@@ -629,7 +629,7 @@ def _first_read(debug: str) -> None:
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_no_gradient_comes_from_released_memory(debug: str) -> None:
-    """FD36: also where the unit is frozen, and where a view is the first that is read. What autograd itself notices it
+    """Also where the unit is frozen, and where a view is the first that is read. What autograd itself notices it
     cannot name; ``FSDP_DEBUG=1`` can."""
     run_ranks(2, _first_read, debug)
 

@@ -145,7 +145,7 @@ def _faults(debug: str) -> None:
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_a_retry_after_an_exception_is_as_if_it_had_not_happened(debug: str) -> None:
-    """R48: in forward, backward and recomputation, before, in and after each unit; other graphs stay usable."""
+    """In forward, backward and recomputation, before, in and after each unit; other graphs stay usable."""
     run_ranks(2, _faults, debug)
 
 
@@ -170,7 +170,7 @@ def _gathers_after_faults() -> None:
 
 
 def test_a_step_after_an_exception_gathers_as_often_as_any_other() -> None:
-    """R48: what was left is cleared by the next forward, and not only by its backward."""
+    """What was left is cleared by the next forward, and not only by its backward."""
     run_ranks(2, _gathers_after_faults)
 
 
@@ -208,7 +208,7 @@ def _late_ends() -> None:
 
 
 def test_a_failed_backward_may_go_away_late() -> None:
-    """R48: a device's thread can hold it while the next pass is under way, which is not disturbed."""
+    """A device's thread can hold it while the next pass is under way, which is not disturbed."""
     run_ranks(2, _late_ends)
 
 
@@ -284,7 +284,6 @@ def _handled() -> None:
 
 
 def test_an_exception_that_the_model_handles() -> None:
-    """R48"""
     run_ranks(2, _handled)
 
 
@@ -348,7 +347,6 @@ def _growth() -> None:
 @pytest.mark.serial  # it waits a limited time for what threads hold
 @pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
 def test_faults_leave_no_memory_behind() -> None:
-    """R48"""
     run_ranks(2, _growth)
 
 

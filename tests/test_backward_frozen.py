@@ -100,7 +100,7 @@ def _freeze(debug: str) -> None:
 
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_freezing_and_unfreezing(debug: str) -> None:
-    """R29, R30, G14, AA12: whole units and parts of them, later and from the start; frozen ones have no gradient."""
+    """Whole units and parts of them, later and from the start; frozen ones have no gradient."""
     run_ranks(2, _freeze, debug)
 
 
@@ -143,7 +143,6 @@ def _frozen_memory() -> None:
 
 
 def test_frozen_units_are_released_in_backward_and_never_reduced() -> None:
-    """R29, R30"""
     run_ranks(2, _frozen_memory)
 
 
@@ -159,7 +158,6 @@ def _lora_traffic() -> None:
 
 
 def test_reductions_of_a_lora_model_carry_the_adapters_alone() -> None:
-    """R30"""
     run_ranks(2, _lora_traffic)
 
 
@@ -350,5 +348,5 @@ def _unused() -> None:
 
 
 def test_unused_parameters_get_zeros_and_unused_units_nothing() -> None:
-    """R31, R18, G12: no slot carries the bytes of an earlier pass, of another unit, or of fresh memory."""
+    """No slot carries the bytes of an earlier pass, of another unit, or of fresh memory."""
     run_ranks(2, _unused)

@@ -172,7 +172,7 @@ def _outputs() -> None:
 
 
 def test_outputs_and_inputs_in_containers() -> None:
-    """R32, AA16: found wherever they are, the same objects as the module returned, changed in place, unused."""
+    """Found wherever they are, the same objects as the module returned, changed in place, unused."""
     run_ranks(2, _outputs)
 
 
@@ -212,7 +212,6 @@ def _packed_sequences() -> None:
 
 
 def test_packed_sequences() -> None:
-    """R32"""
     run_ranks(2, _packed_sequences)
 
 
@@ -308,7 +307,6 @@ def _in_place() -> None:
 
 
 def test_inputs_and_outputs_changed_in_place_or_passed_through() -> None:
-    """R32, AA16"""
     run_ranks(2, _in_place)
 
 
@@ -366,5 +364,5 @@ def _parameters_out() -> None:
 
 
 def test_outputs_that_are_parameters() -> None:
-    """R32, AA16: of the root, and of a nested unit, read after the unit's forward."""
+    """Of the root, and of a nested unit, read after the unit's forward."""
     run_ranks(2, _parameters_out)

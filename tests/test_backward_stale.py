@@ -75,7 +75,6 @@ def _debugged_read() -> None:
 
 
 def test_a_weight_kept_over_the_reshard_is_refused_in_debug_mode() -> None:
-    """R22"""
     run_ranks(2, _debugged_read)
 
 
@@ -105,7 +104,7 @@ def _repeated_calls() -> None:
 
 
 def test_unshard_and_reshard_are_idempotent() -> None:
-    """R23: twice, and one before the other, without another collective."""
+    """Twice, and one before the other, without another collective."""
     run_ranks(2, _repeated_calls)
 
 
@@ -193,7 +192,7 @@ def _no_stale_copies() -> None:
 
 
 def test_no_forward_uses_a_copy_from_before_the_parameters_changed() -> None:
-    """Y59, G18: written by an optimizer, in place, by `copy_`, by `.data`, after forwards of every kind."""
+    """Written by an optimizer, in place, by `copy_`, by `.data`, after forwards of every kind."""
     run_ranks(2, _no_stale_copies)
 
 
@@ -220,7 +219,7 @@ def _stale_copies_of_torch() -> list[set[str]]:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the defect is known of this version of torch")
 def test_the_check_for_stale_copies_finds_those_of_torch() -> None:
-    """Y59: torch's FSDP1 keeps its root gathered after a forward without gradients, and SHARD_GRAD_OP every unit."""
+    """Torch's FSDP1 keeps its root gathered after a forward without gradients, and SHARD_GRAD_OP every unit."""
     for wrong in run_ranks(2, _stale_copies_of_torch)[0]:
         assert {"_scale_in_place after no_grad, grad True", "_scale_in_place after eval, grad False"} <= wrong, wrong
 
@@ -244,7 +243,7 @@ def _written_inside_autocast() -> None:
 
 
 def test_no_forward_uses_a_cast_from_before_the_parameters_changed() -> None:
-    """Y59: written between forwards inside one block of autocast, which keeps a cast of each weight."""
+    """Written between forwards inside one block of autocast, which keeps a cast of each weight."""
     run_ranks(2, _written_inside_autocast)
 
 
@@ -280,7 +279,7 @@ def _memory_inside_autocast() -> None:
 
 @pytest.mark.skipif(not meter_available(), reason="needs glibc's mallinfo2")
 def test_autocast_keeps_no_cast_of_a_unit_that_was_resharded() -> None:
-    """R28: inside one block of autocast, which would keep one of each until it ends."""
+    """Inside one block of autocast, which would keep one of each until it ends."""
     run_ranks(2, _memory_inside_autocast)
 
 
@@ -310,7 +309,7 @@ def _inference() -> None:
 
 
 def test_inference_mode_first() -> None:
-    """Y67, W6: training after it is right. Built inside it, the parameters are ordinary ones."""
+    """Training after it is right. Built inside it, the parameters are ordinary ones."""
     run_ranks(2, _inference)
 
 
@@ -364,7 +363,7 @@ def _replaced() -> None:
 
 
 def test_replaced_parameters_are_written_back() -> None:
-    """G16: the object or its data replaced, with the shape that it has between steps."""
+    """The object or its data replaced, with the shape that it has between steps."""
     run_ranks(2, _replaced)
 
 
@@ -393,7 +392,6 @@ def _replaced_flat() -> None:
 
 
 def test_a_replaced_flat_parameter_is_written_back() -> None:
-    """G16"""
     run_ranks(2, _replaced_flat)
 
 
@@ -425,7 +423,6 @@ def _replaced_shared() -> None:
 
 
 def test_replacing_one_registration_of_a_shared_parameter_is_refused() -> None:
-    """G16"""
     run_ranks(2, _replaced_shared)
 
 
@@ -439,5 +436,4 @@ def _unchecked() -> None:
 
 
 def test_the_check_for_replaced_parameters_can_be_skipped() -> None:
-    """G16"""
     run_ranks(2, _unchecked)

@@ -83,7 +83,7 @@ def _applied(mode: Mode) -> None:
 
 
 def test_apply_sees_whole_parameters() -> None:
-    """R6: before and after the first use, on the wrapper, a parent, and while shown."""
+    """Before and after the first use, on the wrapper, a parent, and while shown."""
     run_ranks(2, everywhere, _applied)
 
 
@@ -140,7 +140,7 @@ def _casts(mode: Mode, cast: str) -> None:
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_casting(cast: str) -> None:
-    """R7, H6: before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
+    """Before and after the first use, with gradients; the optimizer's parameters stay the same objects."""
     run_ranks(2, everywhere, _casts, cast)
 
 
@@ -185,7 +185,6 @@ def _cast_in_parts(mode: Mode) -> None:
 
 
 def test_casting_in_parts_and_at_bad_times() -> None:
-    """R7"""
     run_ranks(2, everywhere, _cast_in_parts)
 
 
@@ -337,7 +336,7 @@ def _by_hand(mode: Mode) -> None:
 
 @on_ranks
 def test_gathered_by_hand(world_size: int) -> None:
-    """R16, K12: the next forward uses it and gathers no more."""
+    """The next forward uses it and gathers no more."""
     run_ranks(world_size, everywhere, _by_hand)
 
 

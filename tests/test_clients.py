@@ -441,7 +441,7 @@ def compare_handles() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_they_read_of_a_handle_is_torchs(world_size: int) -> None:
-    """F21, F33, F44: verl's and Composer's reads."""
+    """Verl's and Composer's reads."""
     run_ranks(world_size, compare_handles)
 
 
@@ -579,7 +579,7 @@ def test_a_shard_that_is_moved_is_computed_with_where_it_was() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_what_they_read_of_a_flat_parameter_is_torchs(world_size: int) -> None:
-    """F17-F20: Shampoo's and ByteCheckpoint's reads."""
+    """Shampoo's and ByteCheckpoint's reads."""
     run_ranks(world_size, compare_metadata)
 
 

@@ -121,8 +121,8 @@ def local_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_r10_norms_of_all_orders_and_trees(world_size: int) -> None:
-    """R10: within 1e-6 of float64 and bit-equal on every rank; clipped gradients are the gradients times the factor."""
+def test_norms_of_all_orders_and_trees(world_size: int) -> None:
+    """Within 1e-6 of float64 and bit-equal on every rank; clipped gradients are the gradients times the factor."""
     run_ranks(world_size, norms_of_all_orders_and_trees)
 
 
@@ -151,8 +151,8 @@ def norms_of_all_orders_and_trees() -> None:
             assert_bit_equal(local_gradients(model), before, f"{kind}: below the bound nothing changes")
 
 
-def test_r10_low_and_high_precision() -> None:
-    """R10, Y71: bfloat16 gradients have a float32 norm, float64 ones a float64 norm."""
+def test_low_and_high_precision() -> None:
+    """Bfloat16 gradients have a float32 norm, float64 ones a float64 norm."""
     run_ranks(2, low_and_high_precision)
 
 
@@ -175,8 +175,8 @@ def low_and_high_precision() -> None:
             assert_bit_equal(full_gradients(model), scaled)
 
 
-def test_r10_gradients_of_lower_precision_than_the_parameters() -> None:
-    """R10, M20: `keep_low_precision_grads` leaves bfloat16 in `.grad`; the norm has float32 all the same."""
+def test_gradients_of_lower_precision_than_the_parameters() -> None:
+    """`keep_low_precision_grads` leaves bfloat16 in `.grad`; the norm has float32 all the same."""
     run_ranks(2, kept_in_low_precision)
 
 
@@ -201,8 +201,8 @@ def kept_in_low_precision() -> None:
     assert model.clip_grad_norm_(0.5).dtype == torch.float64
 
 
-def test_r10_complex_and_mixed_dtypes() -> None:
-    """R10: a unit with float32, float64 and complex parameters."""
+def test_complex_and_mixed_dtypes() -> None:
+    """A unit with float32, float64 and complex parameters."""
     run_ranks(2, complex_and_mixed_dtypes)
 
 
@@ -233,7 +233,7 @@ def complex_and_mixed_dtypes() -> None:
 
 
 def test_long_vectors_are_summed_accurately() -> None:
-    """R10: float32 sums along 3 million elements are off by more than 1e-5."""
+    """Float32 sums along 3 million elements are off by more than 1e-5."""
     run_ranks(1, long_vectors)
 
 
@@ -247,8 +247,8 @@ def long_vectors() -> None:
     assert torch.equal(model.params[0].grad, grad)
 
 
-def test_r10_ranks_without_gradients() -> None:
-    """R10, M20, Y56: a rank without gradients takes part, without a warning, and later norms are as before."""
+def test_ranks_without_gradients() -> None:
+    """A rank without gradients takes part, without a warning, and later norms are as before."""
     run_ranks(3, ranks_without_gradients)
 
 
@@ -273,8 +273,8 @@ def ranks_without_gradients() -> None:
             assert float(model.clip_grad_norm_(1.0, p)) == pytest.approx(everything, rel=1e-6)
 
 
-def test_r11_the_norm_does_not_depend_on_the_number_of_ranks() -> None:
-    """R11: the same data on 1, 2 and 4 ranks, so the same gradients; a local norm would be off by sqrt(N)."""
+def test_the_norm_does_not_depend_on_the_number_of_ranks() -> None:
+    """The same data on 1, 2 and 4 ranks, so the same gradients; a local norm would be off by sqrt(N)."""
     results = {size: run_ranks(size, norms_on_equal_data)[0] for size in (1, 2, 4)}
     assert results[1].keys() == results[2].keys() == results[4].keys()
     for key, norm in results[1].items():
@@ -294,8 +294,8 @@ def norms_on_equal_data() -> dict[tuple[str, bool, float], float]:
     return norms
 
 
-def test_r12_one_rank_without_a_number() -> None:
-    """R12: NaN or infinity on one rank is seen by all; `error_if_nonfinite` raises on all and changes nothing."""
+def test_one_rank_without_a_number() -> None:
+    """NaN or infinity on one rank is seen by all; `error_if_nonfinite` raises on all and changes nothing."""
     run_ranks(3, one_rank_without_a_number)
 
 
@@ -322,7 +322,7 @@ def one_rank_without_a_number() -> None:
 
 
 def test_parameters_that_no_unit_manages() -> None:
-    """M18: ignored ones count once; where their gradients differ by rank, every rank still clips alike."""
+    """Ignored ones count once; where their gradients differ by rank, every rank still clips alike."""
     run_ranks(2, unmanaged_parameters)
 
 
@@ -380,7 +380,7 @@ def one_collective() -> None:
 
 
 def test_units_of_other_groups() -> None:
-    """Y71, M24: what is sharded over pairs is summed over the pair, the rest over all four ranks."""
+    """What is sharded over pairs is summed over the pair, the rest over all four ranks."""
     run_ranks(4, units_of_other_groups)
 
 
@@ -519,7 +519,7 @@ def _trainable() -> nn.Module:
 
 
 def test_the_private_norm_of_a_list() -> None:
-    """A2: `_get_grad_norm(params, norm_type, zero, device)` is this rank's part alone."""
+    """`_get_grad_norm(params, norm_type, zero, device)` is this rank's part alone."""
     params = [
         nn.Parameter(torch.ones(3)),
         nn.Parameter(torch.ones(2, dtype=torch.bfloat16)),
@@ -537,7 +537,6 @@ def test_the_private_norm_of_a_list() -> None:
 
 
 def test_what_is_refused() -> None:
-    """M16, M21, M25, Y35, Y36."""
     run_ranks(2, what_is_refused)
 
 

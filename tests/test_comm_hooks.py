@@ -73,7 +73,7 @@ def local_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_hook_with_the_native_arithmetic_changes_no_bit(world_size: int) -> None:
-    """M13: called once per unit and synchronised backward, with the padded gradient and, if sharded, this rank's part;
+    """Called once per unit and synchronised backward, with the padded gradient and, if sharded, this rank's part;
     three steps are bit-equal to those without a hook. On one rank, where nothing travels, it is called as well."""
     run_ranks(world_size, native_arithmetic)
 
@@ -105,7 +105,7 @@ def native_arithmetic() -> None:
 
 
 def test_the_communication_is_the_hooks() -> None:
-    """M13: no collective or division of the engine's beside it; labels tell the hook's calls apart."""
+    """No collective or division of the engine's beside it; labels tell the hook's calls apart."""
     run_ranks(2, the_hooks_communication)
 
 
@@ -231,7 +231,7 @@ def other_memory() -> None:
 
 
 def test_torchs_fsdp1_calls_hooks_alike() -> None:
-    """M13: the same sizes per call, and the same gradients (division by two is exact)."""
+    """The same sizes per call, and the same gradients (division by two is exact)."""
     run_ranks(2, like_torchs_fsdp1)
 
 
@@ -266,7 +266,7 @@ def like_torchs_fsdp1() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_torchs_default_hooks(world_size: int) -> None:
-    """M15: bit-equal to the native path on 2 ranks; on 3, where they divide by 2 and 1.5, within 3 ulp."""
+    """Bit-equal to the native path on 2 ranks; on 3, where they divide by 2 and 1.5, within 3 ulp."""
     run_ranks(world_size, torchs_default_hooks)
 
 
@@ -287,7 +287,7 @@ def torchs_default_hooks() -> None:
 
 
 def test_ours_are_all_of_torchs_compressing_hooks() -> None:
-    """A5: detection is by membership in torch's list."""
+    """Detection is by membership in torch's list."""
     assert list(collectives.COMPRESSING_HOOKS) == LOW_PRECISION_HOOKS
     for hook in LOW_PRECISION_HOOKS:
         assert comm_hook.CommHook(None, hook).compresses
@@ -296,7 +296,7 @@ def test_ours_are_all_of_torchs_compressing_hooks() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_torchs_compressing_hooks_on_cpu(world_size: int) -> None:
-    """M14, Y65: gradients are cast to 16 bits, divided, summed, divided and cast back, with both call forms.
+    """Gradients are cast to 16 bits, divided, summed, divided and cast back, with both call forms.
 
     On 1 and 2 ranks bit-equal to that arithmetic on the plain model's gradients; on 3 the order of the sum is the
     backend's: within 2 ulp of 16 bits.
@@ -337,7 +337,7 @@ def torchs_compressing_hooks() -> None:
 
 
 def test_hooks_under_mixed_precision() -> None:
-    """M13, M14: users' hooks get gradients in the reduce dtype. The compressing ones get them as they were computed and
+    """Users' hooks get gradients in the reduce dtype. The compressing ones get them as they were computed and
     decide about the dtype of `.grad`, so bfloat16 is not rounded to again on the way."""
     run_ranks(2, under_mixed_precision)
 
@@ -426,8 +426,8 @@ class Fragile:
             raise Refusal("not today")
 
 
-def test_r48_a_hook_that_raises() -> None:
-    """R48: one error that names the hook, the unit and the cause; the next steps are as if it had not happened."""
+def test_a_hook_that_raises() -> None:
+    """One error that names the hook, the unit and the cause; the next steps are as if it had not happened."""
     run_ranks(2, a_hook_that_raises)
 
 
@@ -509,7 +509,7 @@ def results_that_make_no_sense() -> None:
 
 
 def test_registration() -> None:
-    """M12, Y37: what is refused, and that nothing is registered then."""
+    """What is refused, and that nothing is registered then."""
     run_ranks(2, registration)
 
 

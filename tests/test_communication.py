@@ -234,20 +234,20 @@ def check_formulas(
 
 @pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), pairwise([1, 2, 3], STRATEGIES, [False, True]))
 def test_collectives_per_step(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """The first step and later ones, with and without synchronisation and gradients; none at world size 1 (R14)."""
+    """The first step and later ones, with and without synchronisation and gradients; none at world size 1."""
     check_formulas(world_size, [Piece(), Piece(), Piece()], strategy, use_orig_params, KINDS)
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [False, True]))
 def test_collectives_of_several_buckets(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """One gather for each dtype and for what is frozen, and one reduction for each dtype of what is trained (R29)."""
+    """One gather for each dtype and for what is frozen, and one reduction for each dtype of what is trained."""
     mixed = Piece((torch.float32, True), (torch.float64, True), (torch.float32, False), (torch.float32, True))
     check_formulas(2, [Piece(), mixed, Piece()], strategy, use_orig_params, ["step", "step", "no_sync", "step"])
 
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), by_turns(STRATEGIES, [True, False]))
 def test_collectives_of_frozen_units(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """A frozen unit that has gradients to pass on is gathered for backward, one that has none is not (R29, R30)."""
+    """A frozen unit that has gradients to pass on is gathered for backward, one that has none is not."""
     frozen = (torch.float32, False)
     units = [Piece(frozen), Piece(frozen), Piece(), Piece(frozen), Piece()]
     check_formulas(2, units, strategy, use_orig_params, ["step", "step", "no_sync", "step"], unreached=(0, 1))
@@ -570,7 +570,7 @@ def overlapped(events: list[str], computes: str) -> int:
     ("name", "delayed"), [("encoder-decoder", True), ("nested", False), ("nested", True), ("mlp", False)]
 )
 def test_prefetch_follows_the_record(name: str, delayed: bool) -> None:
-    """R19: later steps gather in the order of the first, which gathered on demand; every unit but the first of a pass
+    """Later steps gather in the order of the first, which gathered on demand; every unit but the first of a pass
     is gathered while the one before it computes."""
     forward = {
         "encoder-decoder": ["encoder.0", "encoder.1", "decoder.0", "decoder.1"],
@@ -672,7 +672,7 @@ def units_of(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
 
 @pytest.mark.parametrize("change", PLANS)
 def test_order_that_changes(change: str) -> None:
-    """R18: from one step to the next, for good and back again; a change costs at most one gather in each pass. Every
+    """From one step to the next, for good and back again; a change costs at most one gather in each pass. Every
     other change is tried with what stays gathered for the backward, too."""
     plan = PLANS[change]
     plans = [USUAL, USUAL, plan, plan, USUAL, plan]
@@ -734,7 +734,7 @@ def count_checkpointed(where: str, reentrant: bool, strategy: ShardingStrategy) 
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("where", ["inside", "outside", "segment"])
 def test_gathers_under_checkpointing(where: str, reentrant: bool) -> None:
-    """R20: a unit that is recomputed for its own backward is gathered for both at once, so that checkpointing costs no
+    """A unit that is recomputed for its own backward is gathered for both at once, so that checkpointing costs no
     gather. A segment of k units is recomputed as a whole before its backward: all but the last two of them
     are gathered once more.
     """
@@ -767,7 +767,7 @@ def trace_distance() -> list[list[str]]:
 
 
 def test_a_unit_that_is_recomputed_counts_once_in_the_distance() -> None:
-    """R19, R20: it is gathered for its recomputation and its backward at once, and so are those after it."""
+    """It is gathered for its recomputation and its backward at once, and so are those after it."""
     for steps in run_ranks(2, trace_distance):
         for events in steps[1:]:
             last = {event: index for index, event in enumerate(events)}
@@ -809,5 +809,5 @@ DELAYED = [
 def test_nothing_is_read_before_its_wait(
     name: str, strategy: ShardingStrategy, use_orig_params: bool, way: str
 ) -> None:
-    """R38: collectives that start late and deliver in `wait()` alone change no bit."""
+    """Collectives that start late and deliver in `wait()` alone change no bit."""
     run_ranks(2, train_delayed, name, strategy, use_orig_params, way, [1])

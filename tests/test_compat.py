@@ -127,7 +127,7 @@ def deep(value: Any) -> Any:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_torchs_functions_give_and_take_what_they_do_for_torchs_fsdp(world_size: int) -> None:
-    """T28, T29, U1: every form, in both modes, on 3 ranks by turns; as `fsdp.checkpoint` and as for torch's FSDP1."""
+    """Every form, in both modes, on 3 ranks by turns; as `fsdp.checkpoint` and as for torch's FSDP1."""
     run_ranks(world_size, check_there_and_back)
 
 
@@ -284,7 +284,6 @@ def check_named_optimizers() -> None:
 
 
 def test_parents_several_optimizers_patched_models_and_named_optimizers() -> None:
-    """U7, U13."""
     run_ranks(2, check_around)
     run_ranks(2, check_named_optimizers)
 
@@ -337,7 +336,7 @@ def load_app(path: str, full: bool) -> None:
 def test_applications_save_and_load_at_another_number_of_ranks(
     tmp_path: Path, there: int, here: int, uop: bool
 ) -> None:
-    """R40, T28: as `Stateful`, sharded and full, also saved in the background."""
+    """As `Stateful`, sharded and full, also saved in the background."""
     for number, (saved_full, loaded_full) in enumerate(((False, False), (True, False), (False, True))):
         path = str(tmp_path / str(number))
         run_ranks(there, save_app, path, uop, saved_full, number == 1)
@@ -424,7 +423,7 @@ def check_both_in_one() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_other_models_stay_with_torch(world_size: int) -> None:
-    """R44: plain, DDP, FSDP1 in both modes, FSDP2; state goes from engine to engine."""
+    """Plain, DDP, FSDP1 in both modes, FSDP2; state goes from engine to engine."""
     run_ranks(world_size, check_others)
     run_ranks(world_size, check_exchange)
 

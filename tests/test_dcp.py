@@ -80,7 +80,7 @@ def check_like_torch() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_it_gives_what_torchs_gives(world_size: int) -> None:
-    """T28, T29, U1: both modes, full and sharded, with and without offload; torch's options are taken."""
+    """Both modes, full and sharded, with and without offload; torch's options are taken."""
     run_ranks(world_size, check_like_torch)
 
 
@@ -182,7 +182,7 @@ def check_plain() -> None:
 
 
 def test_it_goes_back_in_every_form() -> None:
-    """R40, T29: sharded, full, from rank 0, flattened."""
+    """Sharded, full, from rank 0, flattened."""
     run_ranks(2, check_round_trips)
 
 
@@ -192,12 +192,12 @@ def test_options_and_several_optimizers() -> None:
 
 
 def test_what_only_rank_0_has_is_handed_out_to_all_kinds_of_models() -> None:
-    """R43, user-pain 16: all of it or nothing; partly wrapped and plain models and DDP."""
+    """All of it or nothing; partly wrapped and plain models and DDP."""
     run_ranks(2, check_handed_out)
 
 
 def test_plain_and_wrapped_models_exchange_state() -> None:
-    """R44, user-pain 14: plain, DDP, compiled."""
+    """Plain, DDP, compiled."""
     run_ranks(2, check_plain)
 
 
@@ -248,8 +248,8 @@ def check_names(root: str) -> None:
         assert_same(dict(plain.state_dict()), dict(get_model_state_dict(model, options=FULL)), f"{name}, {around}")
 
 
-def test_fd47_names_go_by_what_wraps_and_not_by_how_it_is_called(tmp_path: Path) -> None:
-    """FD47: a DDP or a compiled module inside a plain one, modules called as those have their inner ones, and
+def test_names_go_by_what_wraps_and_not_by_how_it_is_called(tmp_path: Path) -> None:
+    """A DDP or a compiled module inside a plain one, modules called as those have their inner ones, and
     parameters without elements, whose state an optimizer that has not stepped has as well."""
     run_ranks(2, check_names, str(tmp_path))
 
@@ -330,7 +330,7 @@ def load_here(path: str, ragged: bool) -> None:
 
 @pytest.mark.parametrize(("there", "here", "uop"), [(2, 3, False), (3, 1, True), (1, 2, True)])
 def test_through_torchs_storage_to_another_number_of_ranks(tmp_path: Path, there: int, here: int, uop: bool) -> None:
-    """R40, T28, user-pain 14: in torch's sharded tensors and in intervals, written and read in either form."""
+    """In torch's sharded tensors and in intervals, written and read in either form."""
     for number, (writes, reads) in enumerate(((False, True), (True, False))):
         path = str(tmp_path / str(number))
         run_ranks(there, save_here, path, uop, writes)

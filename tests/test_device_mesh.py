@@ -130,7 +130,6 @@ def check_like_torch() -> None:
 
 
 def check_settings(model: FSDP) -> None:
-    """B9, B13, T4, Y42."""
     local = pytest.raises(RuntimeError, match="DeviceMesh is not compatible with LOCAL_STATE_DICT")
     FSDP.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
     with local:
@@ -148,7 +147,7 @@ def check_settings(model: FSDP) -> None:
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_state_is_that_of_torch_with_the_same_mesh(world_size: int) -> None:
-    """P3, T4, T9, U7, AA22: model and optimizer, full and sharded, both ways."""
+    """Model and optimizer, full and sharded, both ways."""
     run_ranks(world_size, check_like_torch)
 
 
@@ -184,7 +183,6 @@ def check_dimensions() -> None:
 
 
 def test_rows_are_cut_along_the_dimension_that_is_sharded_over() -> None:
-    """P3, T21, Y45."""
     run_ranks(4, check_dimensions)
 
 
@@ -197,7 +195,7 @@ def check_offloaded() -> None:
 
 
 def test_dtensors_are_offloaded_though_their_mesh_is_an_accelerators() -> None:
-    """U6: `DTensor.from_local` would take them back to the device."""
+    """`DTensor.from_local` would take them back to the device."""
     run_ranks(2, check_offloaded)
 
 
@@ -243,7 +241,7 @@ def load_here(root: str, there: int) -> None:
 
 @pytest.mark.parametrize(("there", "here"), [(4, 3), (3, 1)])
 def test_what_was_saved_on_a_mesh_loads_on_any_other(tmp_path: Path, there: int, here: int) -> None:
-    """R40, T28: by torch's storage and by ours, at other numbers of ranks; and in a plain model."""
+    """By torch's storage and by ours, at other numbers of ranks; and in a plain model."""
     run_ranks(there, save_there, str(tmp_path))
     run_ranks(here, load_here, str(tmp_path), there)
     for number in range(WAYS[there]):
@@ -271,7 +269,7 @@ def check_exchange() -> None:
 
 
 def test_sharded_state_goes_from_any_ranks_to_any_others() -> None:
-    """Also where torch's FSDP1 refuses (Y45): replicas, other meshes, and what is not sharded."""
+    """Also where torch's FSDP1 refuses: replicas, other meshes, and what is not sharded."""
     run_ranks(4, check_exchange)
 
 
@@ -368,7 +366,6 @@ def check_torchs_functions(root: str) -> None:
 
 
 def test_torchs_functions_and_storage_take_replicas_to_torch_and_back(tmp_path: Path) -> None:
-    """T28, T29."""
     run_ranks(4, check_torchs_functions, str(tmp_path))
 
 
@@ -414,7 +411,6 @@ def check_from_rank_0() -> None:
 
 
 def test_what_only_rank_0_has_comes_to_all_replicas() -> None:
-    """T7, U8, U15."""
     run_ranks(4, check_from_rank_0)
 
 

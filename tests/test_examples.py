@@ -196,7 +196,7 @@ def values(directory: Path) -> dict[str, Any]:
 
 
 def test_a_resumed_run_is_that_which_never_stopped(sharded: str, saved: Path, tmp_path: Path) -> None:
-    """R40: from the checkpoint of step 15 to step 25 at the same number of ranks, bit for bit."""
+    """From the checkpoint of step 15 to step 25 at the same number of ranks, bit for bit."""
     assert "saved" in sharded
     printed = train(2, "--resume", str(saved / "checkpoint_00000001"), "--save", str(tmp_path))
     assert "step 15 from" in printed and "10 steps in" in printed
@@ -340,7 +340,7 @@ def test_demo_trains_and_then_continues_with_one_process_more(tmp_path: Path) ->
 
 
 def test_an_elastic_run_survives_a_kill_and_ends_with_the_same_losses() -> None:
-    """R45: killed in the middle of a save on 2 ranks, resumed from the last whole checkpoint on 3."""
+    """Killed in the middle of a save on 2 ranks, resumed from the last whole checkpoint on 3."""
     result = run(sys.executable, "examples/resume_elastic.py")
     assert result.returncode == 0, result.stdout + result.stderr
     for line in (
@@ -431,7 +431,7 @@ def test_bench_scale_measures_many_ranks_in_one_process(
 
 
 def test_gpu_check_compares_with_a_plain_model(run_script: RunScript) -> None:
-    """What of it can run without an accelerator: parity, in a group of one and of two, and situations (FD71)."""
+    """What of it can run without an accelerator: parity, in a group of one and of two, and situations."""
     options = ("--device", "cpu", "--steps", "2", "--brief")
     status, printed = run_script("gpu_check", *options, WIDTH=33, HIDDEN=67, BLOCKS=2)
     assert status == 0, printed

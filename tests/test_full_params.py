@@ -250,7 +250,7 @@ on_ranks = pytest.mark.parametrize("world_size", [1, 2, 3])
 
 @on_ranks
 def test_parameters_are_shown_whole(world_size: int) -> None:
-    """G7, S1, S10: between steps, of a wrapped model and of a module it is in, with gradients out of sight."""
+    """Between steps, of a wrapped model and of a module it is in, with gradients out of sight."""
     run_ranks(world_size, everywhere, _shown)
 
 
@@ -276,7 +276,7 @@ def _names(mode: Mode) -> None:
 
 
 def test_names_are_clean_while_shown() -> None:
-    """G10: of the instances that are shown, and of nothing around or inside them."""
+    """Of the instances that are shown, and of nothing around or inside them."""
     run_ranks(1, everywhere, _names)
     run_ranks(2, everywhere, _names)
 
@@ -321,7 +321,7 @@ def _partly(mode: Mode) -> None:
 
 
 def test_instances_are_shown_one_by_one_and_once() -> None:
-    """S1, S3, Y38: recurse=False, one inside the other, and never the same twice or during a forward."""
+    """Recurse=False, one inside the other, and never the same twice or during a forward."""
     run_ranks(2, everywhere, _partly)
 
 
@@ -341,7 +341,6 @@ def _between(mode: Mode) -> None:
 
 
 def test_shown_between_forward_and_backward() -> None:
-    """S4"""
     run_ranks(2, everywhere, _between)
 
 
@@ -409,7 +408,6 @@ def _written(mode: Mode) -> None:
 
 @on_ranks
 def test_writing_back(world_size: int) -> None:
-    """S5, S6, AA14"""
     run_ranks(world_size, everywhere, _written)
 
 
@@ -470,7 +468,7 @@ def _raising(mode: Mode) -> None:
 
 
 def test_errors_inside_and_before() -> None:
-    """S2, Y39: nothing stays shown; what was written until then is kept."""
+    """Nothing stays shown; what was written until then is kept."""
     run_ranks(2, everywhere, _raising)
 
 
@@ -501,7 +499,7 @@ def _rank0(mode: Mode) -> None:
 
 
 def test_on_rank_0_only() -> None:
-    """S7: the others see shards, and no rank can run a forward meanwhile."""
+    """The others see shards, and no rank can run a forward meanwhile."""
     run_ranks(2, everywhere, _rank0)
 
 
@@ -524,7 +522,7 @@ def _offloaded(mode: Mode) -> list[str]:
 
 
 def test_offloaded_where_the_parameters_are_on_the_cpu() -> None:
-    """S8, Y65: the same memory serves; torch gives it back while it is shown, and aborts."""
+    """The same memory serves; torch gives it back while it is shown, and aborts."""
     for use_orig_params in (False, True):
         for (words,) in run_ranks(2, _offloaded, Mode(FULL_SHARD, use_orig_params)):
             assert "rank0_only" in words
@@ -540,7 +538,7 @@ def _with_grads(mode: Mode) -> None:
     plain.backward(0)
     grads = {name: None if p.grad is None else p.grad.clone() for name, p in plain.module.named_parameters()}
     if rank == 0:
-        model.layers[1].weight.grad = None  # one rank has none of what it owns: zeros (S9)
+        model.layers[1].weight.grad = None  # one rank has none of what it owns: zeros
     elif model.layers[1].weight.grad is not None and not sharded:
         model.layers[1].weight.grad = None
     before = {name: p.grad for name, p in model.named_parameters()}
@@ -582,13 +580,13 @@ def _with_grads(mode: Mode) -> None:
                 param.grad.zero_()
     for name, param in model.named_parameters():
         assert param.grad is before[name], name
-        if kept[name] is not None:  # AA14: what is not sharded is live
+        if kept[name] is not None:  # what is not sharded is live
             assert torch.equal(param.grad, kept[name] if sharded else torch.zeros_like(kept[name])), name
 
 
 @on_ranks
 def test_with_gradients(world_size: int) -> None:
-    """S9, S5, AA14: in full shape, zeros from ranks without one, written back in place or replaced or dropped."""
+    """In full shape, zeros from ranks without one, written back in place or replaced or dropped."""
     run_ranks(world_size, everywhere, _with_grads)
 
 
@@ -620,7 +618,6 @@ def _accumulating(mode: Mode) -> None:
 
 
 def test_shown_during_accumulation() -> None:
-    """G9, AA18"""
     run_ranks(2, everywhere, _accumulating)
 
 
@@ -655,7 +652,6 @@ def _forward_inside(mode: Mode) -> None:
 
 @on_ranks
 def test_forward_inside(world_size: int) -> None:
-    """Y58, S11"""
     run_ranks(world_size, everywhere, _forward_inside)
 
 
@@ -702,7 +698,6 @@ def _frozen_flat() -> None:
 
 
 def test_shown_parameters_follow_the_flat_one() -> None:
-    """AA12"""
     run_ranks(2, _frozen_flat)
 
 
@@ -783,7 +778,7 @@ def _loop_memory(use_orig_params: bool) -> list[int]:
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_unit_by_unit_holds_one_unit(use_orig_params: bool) -> None:
-    """Beside the shards; `summon_full_params` holds the model (S12)."""
+    """Beside the shards; `summon_full_params` holds the model."""
     unit = (BIG + 1) * BIG * 4
     expected = [*(2 * COUNT) * [unit], 0, COUNT * unit, 0]
     for found in run_ranks(2, _loop_memory, use_orig_params):

@@ -11,7 +11,7 @@ SEEDS = range(4, 14)  # all pieces, strategies, passes and kinds of checkpointin
 
 @ALL_SMALL
 def test_random_programs_train_as_the_plain_model_does(all_small: bool) -> None:
-    """FD01, FD02, FD03, FD24, FD35, FD36: whatever lies in the units and between them."""
+    """Whatever lies in the units and between them."""
     run_ranks(2, with_gradients, all_small, random_programs.check_range, SEEDS)
 
 

@@ -72,7 +72,6 @@ def test_signature() -> None:
 
 
 def test_scale_keeps_dtypes_and_nests() -> None:
-    """V2."""
     scaler = alone(init_scale=4.0)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for loss in (torch.tensor(1.5, dtype=dtype), torch.ones(3, dtype=dtype)):
@@ -108,7 +107,7 @@ def test_disabled_passes_everything_through() -> None:
 
 
 def test_aa25_unscaling_sparse_float16_gradients_with_three_arguments() -> None:
-    """AA25: duplicates are summed before they are looked at, and may overflow then."""
+    """Duplicates are summed before they are looked at, and may overflow then."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch: sparse invariants are not checked
         scaler = alone(init_scale=2.0)
@@ -129,7 +128,7 @@ def test_aa25_unscaling_sparse_float16_gradients_with_three_arguments() -> None:
 
 
 def test_order_of_calls() -> None:
-    """V3, V4: what torch's scaler raises."""
+    """What torch's scaler raises."""
     scaler = alone(init_scale=4.0)
     param = param_with(torch.tensor([8.0]))
     optimizer = SGD([param], lr=1.0)
@@ -158,7 +157,7 @@ def test_order_of_calls() -> None:
 
 
 def test_growth_backoff_and_state() -> None:
-    """V4, V5: as a plain scaler's, and so is the state; two optimizers count as one step."""
+    """As a plain scaler's, and so is the state; two optimizers count as one step."""
     ours, plain = (
         alone(init_scale=8.0, growth_interval=2),
         torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2),
@@ -181,7 +180,7 @@ def test_growth_backoff_and_state() -> None:
 
 
 def test_flags_of_several_devices_become_one() -> None:
-    """V3: gradients beside the scale, and offloaded ones; the meta device stands for another one."""
+    """Gradients beside the scale, and offloaded ones; the meta device stands for another one."""
     scaler = alone(init_scale=4.0)
     scaler.scale(torch.tensor(1.0))
     optimizer = SGD([param_with(torch.tensor([8.0]))], lr=1.0)
@@ -209,8 +208,8 @@ class HostReads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_r12_all_ranks_skip(world_size: int) -> None:
-    """R12: infinity or NaN on one rank, in its own part of the gradient; also one that only a fused optimizer sees."""
+def test_all_ranks_skip(world_size: int) -> None:
+    """Infinity or NaN on one rank, in its own part of the gradient; also one that only a fused optimizer sees."""
     run_ranks(world_size, all_ranks_skip)
 
 
@@ -268,7 +267,7 @@ def one_collective() -> None:
 
 
 def test_ranks_without_gradients_take_part() -> None:
-    """V3: with one element and three ranks, two have padding or nothing at all."""
+    """With one element and three ranks, two have padding or nothing at all."""
     run_ranks(3, ranks_without_gradients)
 
 
@@ -305,7 +304,7 @@ def groups_of_one() -> None:
 
 
 def test_float16_shards() -> None:
-    """V3: gradients of float16 parameters are unscaled in place."""
+    """Gradients of float16 parameters are unscaled in place."""
     run_ranks(2, float16_shards)
 
 

@@ -338,7 +338,7 @@ def assert_same_step(actual: Step, expected: Step) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in ZOO.items() if not case.local_statistics])
 def test_oracle_in_rank_order_is_equivalent_to_the_concatenated_batch(name: str) -> None:
-    """FD48: whatever the processor's kernels make of sums that cancel. With every kind of accumulation."""
+    """Whatever the processor's kernels make of sums that cancel. With every kind of accumulation."""
     for optimizer, schedule in zip(itertools.cycle(OPTIMIZERS), ACCUMULATING):
         what = f"{optimizer}, {schedule}"
         plain = run_plain(ZOO[name], OPTIMIZERS[optimizer], 3, schedule, dtype=torch.float64)

@@ -63,7 +63,7 @@ class Mesh:
 @pytest.mark.parametrize("strategy", [HYBRID, ZERO2])
 @pytest.mark.parametrize("kind", ["pair", "mesh"])
 def test_groups_of_a_tree(strategy: ShardingStrategy, kind: str) -> None:
-    """P6, P8, P11, C18: the pair as it is given; the mesh is (replicate, shard); every unit has the same."""
+    """The pair as it is given; the mesh is (replicate, shard); every unit has the same."""
     shard, replica = StandIn(1, 2), StandIn(2, 3)
     mesh: Any = Mesh(replica, shard)
     options = {"device_mesh": mesh} if kind == "mesh" else {"process_group": (shard, replica)}
@@ -82,7 +82,7 @@ def test_groups_of_a_tree(strategy: ShardingStrategy, kind: str) -> None:
 
 
 def test_one_rank_to_shard_or_to_replicate_over() -> None:
-    """Y55: over (n, 1) as NO_SHARD over the replicas, over (1, n) as FULL_SHARD over the shards."""
+    """Over (n, 1) as NO_SHARD over the replicas, over (1, n) as FULL_SHARD over the shards."""
     several, one = StandIn(1, 2), StandIn(0, 1)
     with pytest.warns(UserWarning, match="HYBRID_SHARD works like NO_SHARD here, over the replica group"):
         replicated = FullyShardedDataParallel(net(), (one, several), HYBRID)
@@ -98,7 +98,7 @@ def test_one_rank_to_shard_or_to_replicate_over() -> None:
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 def test_a_mesh_for_other_strategies_is_a_group(strategy: ShardingStrategy) -> None:
-    """P3: dimension 0, with a warning where that is not all of it."""
+    """Dimension 0, with a warning where that is not all of it."""
     group: Any = StandIn(1, 2)
     mesh: Any = Mesh(group)
     model = FullyShardedDataParallel(net(), sharding_strategy=strategy, auto_wrap_policy=LINEARS, device_mesh=mesh)
@@ -135,7 +135,7 @@ def _by_machine() -> tuple[list[int], list[int], list[str]]:
 
 
 def test_groups_by_machine() -> None:
-    """P5, P12: consecutive ranks to shard over, the same place on each machine to replicate over; made once for all
+    """Consecutive ranks to shard over, the same place on each machine to replicate over; made once for all
     trees. An error on every rank where the machines do not have as many."""
     for rank, (shard, replica, errors) in enumerate(run_ranks(4, _by_machine)):
         assert shard == [rank // 2 * 2, rank // 2 * 2 + 1] and replica == [rank % 2, rank % 2 + 2]
@@ -176,7 +176,7 @@ def _same_values() -> None:
 
 
 def test_values_of_the_first_rank() -> None:
-    """Q15: all start with what the first rank of the first replica has."""
+    """All start with what the first rank of the first replica has."""
     run_ranks(4, _same_values)
 
 
@@ -260,7 +260,7 @@ def _low_precision() -> None:
 
 
 def test_gradients_are_averaged_in_the_reduce_dtype() -> None:
-    """M1, M2, N1: float16 is divided before each sum as well; each of two terms, so that the order is one."""
+    """Float16 is divided before each sum as well; each of two terms, so that the order is one."""
     run_ranks(4, _low_precision)
 
 
@@ -307,7 +307,7 @@ def _clip(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["2x2", "4x1"])
 def test_norm_of_gradients(shape: str) -> None:
-    """R10: replicas count once, and all ranks clip alike; what the ranks made of ignored parameters counts as its mean
+    """Replicas count once, and all ranks clip alike; what the ranks made of ignored parameters counts as its mean
     over all of them."""
     run_ranks(4, _clip, shape)
 
@@ -340,7 +340,7 @@ def _hooks(shape: str) -> None:
 
 @pytest.mark.parametrize("shape", ["2x2", "4x1"])
 def test_hooks_of_users(shape: str) -> None:
-    """M12: a communication hook reduces inside the shard group, and the engine averages over the replicas what it
+    """A communication hook reduces inside the shard group, and the engine averages over the replicas what it
     leaves; torch refuses. A parameter's own hook sees the complete gradient, inside the backward."""
     run_ranks(4, _hooks, shape)
 

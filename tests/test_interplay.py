@@ -73,7 +73,7 @@ def step_in_backward() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_optimizers_step_inside_the_backward(world_size: int) -> None:
-    """W11: by torch's `_apply_optimizer_in_backward` or by hooks of one's own, unit by unit."""
+    """By torch's `_apply_optimizer_in_backward` or by hooks of one's own, unit by unit."""
     run_ranks(world_size, step_in_backward)
 
 
@@ -116,7 +116,7 @@ def hook_parameters() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_hooks_on_parameters_fire_with_the_whole_gradient_of_the_rank(world_size: int) -> None:
-    """W9: as under DDP, and what they return is what is reduced."""
+    """As under DDP, and what they return is what is reduced."""
     run_ranks(world_size, hook_parameters)
 
 
@@ -161,7 +161,6 @@ def wrap_late() -> None:
 
 
 def test_an_optimizer_from_before_wrapping_trains_or_is_warned_of() -> None:
-    """D13."""
     run_ranks(2, wrap_late)
 
 
@@ -254,7 +253,7 @@ def copy_models() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_copies_are_models_of_their_own(world_size: int) -> None:
-    """W13, W19: deepcopy before and after the first use, with and without the optimizer."""
+    """Deepcopy before and after the first use, with and without the optimizer."""
     run_ranks(world_size, copy_models)
 
 
@@ -332,7 +331,7 @@ def hook_modules() -> None:
 
 
 def test_hooks_on_modules_see_what_they_do_without_wrapping() -> None:
-    """W10: in the same order, with the same values; the parameters are whole while a forward's hooks run."""
+    """In the same order, with the same values; the parameters are whole while a forward's hooks run."""
     run_ranks(2, hook_modules)
 
 
@@ -358,5 +357,4 @@ def synchronised_batch_norm() -> None:
 
 
 def test_synchronised_batch_norms_are_kept_in_full_precision() -> None:
-    """W14, E13."""
     run_ranks(2, synchronised_batch_norm)

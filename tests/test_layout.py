@@ -82,7 +82,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_R01_flatten_shard_gather_views_is_bit_identical(seed: int) -> None:
-    """R01: every parameter comes back bit for bit from shards, in its own shape and strides, at an aligned address."""
+    """Every parameter comes back bit for bit from shards, in its own shape and strides, at an aligned address."""
     generator = torch.Generator().manual_seed(seed)
     for layout, _, _ in layouts(seed, 400):
         memory = [random_bits(param.numel, layout.dtype, generator) for param in layout.params]
@@ -112,7 +112,7 @@ def test_R01_flatten_shard_gather_views_is_bit_identical(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_R01_every_element_is_owned_exactly_once(seed: int) -> None:
-    """R01: pieces over the ranks count every parameter element once and no padding, and lie inside their shards."""
+    """Pieces over the ranks count every parameter element once and no padding, and lie inside their shards."""
     for layout, _, _ in layouts(100 + seed, 800):
         owners = [0] * layout.padded_numel
         for rank in range(layout.world_size):
@@ -168,7 +168,7 @@ def test_gaps_and_runs_of_the_shards_are_those_of_the_vector(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_R01_alignment(seed: int) -> None:
-    """R01: shard bytes % 16 == 0 and views 16-byte aligned, in every dtype that travels; and no padding beyond that."""
+    """Shard bytes % 16 == 0 and views 16-byte aligned, in every dtype that travels; and no padding beyond that."""
     for layout, param_alignment, shard_alignment in layouts(300 + seed, 1000):
         smallest = min(dtype.itemsize for dtype in travelling(layout))
         even = -(-layout.numel // layout.world_size)
@@ -189,7 +189,7 @@ def test_R01_alignment(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_R01_views_of_a_gathered_buffer_have_aligned_addresses(dtype: torch.dtype) -> None:
-    """R01: on real memory, for each dtype."""
+    """On real memory, for each dtype."""
     rng = random.Random(str(dtype))
     for _ in range(30):
         layout = FlatLayout.build(
@@ -221,7 +221,7 @@ def example(world_size: int, param_alignment: int) -> FlatLayout:
 
 
 def test_documented_example_with_aligned_parameters() -> None:
-    """fp32 weight 5x3 and bias 5 on 2 ranks: 15, 1, 5, 1 elements, 11 per rank (F6)."""
+    """fp32 weight 5x3 and bias 5 on 2 ranks: 15, 1, 5, 1 elements, 11 per rank."""
     layout = example(world_size=2, param_alignment=16)
     assert [(param.offset, param.end) for param in layout.params] == [(0, 15), (16, 21)]
     assert layout.gaps == ((15, 16), (21, 22))
@@ -231,7 +231,7 @@ def test_documented_example_with_aligned_parameters() -> None:
 
 
 def test_documented_example_without_alignment() -> None:
-    """The same without alignment: 15 and 5 elements (F7)."""
+    """The same without alignment: 15 and 5 elements."""
     layout = example(world_size=2, param_alignment=1)
     assert [(param.offset, param.end) for param in layout.params] == [(0, 15), (15, 20)]
     assert layout.gaps == ()

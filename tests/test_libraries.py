@@ -174,7 +174,7 @@ def train_shape(name: str) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_of_libraries(name: str) -> None:
-    """FD01, FD03, FD27, FD35: caches, output classes, routing, adapters, biases that layers hand on."""
+    """Caches, output classes, routing, adapters, biases that layers hand on."""
     run_ranks(2, train_shape, name)
 
 
@@ -201,7 +201,7 @@ def cached_shape() -> int:
 
 
 def test_a_cache_keeps_no_unit_gathered() -> None:
-    """FD35: tensors of earlier layers come with an object that every layer gets; six units, two at a time."""
+    """Tensors of earlier layers come with an object that every layer gets; six units, two at a time."""
     assert all(count <= 2 for count in run_ranks(2, cached_shape))
 
 
@@ -224,7 +224,7 @@ def cast_outputs() -> None:
 
 
 def test_output_objects_under_mixed_precision() -> None:
-    """FD27: the output's class, with its attributes and keys the same objects."""
+    """The output's class, with its attributes and keys the same objects."""
     run_ranks(2, cast_outputs)
 
 
@@ -332,7 +332,7 @@ def test_transformers(name: str) -> None:
 @_needs("transformers", "peft")
 @pytest.mark.parametrize("name", ADAPTED)
 def test_peft(name: str) -> None:
-    """FD01: the root's frozen norm lies between units and a trained head."""
+    """The root's frozen norm lies between units and a trained head."""
     run_ranks(2, train_library, name, timeout=180)
 
 
@@ -373,7 +373,6 @@ def llama_with_a_cache() -> int:
 
 @_needs("transformers")
 def test_transformers_cache_keeps_no_unit_gathered() -> None:
-    """FD35"""
     assert all(count <= 2 for count in run_ranks(2, llama_with_a_cache, timeout=180))
 
 
@@ -399,5 +398,4 @@ def t5_with_encoder_outputs() -> None:
 
 @_needs("transformers")
 def test_transformers_output_objects_under_mixed_precision() -> None:
-    """FD27"""
     run_ranks(2, t5_with_encoder_outputs, timeout=180)

@@ -231,7 +231,7 @@ def delete_after(life: str, strategies: list[ShardingStrategy], use_orig_params:
 @needs_meter
 @pytest.mark.parametrize(("life", "use_orig_params"), by_turns([*LIVES], [False, True]))
 def test_deletion_frees_everything(life: str, use_orig_params: bool) -> None:
-    """R49: without the garbage collector, whatever the model has been through."""
+    """Without the garbage collector, whatever the model has been through."""
     turn = list(LIVES).index(life) // 2 % 2
     assert run_ranks(2, delete_after, life, [STRATEGIES[use_orig_params], STRATEGIES[1 + turn]], use_orig_params) == [
         [],
@@ -324,7 +324,7 @@ LONG_RUNS = [(FULL_SHARD, False, "direct"), (SHARD_GRAD_OP, True, "auto")]
 @needs_meter
 @pytest.mark.parametrize(("strategy", "use_orig_params", "way"), LONG_RUNS)
 def test_a_hundred_steps_leave_memory_flat(strategy: ShardingStrategy, use_orig_params: bool, way: str) -> None:
-    """R49: a few hundred bytes kept per step would show, or one reference cycle."""
+    """A few hundred bytes kept per step would show, or one reference cycle."""
     for growth, cycles, same_resources in run_ranks(2, run_long, strategy, use_orig_params, way):
         assert max(growth) < NOISE, growth
         assert cycles == 0, f"{cycles} objects in reference cycles"
@@ -347,7 +347,6 @@ def build_and_delete() -> tuple[list[int], bool]:
 
 @needs_meter
 def test_build_train_delete_again_and_again() -> None:
-    """R49"""
     for growth, same_resources in run_ranks(2, build_and_delete):
         assert max(growth) < NOISE, growth
         assert same_resources, "file descriptors or threads"
@@ -514,7 +513,7 @@ WORLDS = pairwise([1, 2], STRATEGIES, [False, True])
 
 @pytest.mark.parametrize(("world_size", "strategy", "use_orig_params"), WORLDS)
 def test_forward_without_backward(world_size: int, strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """R28: the next step is what it would have been, with as many collectives, and ends at rest."""
+    """The next step is what it would have been, with as many collectives, and ends at rest."""
     run_ranks(world_size, forward_without_backward, strategy, use_orig_params)
 
 
@@ -776,6 +775,6 @@ def pickle_and_go_on(use_orig_params: bool) -> str:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_pickling_is_refused(use_orig_params: bool) -> None:
-    """R49: in words that say so, and the model is none the worse."""
+    """In words that say so, and the model is none the worse."""
     for words in run_ranks(2, pickle_and_go_on, use_orig_params):
         assert words.startswith("a FullyShardedDataParallel module cannot be pickled") and "state_dict()" in words

@@ -100,12 +100,11 @@ def _compare(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_attributes_have_torchs_values(use_orig_params: bool) -> None:
-    """R9-R11, R13, R18, A7"""
     run_ranks(2, _compare, use_orig_params)
 
 
 def test_prefetch_limits_are_writable() -> None:
-    """K10: by the names that tools write to; for all units below, before or after the first use."""
+    """By the names that tools write to; for all units below, before or after the first use."""
     module = net()
     inner = module.layers = build(module.layers, process_group=StandIn(0, 1))
     model = build(module, process_group=StandIn(0, 1))

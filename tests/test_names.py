@@ -1,4 +1,4 @@
-"""Every public name of torch's FSDP1 can be imported from the same path here and takes the same arguments (FD30)."""
+"""Every public name of torch's FSDP1 can be imported from the same path here and takes the same arguments."""
 
 from __future__ import annotations
 

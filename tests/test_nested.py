@@ -1,4 +1,4 @@
-"""FD27: what nested inputs and outputs are searched for and how they are rebuilt; no ranks needed."""
+"""What nested inputs and outputs are searched for and how they are rebuilt; no ranks needed."""
 
 from __future__ import annotations
 

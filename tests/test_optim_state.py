@@ -244,7 +244,7 @@ def cross_load(
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_keys_values_order_and_types_are_torchs(world_size: int) -> None:
-    """R40, R44, U1-U8, U13, U20-U24: full, on rank 0 alone and sharded; both ways. On 3 and 4 ranks by turns."""
+    """Full, on rank 0 alone and sharded; both ways. On 3 and 4 ranks by turns."""
     run_ranks(world_size, check_like_torch)
 
 
@@ -285,7 +285,7 @@ def loaded_here(saved: dict[str, Any], scattered: bool) -> None:
 
 @pytest.mark.parametrize(("there", "here"), [(1, 3), (2, 4), (3, 2), (4, 1)])
 def test_what_was_saved_anywhere_loads_anywhere(there: int, here: int) -> None:
-    """R40, U16-U20, U23, U25: other numbers of ranks, wrappings, strategies and modes; from all ranks and rank 0."""
+    """Other numbers of ranks, wrappings, strategies and modes; from all ranks and rank 0."""
     uop = there % 2 == 0
     saved, *others = run_ranks(there, saved_here, uop, "FULL_SHARD", blocks=there != 3)
     assert others == [{}] * (there - 1)
@@ -321,7 +321,6 @@ def check_plain() -> None:
 
 
 def test_plain_optimizers_take_it_and_give_it() -> None:
-    """R44, U26, U29, M11, Z15."""
     run_ranks(2, check_plain)
 
 
@@ -348,7 +347,7 @@ def check_group(root: str) -> None:
 
 
 def test_a_group_that_does_not_begin_with_rank_0(tmp_path: Path) -> None:
-    """Y72, U8, U15: its own first rank is the one that saves and hands out."""
+    """Its own first rank is the one that saves and hands out."""
     run_ranks(3, check_group, str(tmp_path))
 
 
@@ -414,7 +413,7 @@ def check_mixed() -> None:
 
 
 def test_groups_frozen_stateless_ignored_and_partial() -> None:
-    """U5, U11, AA24, user-pain 25: what exists is saved, over buckets, groups and what no unit owns."""
+    """What exists is saved, over buckets, groups and what no unit owns."""
     for world_size in (1, 2, 3):
         run_ranks(world_size, check_mixed)
 
@@ -463,7 +462,6 @@ def check_named_and_inputs() -> None:
 
 
 def test_named_optimizers_and_optim_input() -> None:
-    """U7, U13, U27, U30."""
     run_ranks(2, check_named_and_inputs)
 
 
@@ -502,7 +500,7 @@ def settle_all(value: Any) -> Any:
 
 
 def test_tensors_are_owned_and_compact() -> None:
-    """R41, U6: nothing aliases the optimizer, the gathered memory or another state, and no scalar is shared."""
+    """Nothing aliases the optimizer, the gathered memory or another state, and no scalar is shared."""
     run_ranks(2, check_ownership)
 
 
@@ -550,7 +548,7 @@ def check_refusals_on_saving() -> None:
 
 
 def test_what_cannot_be_saved_is_refused_on_every_rank() -> None:
-    """U3, U9, Y49, Y51, user-pain 24: with the rank, the state and the parameter."""
+    """With the rank, the state and the parameter."""
     run_ranks(2, check_refusals_on_saving)
 
 
@@ -612,7 +610,7 @@ def check_refusals_on_loading() -> None:
 
 
 def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_loaded() -> None:
-    """R43, U14, U16-U18, Y48, Y51: all of it named, from every rank or from rank 0."""
+    """All of it named, from every rank or from rank 0."""
     run_ranks(2, check_refusals_on_loading)
 
 
@@ -684,7 +682,7 @@ def check_ragged() -> None:
 
 
 def test_intervals_of_the_shards_leave_and_come_back_without_tensor_traffic() -> None:
-    """T24: what a rank holds of each parameter as rectangles of the whole; only descriptions are exchanged."""
+    """What a rank holds of each parameter as rectangles of the whole; only descriptions are exchanged."""
     for world_size in (1, 3):
         run_ranks(world_size, check_ragged)
 
@@ -750,7 +748,7 @@ def check_stages() -> None:
 
 
 def test_optimizer_state_does_not_depend_on_what_the_model_does() -> None:
-    """R42: in forward, in backward, between them, in no_sync, in the middle of an accumulation, summoned."""
+    """In forward, in backward, between them, in no_sync, in the middle of an accumulation, summoned."""
     run_ranks(2, check_stages)
 
 
@@ -802,5 +800,5 @@ def with_scalar() -> WithScalar:
 
 
 def test_eager_states_scalars_and_parameters_without_dimensions_or_elements() -> None:
-    """R40, U2, U3: what ranks that hold nothing of a parameter have of it is no state."""
+    """What ranks that hold nothing of a parameter have of it is no state."""
     run_ranks(3, check_optimizers)

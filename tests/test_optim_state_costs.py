@@ -165,7 +165,7 @@ def test_a_flattened_dict_is_walked_a_few_times_whatever_the_number_of_parameter
 
 @pytest.mark.parametrize("uop", [False, True])
 def test_one_collective_per_unit(uop: bool) -> None:
-    """U9, U10, Y72: descriptions once, then one collective per unit for all its states; each gets what it asked."""
+    """Descriptions once, then one collective per unit for all its states; each gets what it asked."""
     run_ranks(2, check_counts, uop)
 
 
@@ -179,5 +179,5 @@ def test_direct_messages_carry_the_same(world_size: int) -> None:
 @pytest.mark.skipif(not meter_available(), reason="needs a byte meter")
 @pytest.mark.parametrize("uop", [False, True])
 def test_memory_is_the_result_and_two_parts_of_a_unit(uop: bool) -> None:
-    """U12, user-pain 6: and on ranks that get nothing, only what they send."""
+    """And on ranks that get nothing, only what they send."""
     run_ranks(2, check_memory, uop)

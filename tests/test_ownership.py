@@ -56,7 +56,7 @@ def _tied(place: str) -> tuple[nn.Module, ModuleWrapPolicy]:
     [("siblings", ("layers.0.weight", "layers.4.weight")), ("parent", ("layers.0.weight", "head.weight"))],
 )
 def test_R08_a_parameter_shared_across_units(place: str, names: tuple[str, str], use_orig_params: bool) -> None:
-    """Y60: the error names both places, and nothing is left half wrapped."""
+    """The error names both places, and nothing is left half wrapped."""
     module, policy = _tied(place)
     modules, before = list(module.modules()), values(module)
     with pytest.raises(ValueError, match="shared") as caught:
@@ -69,7 +69,7 @@ def test_R08_a_parameter_shared_across_units(place: str, names: tuple[str, str],
 
 @both_modes
 def test_a_parameter_shared_with_a_unit_wrapped_by_hand(use_orig_params: bool) -> None:
-    """Y60: both places are named as far as they are known."""
+    """Both places are named as far as they are known."""
     module, _ = _tied("parent")
     module.layers = build(module.layers, process_group=StandIn(), use_orig_params=use_orig_params)
     words = r"parameter 'head.weight' of the Net unit is shared with '0.weight' of the Sequential unit"
@@ -113,7 +113,6 @@ def _sharing() -> None:
 
 
 def test_a_shared_module_is_one_unit_at_every_place() -> None:
-    """Y61"""
     run_ranks(2, _sharing)
 
 
@@ -146,7 +145,7 @@ def test_a_module_that_looks_like_a_wrapper_is_owned(use_orig_params: bool) -> N
 
 @both_modes
 def test_wrapping_a_wrapped_module(use_orig_params: bool) -> None:
-    """D2: the outer one is a unit without parameters."""
+    """The outer one is a unit without parameters."""
     wrap = functools.partial(build, process_group=StandIn(0, 1), use_orig_params=use_orig_params)
     inner = wrap(nn.Linear(WIDTH, 3))
     model = wrap(inner)
@@ -159,7 +158,7 @@ def test_wrapping_a_wrapped_module(use_orig_params: bool) -> None:
 
 @both_modes
 def test_ignored_modules_bring_all_below_them(use_orig_params: bool) -> None:
-    """Q1, Q4, Q5, AA5: nested units apart; generators are read once; what is not in the tree does not matter."""
+    """Nested units apart; generators are read once; what is not in the tree does not matter."""
     module = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), nn.Linear(4, 5))
     inner = module[1][0] = build(module[1][0], process_group=StandIn(), use_orig_params=use_orig_params)
     ignored = module[1]
@@ -183,7 +182,7 @@ def test_ignored_modules_bring_all_below_them(use_orig_params: bool) -> None:
 @both_modes
 @pytest.mark.parametrize("by", ["ignored_modules", "ignored_states", "parameters"])
 def test_ignored_states(by: str, use_orig_params: bool) -> None:
-    """Q2-Q4, C15, AA5: modules are skipped by the policy, parameters leave their module to it."""
+    """Modules are skipped by the policy, parameters leave their module to it."""
     module = net()
     skipped = module.layers[2]
     states = iter([skipped.weight, nn.Parameter(torch.ones(3))]) if by == "parameters" else iter([skipped])
@@ -233,7 +232,6 @@ def _ignoring(use_orig_params: bool) -> None:
 
 @both_modes
 def test_what_is_ignored_is_left_alone(use_orig_params: bool) -> None:
-    """Q1, Q3"""
     run_ranks(2, _ignoring, use_orig_params)
 
 
@@ -253,7 +251,6 @@ def _replicated(use_orig_params: bool) -> list[str]:
 
 @both_modes
 def test_modules_under_composable_replicate_are_left_to_it(use_orig_params: bool) -> None:
-    """Q1"""
     assert run_ranks(2, _replicated, use_orig_params)[0] == ["", "layers.2", "layers.4", "head"]
 
 
@@ -339,7 +336,7 @@ def _meta(use_orig_params: bool) -> None:
     model(batch(0, 0)).sum().backward()
     assert any(param.grad is not None for param in model.parameters())
 
-    # Rank 0 has the values, the others have none (Q19).
+    # Rank 0 has the values, the others have none.
     rank = dist.get_rank()
     module = net() if rank == 0 else on_meta(Net)
     empty = functools.partial(nn.Module.to_empty, device="cpu", recurse=False)
@@ -349,7 +346,6 @@ def _meta(use_orig_params: bool) -> None:
 
 @both_modes
 def test_modules_from_the_meta_device(use_orig_params: bool) -> None:
-    """Q7-Q9, Q11, Q19, AA7"""
     run_ranks(2, _meta, use_orig_params)
 
 
@@ -360,7 +356,7 @@ class Lacking(nn.Module):
 
 
 def test_missing_initialisers_are_listed() -> None:
-    """Q9, Y23: all of them, before anything is changed; ignored modules need none."""
+    """All of them, before anything is changed; ignored modules need none."""
     module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Lacking(), nn.Sequential(Lacking())))
     words = r"no reset_parameters\(\) .*: 1 \(Lacking\), 2\.0 \(Lacking\)\. Give them one, or pass param_init_fn="
     with pytest.raises(AttributeError, match=words):
@@ -396,7 +392,7 @@ def test_meta_device_keeps_ties(init: Any, use_orig_params: bool) -> None:
 @both_modes
 @pytest.mark.parametrize("init", [None, constant_init], ids=["reset_parameters", "param_init_fn"])
 def test_the_peak_from_the_meta_device_is_the_shards_and_one_unit(init: Any, use_orig_params: bool) -> None:
-    """Q12, F10: one unit's parameters, and the flat vector they are copied into."""
+    """One unit's parameters, and the flat vector they are copied into."""
     count, width, ranks = 16, 511, 4
 
     def make() -> nn.Module:
@@ -448,7 +444,7 @@ def _synchronised(use_orig_params: bool) -> list[str]:
             ignored_states=ignored,
         )
         wanted = values(expected)
-        wanted["1.weight"] = values(make(10 + rank))["1.weight"]  # Q18: what is ignored is not synchronised
+        wanted["1.weight"] = values(make(10 + rank))["1.weight"]  # what is ignored is not synchronised
         with model.summon_full_params(model):
             assert_bit_equal(values(model), wanted)
         for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
@@ -458,7 +454,7 @@ def _synchronised(use_orig_params: bool) -> list[str]:
 
 @both_modes
 def test_sync_module_states_on_cpu(use_orig_params: bool) -> None:
-    """Q15-Q18, AA1, Y65: parameters, frozen ones, and buffers of rank 0; torch refuses on CPU."""
+    """Parameters, frozen ones, and buffers of rank 0; torch refuses on CPU."""
     (words,) = run_ranks(3, _synchronised, use_orig_params)[0]
     if torch.__version__.startswith("2.13"):
         assert words.startswith("ValueError")
@@ -496,7 +492,7 @@ def _nest_with_torchs(use_orig_params: bool) -> None:
     with pytest.raises(RuntimeError, match=r"the Linear unit lies in a module that torch's own FSDP has wrapped"):
         model(torch.ones(2, WIDTH))
     model = ours(Net(), auto_wrap_policy=policy)
-    model.head(torch.ones(2, WIDTH))  # one of ours in one of ours, called first (Y63)
+    model.head(torch.ones(2, WIDTH))  # one of ours in one of ours, called first
 
 
 @is_2_13

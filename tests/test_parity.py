@@ -264,7 +264,7 @@ def test_parity_whatever_is_gathered_ahead(run: Run) -> None:
     ids=str,
 )
 def test_parity_of_shards_and_replicas(run: Run) -> None:
-    """R13, Y55: of every shape of mesh; over one rank to shard over, gradients are averaged over the replicas."""
+    """Of every shape of mesh; over one rank to shard over, gradients are averaged over the replicas."""
     run_ranks(run.world_size, compare, run)
 
 

@@ -192,7 +192,7 @@ RUNS = [
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parity_with_a_plain_model_that_casts_at_the_same_places(world_size: int) -> None:
-    """N1-N4, N6, N8, M6, M7, O: strategy x precision x accumulation x mode x offload x model, 3 steps each."""
+    """Strategy x precision x accumulation x mode x offload x model, 3 steps each."""
     run_ranks(world_size, compare_all, [run for run in RUNS if run.world_size == world_size], timeout=300)
 
 
@@ -245,8 +245,8 @@ class Quantised(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["native", "direct"])
-def test_fd28_what_gloo_has_no_type_for_travels_as_bytes(way: str) -> None:
-    """FD28: synchronised, gathered for forward, summoned, saved and loaded, from all ranks and from rank 0."""
+def test_what_gloo_has_no_type_for_travels_as_bytes(way: str) -> None:
+    """Synchronised, gathered for forward, summoned, saved and loaded, from all ranks and from rank 0."""
     run_ranks(2, train_and_save_quantised, way)
 
 

@@ -141,7 +141,7 @@ def stop(*args: Any) -> None:
 
 
 def test_a_shard_is_cast_once_per_forward_with_its_backward() -> None:
-    """T7: and no cast is kept at rest, nor for a forward that has no backward, nor after a failed pass."""
+    """And no cast is kept at rest, nor for a forward that has no backward, nor after a failed pass."""
     run_ranks(2, count_casts)
 
 
@@ -252,7 +252,7 @@ def cast_inputs() -> None:
 
 
 def test_inputs_are_cast_where_that_was_asked() -> None:
-    """N3, N6: in containers of every kind, floating point only; the root without parameters too."""
+    """In containers of every kind, floating point only; the root without parameters too."""
     run_ranks(1, cast_inputs)
 
 
@@ -302,7 +302,7 @@ class Keeper(nn.Module):
 
 
 def test_outputs_are_cast_where_that_was_asked() -> None:
-    """N3, AA16: `output_dtype` of a unit, not of those that a policy makes; else the very objects of the module."""
+    """`output_dtype` of a unit, not of those that a policy makes; else the very objects of the module."""
     run_ranks(1, cast_outputs)
 
 
@@ -415,12 +415,11 @@ def cast_buffers_without_parameters() -> None:
 
 
 def test_buffers_are_cast_once_and_stay_the_same_objects() -> None:
-    """N8, N9: an inner unit's setting wins, ignored modules and integers are left alone, own dtypes are known."""
+    """An inner unit's setting wins, ignored modules and integers are left alone, own dtypes are known."""
     run_ranks(1, cast_buffers)
 
 
 def test_buffers_of_units_without_parameters_and_of_modules_that_are_cast() -> None:
-    """N8, N9, H6, Y68."""
     run_ranks(1, cast_buffers_without_parameters)
 
 
@@ -527,7 +526,7 @@ def batch_norms() -> None:
 
 
 def test_modules_that_are_left_out_of_mixed_precision() -> None:
-    """E13, N12, W14: as in torch's FSDP1: who is, in which dtypes everything runs, the warning, and every gradient."""
+    """As in torch's FSDP1: who is, in which dtypes everything runs, the warning, and every gradient."""
     run_ranks(2, batch_norms)
 
 
@@ -567,7 +566,7 @@ def under_autocast() -> None:
 
 
 def test_autocast_rules_apply_on_top() -> None:
-    """N13, W14: and autocast's own casts do not outlive what they are of."""
+    """And autocast's own casts do not outlive what they are of."""
     run_ranks(2, under_autocast)
 
 
@@ -598,7 +597,7 @@ def checkpointed() -> None:
 
 
 def test_checkpointing_around_and_inside_a_unit_of_another_precision() -> None:
-    """N6, W1: a recomputation casts its inputs as the forward did."""
+    """A recomputation casts its inputs as the forward did."""
     run_ranks(2, checkpointed)
 
 
@@ -636,7 +635,7 @@ def other_methods() -> None:
 
 
 def test_other_methods_than_forward_are_in_mixed_precision() -> None:
-    """N1, N6: inputs, parameters and outputs are cast as those of a forward."""
+    """Inputs, parameters and outputs are cast as those of a forward."""
     run_ranks(2, other_methods)
 
 
@@ -696,7 +695,7 @@ def mixed_buckets() -> None:
 
 
 def test_units_with_parameters_of_several_dtypes() -> None:
-    """N1, N4, R29: trained ones are each reduced and kept in their dtypes, frozen and integer ones only gathered."""
+    """Trained ones are each reduced and kept in their dtypes, frozen and integer ones only gathered."""
     run_ranks(2, mixed_buckets)
 
 
@@ -710,7 +709,7 @@ def pure_low_precision() -> None:
 
 
 def test_models_in_low_precision_without_mixed_precision() -> None:
-    """N1: everything happens in the parameters' dtype."""
+    """Everything happens in the parameters' dtype."""
     run_ranks(2, pure_low_precision)
 
 
@@ -741,7 +740,6 @@ def as_torch_does() -> None:
 
 
 def test_outputs_and_accumulated_gradients_are_those_of_torch() -> None:
-    """N1-N4, M6, M10."""
     run_ranks(2, as_torch_does)
 
 
@@ -771,7 +769,7 @@ def unit_of(values: Tensor) -> Tensor:
 
 
 def test_sums_of_many_ranks_are_rounded_once() -> None:
-    """R39: 512 virtual ranks, within one bfloat16 unit of the float64 sum, where sums in bfloat16 are far off."""
+    """512 virtual ranks, within one bfloat16 unit of the float64 sum, where sums in bfloat16 are far off."""
     for name, values in adversaries(512).items():
         exact = values.double().sum(0)
         total = torch.empty(values.shape[1], dtype=BF16)
@@ -819,5 +817,5 @@ def reduce_natively() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_the_bound_of_a_backends_own_sums(world_size: int) -> None:
-    """R39: what the docstring of `sum_in_rank_order` says of reductions in 16 bits, on gloo."""
+    """What the docstring of `sum_in_rank_order` says of reductions in 16 bits, on gloo."""
     run_ranks(world_size, reduce_natively)

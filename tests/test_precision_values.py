@@ -224,7 +224,7 @@ def write_every_way() -> None:
 
 
 def test_a_forward_sees_whatever_was_written_to_the_shards() -> None:
-    """R15, T7: by an optimizer, `.data`, `copy_`, numpy, `summon_full_params`, `.double()`; 16 steps, all equal."""
+    """By an optimizer, `.data`, `copy_`, numpy, `summon_full_params`, `.double()`; 16 steps, all equal."""
     run_ranks(2, write_every_way)
 
 
@@ -259,7 +259,7 @@ def replace(both: Any, values: list[list[Tensor]], *, in_place: bool) -> None:
 
 
 def test_evaluation_of_averaged_parameters_between_training() -> None:
-    """R16, W19: train, copy an average into the shards, evaluate, copy back, train; three rounds."""
+    """Train, copy an average into the shards, evaluate, copy back, train; three rounds."""
     run_ranks(2, average_and_evaluate)
 
 
@@ -304,12 +304,11 @@ def run_stage(pair: Pair, stage: str, what: str) -> None:
 
 
 def test_training_and_full_precision_evaluation_in_any_order() -> None:
-    """R17, N7, N10, Y67: parameters, buffers and inputs in the dtype of the mode, gradients of eval mode in float32."""
+    """Parameters, buffers and inputs in the dtype of the mode, gradients of eval mode in float32."""
     run_ranks(2, switch_modes, 3)
 
 
 def test_training_and_full_precision_evaluation_on_one_rank() -> None:
-    """R17, N10."""
     run_ranks(1, switch_modes, 2)
 
 
@@ -342,7 +341,7 @@ def graphs_of_both_modes() -> None:
 
 
 def test_graphs_of_both_modes_are_alive_at_once() -> None:
-    """R17, N10: each computes its backward in the precision of its forward; one backward of both is refused."""
+    """Each computes its backward in the precision of its forward; one backward of both is refused."""
     run_ranks(2, graphs_of_both_modes)
 
 
@@ -387,7 +386,7 @@ def modes_of_parts() -> None:
 
 
 def test_units_of_one_tree_in_different_modes() -> None:
-    """R17: the mode of a unit's own module counts."""
+    """The mode of a unit's own module counts."""
     run_ranks(2, modes_of_parts)
 
 
@@ -408,7 +407,7 @@ def switch_of_construction() -> None:
 
 
 def test_the_switch_is_read_when_a_model_is_wrapped() -> None:
-    """N10, H5, Y29: instances of one tree that disagree are refused; without it eval mode is in mixed precision."""
+    """Instances of one tree that disagree are refused; without it eval mode is in mixed precision."""
     run_ranks(1, switch_of_construction)
 
 
@@ -449,12 +448,11 @@ def forwards_inside_summon(strategies: tuple[ShardingStrategy, ...]) -> None:
 
 
 def test_parameters_are_shown_and_used_in_full_precision() -> None:
-    """N8, N11, AA14: forwards inside compute with them; what is written stays or goes, as without mixed precision."""
+    """Forwards inside compute with them; what is written stays or goes, as without mixed precision."""
     run_ranks(2, forwards_inside_summon, STRATEGIES)
 
 
 def test_parameters_are_shown_in_full_precision_on_one_rank() -> None:
-    """N11."""
     run_ranks(1, forwards_inside_summon, (FULL,))
 
 
@@ -497,7 +495,7 @@ def keep_low(reduce_dtypes: tuple[torch.dtype | None, ...]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_stay_in_the_compute_dtype(world_size: int) -> None:
-    """N4, M6, M10: reduced in `reduce_dtype`, added in the parameter's dtype, kept in bf16."""
+    """Reduced in `reduce_dtype`, added in the parameter's dtype, kept in bf16."""
     run_ranks(world_size, keep_low, (None, FP32))
 
 
@@ -526,7 +524,7 @@ def step_at_once(offload: bool) -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_gradients_are_reduced_when_backward_returns(offload: bool) -> None:
-    """R37, R38: reductions that start late and deliver only when waited for."""
+    """Reductions that start late and deliver only when waited for."""
     run_ranks(2, step_at_once, offload)
 
 
@@ -586,7 +584,7 @@ def fail(*args: Any) -> None:
 @pytest.mark.skipif(not meter_available(), reason="no byte meter: needs glibc 2.33")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_only_the_shards_are_held_at_rest(use_orig_params: bool) -> None:
-    """R28, T7: no low precision copy stays, neither of the whole (a half) nor of a shard (another half)."""
+    """No low precision copy stays, neither of the whole (a half) nor of a shard (another half)."""
     for held in run_ranks(2, bytes_at_rest, use_orig_params):
         for name, value in held:
             assert value == pytest.approx(2 if "gradients" in name else 1, abs=0.1), held

@@ -284,7 +284,7 @@ def test_a_pass_in_which_nothing_was_gathered_is_a_record_too() -> None:
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_what_is_gathered_before_what_computes(delayed: bool) -> None:
-    """K8-K10, Y70: each kind of prefetch at each distance, and with collectives that come late every other one; no bit
+    """Each kind of prefetch at each distance, and with collectives that come late every other one; no bit
     of a gradient depends on it."""
     run_ranks(2, orders, delayed)
 
@@ -332,7 +332,7 @@ def segments(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_was_recomputed_stays_as_far_as_the_limit_goes(reentrant: bool) -> None:
-    """R20: without the limit the whole segment stays, and is gathered no second time."""
+    """Without the limit the whole segment stays, and is gathered no second time."""
     run_ranks(2, segments, reentrant)
 
 

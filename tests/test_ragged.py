@@ -121,7 +121,7 @@ def test_copies_work_on_the_interval() -> None:
 
 
 def test_copies_without_values_have_the_interval() -> None:
-    """FD47: what ``torch.distributed.checkpoint.async_save`` copies into."""
+    """What ``torch.distributed.checkpoint.async_save`` copies into."""
     ragged = RaggedTensor(torch.arange(7.0), (3, 4), 2)
     made = ragged.new_empty(ragged.shape)
     assert isinstance(made, RaggedTensor) and made.same_interval(ragged) and made.local.shape == (7,)
@@ -216,8 +216,8 @@ def _save_plain(folder: str) -> None:
     dcp.save({"model": wholes()}, checkpoint_id=folder)
 
 
-def test_r40_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
-    """R40, FD47: rectangles at N ranks, read at M ranks and into plain tensors, and plain tensors read as rectangles;
+def test_any_number_of_ranks_loads_what_any_other_saved(tmp_path: Path) -> None:
+    """Rectangles at N ranks, read at M ranks and into plain tensors, and plain tensors read as rectangles;
     also where they are saved in the background."""
     for saved_at in (1, 2, 3):
         run_ranks(saved_at, _save, str(tmp_path / f"{saved_at}"))

@@ -198,7 +198,7 @@ def train_chains() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_skipped_units(world_size: int) -> None:
-    """R31, R34: units skipped at the beginning, in the middle, at the end, by all, in another order; with momentum."""
+    """Units skipped at the beginning, in the middle, at the end, by all, in another order; with momentum."""
     run_ranks(world_size, train_chains, timeout=120)
 
 

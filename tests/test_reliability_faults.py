@@ -1,4 +1,4 @@
-"""R48: an exception anywhere in a step, on every rank alike; a retry is then as if it had not happened.
+"""An exception anywhere in a step, on every rank alike; a retry is then as if it had not happened.
 
 What models raise themselves, in forward, backward and recomputation, is in test_backward_faults.py. Here memory runs
 out where the engine asks for it, at each place of a step in turn, and an optimizer fails.
@@ -153,7 +153,7 @@ def out_of_memory(recompute: str) -> int:
 
 
 @pytest.mark.parametrize("recompute", ["", "reentrant", "non-reentrant"])
-def test_r48_memory_runs_out(recompute: str) -> None:
+def test_memory_runs_out(recompute: str) -> None:
     """For a full buffer, needed now or gathered ahead, or for a reduction; with and without `reset_iter_state()`."""
     for count in run_ranks(2, out_of_memory, recompute):
         assert count > 15, count
@@ -190,5 +190,5 @@ def optimizer_fails() -> None:
         assert_bit_equal(found[1], found[0])
 
 
-def test_r48_the_optimizer_fails() -> None:
+def test_the_optimizer_fails() -> None:
     run_ranks(2, optimizer_fails)

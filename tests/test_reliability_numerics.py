@@ -79,13 +79,13 @@ def buckets_of(model: nn.Module) -> list[fsdp.BucketInfo]:
     return [bucket for unit in fsdp.shard_info(model) for bucket in unit.buckets]
 
 
-# -- R02: parity over many steps -----------------------------------------------------------------------------------
+# -- parity over many steps ----------------------------------------------------------------------------------------
 
 LONG = Schedule(steps=20)
 
 
 @pytest.mark.parametrize(("world_size", "optimizer"), [(1, "adamw"), (2, "sgd"), (3, "adamw")])
-def test_r02_twenty_steps_equal_the_same_order_reference(world_size: int, optimizer: str) -> None:
+def test_twenty_steps_equal_the_same_order_reference(world_size: int, optimizer: str) -> None:
     """Bit for bit: nothing is reduced on 1 rank, two terms have one order, and a direct exchange sums in rank order.
     Each model with each optimizer, by turns (test_parity.py has all of them, and 5 steps)."""
     run_ranks(world_size, twenty_steps, optimizer, LONG_MODELS[(world_size + (optimizer == "sgd")) % 2])
@@ -102,7 +102,7 @@ def twenty_steps(optimizer: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_r02_twenty_steps_stay_near_the_concatenated_batch(world_size: int) -> None:
+def test_twenty_steps_stay_near_the_concatenated_batch(world_size: int) -> None:
     """Nothing but rounding apart from the plain model, in float64, with the backend's own collectives."""
     run_ranks(world_size, near_the_batch, LONG_MODELS[world_size % 2])
 
@@ -122,7 +122,7 @@ def near_the_batch(name: str) -> None:
         assert_equivalent(flatten_state(ours.optim), flatten_state(theirs.optim), f"{what}, momenta")
 
 
-# -- R03: determinism ----------------------------------------------------------------------------------------------
+# -- determinism ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def near_the_batch(name: str) -> None:
         (3, "SHARD_GRAD_OP", "mlp"),
     ],
 )
-def test_r03_two_runs_are_bit_equal_whatever_the_timing(world_size: int, strategy: str, name: str) -> None:
+def test_two_runs_are_bit_equal_whatever_the_timing(world_size: int, strategy: str, name: str) -> None:
     """The second run's collectives are delayed at random, and their results appear only when they are waited for."""
     run_ranks(world_size, train_twice, strategy, name)
 
@@ -149,14 +149,14 @@ def train_twice(strategy: str, name: str) -> None:
     assert_same_steps(second, first, name)
 
 
-# -- R05, R06: memory that nobody wrote, and padding ---------------------------------------------------------------
+# -- memory that nobody wrote, and padding -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [(2, "SHARD_GRAD_OP"), (3, "FULL_SHARD"), (3, "NO_SHARD")],
 )
-def test_r05_nothing_of_poisoned_memory_gets_into_the_training(world_size: int, strategy: str) -> None:
+def test_nothing_of_poisoned_memory_gets_into_the_training(world_size: int, strategy: str) -> None:
     """With fresh memory full of NaN, 4 steps are those without, and padding is zero at the start and at the end: of two
     of three models, by turns."""
     run_ranks(world_size, train_in_poisoned_memory, strategy)
@@ -213,7 +213,7 @@ def assert_padding_is_zero(model: nn.Module, optimizer: Optimizer, what: str) ->
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_r06_padding_is_in_no_norm_and_no_optimizer_state(world_size: int) -> None:
+def test_padding_is_in_no_norm_and_no_optimizer_state(world_size: int) -> None:
     """Flat parameters carry it, and what is computed of them is what is computed of the full tensors."""
     padding = run_ranks(world_size, train_and_compare_norms)
     assert sum(padding) > 0, "nothing was padded"
@@ -247,7 +247,7 @@ def train_and_compare_norms() -> int:
     return padding
 
 
-# -- R07: tied weights in one unit ---------------------------------------------------------------------------------
+# -- tied weights in one unit --------------------------------------------------------------------------------------
 
 ROWS, WIDTH = 37, 6  # 37 rows: no number of ranks here divides them
 
@@ -285,7 +285,7 @@ def make_tokens(generator: torch.Generator, size: int) -> Batch:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_r07_tied_weights_of_one_unit_stay_one_on_every_row(world_size: int) -> None:
+def test_tied_weights_of_one_unit_stay_one_on_every_row(world_size: int) -> None:
     """After wrapping, backward, step and a change of dtype; and every row moves as it does in the plain model. In each
     strategy and both modes on 2 ranks, with one of two models on others, by turns."""
     run_ranks(world_size, train_tied)
@@ -347,7 +347,7 @@ def assert_tied(model: nn.Module, mode: bool, what: str) -> None:
         assert sum(name.endswith("tokens.weight") for name in names) == 1, what
 
 
-# -- R09: one module in several places -----------------------------------------------------------------------------
+# -- one module in several places ----------------------------------------------------------------------------------
 
 
 class SharedBlock(nn.Module):
@@ -373,7 +373,7 @@ SHARED = Case("shared", SharedBlock, make_vectors, F.mse_loss, frozenset({nn.Lin
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_r09_a_module_in_several_places_is_one_unit_and_trains_like_the_plain_one(world_size: int) -> None:
+def test_a_module_in_several_places_is_one_unit_and_trains_like_the_plain_one(world_size: int) -> None:
     run_ranks(world_size, train_shared_modules)
 
 
@@ -393,7 +393,7 @@ def train_shared_modules() -> None:
     assert sorted(unit.name for unit in fsdp.shard_info(model)) == ["", "first", "layers.1"]
 
 
-# -- R14: one rank -------------------------------------------------------------------------------------------------
+# -- one rank ------------------------------------------------------------------------------------------------------
 
 
 class Tiny(nn.Module):
@@ -421,7 +421,7 @@ TINY = Case("tiny", Tiny, make_vectors, F.mse_loss, frozenset({Scale}))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_r14_one_rank_trains_every_parameter_without_a_collective(strategy: str) -> None:
+def test_one_rank_trains_every_parameter_without_a_collective(strategy: str) -> None:
     run_ranks(1, train_alone, strategy)
 
 
@@ -461,7 +461,7 @@ def train_alone(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_r14_parameters_of_one_element_have_gradients_on_several_ranks(world_size: int) -> None:
+def test_parameters_of_one_element_have_gradients_on_several_ranks(world_size: int) -> None:
     run_ranks(world_size, train_tiny)
 
 
@@ -474,7 +474,7 @@ def train_tiny() -> None:
         assert all(grad is not None and grad.all() for grad in steps[0].grads.values())
 
 
-# -- R24: more units at work at once than there are buffers ----------------------------------------------------------
+# -- more units at work at once than there are buffers ---------------------------------------------------------------
 
 
 class Link(nn.Module):
@@ -515,7 +515,7 @@ CHAIN = Case("chain", Chain, make_vectors, F.mse_loss, frozenset({Link}))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_r24_units_called_within_units_keep_their_buffers(world_size: int) -> None:
+def test_units_called_within_units_keep_their_buffers(world_size: int) -> None:
     """Every unit of the chain is gathered at once, whatever the bound on gathered units that are not at work."""
     run_ranks(world_size, train_chain)
 
@@ -543,7 +543,7 @@ def train_chain() -> None:
         assert gathered == [7] * schedule.steps, f"chain {strategy} {mode}: {gathered}"
 
 
-# -- R04: parameters of every kind -----------------------------------------------------------------------------------
+# -- parameters of every kind ----------------------------------------------------------------------------------------
 
 
 class OddCase(Case):
@@ -676,7 +676,7 @@ ODD = {
 @pytest.mark.parametrize(
     ("world_size", "name"), [(size, name) for place, name in enumerate(ODD) for size in (2, 1 + 2 * (place % 2))]
 )
-def test_r04_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: str) -> None:
+def test_parameters_of_every_kind_train_like_plain_ones(world_size: int, name: str) -> None:
     """Bit for bit, but the mean of three bfloat16 gradients may be rounded twice: their sum, and the third of it."""
     run_ranks(world_size, train_odd, name)
 
@@ -723,7 +723,7 @@ def _real(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_r04_an_overlapping_parameter_becomes_a_dense_one(world_size: int) -> None:
+def test_an_overlapping_parameter_becomes_a_dense_one(world_size: int) -> None:
     run_ranks(world_size, train_overlapping)
 
 
@@ -751,7 +751,7 @@ class DenseOverlapping(Overlapping):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_r04_a_sparse_parameter_is_refused_by_name(mode: bool) -> None:
+def test_a_sparse_parameter_is_refused_by_name(mode: bool) -> None:
     run_ranks(1, wrap_sparse, mode)
 
 

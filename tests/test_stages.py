@@ -362,7 +362,7 @@ MEASURED += [(3, strategy, place % 2 == 1) for place, strategy in enumerate(STRA
 def test_bytes_at_each_stage(
     world_size: int, strategy: ShardingStrategy, use_orig_params: bool, distance: int = 1
 ) -> None:
-    """At rest: the shards and the gradients' shards, and nothing else (R27, R28)."""
+    """At rest: the shards and the gradients' shards, and nothing else."""
     expected = expect(strategy, world_size, distance)
     for measured in run_ranks(world_size, measure, strategy, use_orig_params, distance, expected):
         wrong = [
@@ -459,7 +459,7 @@ class Registration:
             assert set(found) == {infix + "_flat_param" for infix in infixes.values()}
             for unit, infix in infixes.items():
                 flat = found[infix + "_flat_param"]
-                if unit in running:  # G2, FD04: all of it
+                if unit in running:  # all of it
                     numel = sum(v.numel() for name, v in self.values.items() if self.unit_of(name) == unit)
                     assert isinstance(flat, FlatParameter) and type(flat) is nn.Parameter and flat.is_leaf
                     assert flat.shape == (numel,) and flat.requires_grad and flat.grad is None
@@ -731,7 +731,7 @@ SHARING = [
 @needs_meter
 @pytest.mark.parametrize(("kind", "checkpointing", "reentrant", "shared"), SHARING)
 def test_live_units_are_bounded(kind: str, checkpointing: str, reentrant: bool, shared: bool) -> None:
-    """At most two units beside the root, frozen and checkpointed ones too (R20, R29, R30), and where all share an
+    """At most two units beside the root, frozen and checkpointed ones too, and where all share an
     input: a unit is over when it has passed on its part of a gradient, not when the others have added theirs.
 
     Where all large parameters are frozen there are no large gradients: then the bytes say it as well as the count.

@@ -148,8 +148,8 @@ def _there_and_back(modes: list[tuple[ShardingStrategy, bool]]) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "modes"), [(1, MODES[::3]), (2, MODES), (3, MODES[:2]), (4, MODES[1:2])])
-def test_r40_every_kind_gives_back_what_was_there(world_size: int, modes: list[tuple[ShardingStrategy, bool]]) -> None:
-    """R40, T6-T10, T15, T26: names, order, values and versions are the plain model's, in both modes."""
+def test_every_kind_gives_back_what_was_there(world_size: int, modes: list[tuple[ShardingStrategy, bool]]) -> None:
+    """Names, order, values and versions are the plain model's, in both modes."""
     run_ranks(world_size, _there_and_back, modes)
 
 
@@ -222,7 +222,7 @@ def _as_torchs() -> None:
             }[kind]
             options = {"rank0_only": True} if kind == "rank 0" else {}
             if kind == "rank 0" and strategy is NO_SHARD:
-                continue  # Y69: torch ignores it
+                continue  # torch ignores it
             for holder, (our_holder, their_holder) in holders.items():
                 what = f"{kind}, {strategy}, use_orig_params={mode}, {holder}"
                 torch_type = torchs.StateDictType[f"{name}_STATE_DICT"]
@@ -239,7 +239,7 @@ def _as_torchs() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_state_is_torchs_in_every_form(world_size: int) -> None:
-    """T6-T12, T15, AA22: the same names in the same order, types, chunks and values, also with `rank0_only`."""
+    """The same names in the same order, types, chunks and values, also with `rank0_only`."""
     run_ranks(world_size, _as_torchs)
 
 
@@ -292,8 +292,8 @@ def _cross() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_r44_states_of_torchs_fsdp_plain_modules_and_ddp_load_here_and_ours_there(world_size: int) -> None:
-    """R44, T20-T22, AA15: full and sharded, across `use_orig_params`, and local."""
+def test_states_of_torchs_fsdp_plain_modules_and_ddp_load_here_and_ours_there(world_size: int) -> None:
+    """Full and sharded, across `use_orig_params`, and local."""
     run_ranks(world_size, _cross)
 
 
@@ -332,8 +332,8 @@ def _load_plain(folder: str) -> None:
     assert_bit_equal(state, Rich().state_dict())
 
 
-def test_r40_state_without_communication_loads_anywhere(tmp_path: Path) -> None:
-    """R40: saved and read as each rank has it, at another number of ranks, wrapping, strategy and mode, and plain."""
+def test_state_without_communication_loads_anywhere(tmp_path: Path) -> None:
+    """Saved and read as each rank has it, at another number of ranks, wrapping, strategy and mode, and plain."""
     run_ranks(3, _save_ragged, str(tmp_path / "3"), False, FULL_SHARD)
     run_ranks(2, _save_ragged, str(tmp_path / "2"), True, NO_SHARD)
     run_ranks(2, _load_ragged, str(tmp_path / "3"), True, FULL_SHARD, None)
@@ -423,8 +423,7 @@ def _misfits(mode: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_r43_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: bool) -> None:
-    """R43, T22, T23, AA23, Y57, Y76."""
+def test_what_does_not_fit_is_told_on_every_rank_and_nothing_is_loaded(mode: bool) -> None:
     run_ranks(2, _misfits, mode)
 
 
@@ -462,7 +461,7 @@ def _shards_of_others(mode: bool) -> None:
 
 
 def test_shards_of_another_model_are_refused() -> None:
-    """Y44: and a local dict is of whole units."""
+    """And a local dict is of whole units."""
     run_ranks(2, _shards_of_others, True)
 
 
@@ -496,7 +495,7 @@ def _from_first(strategy: ShardingStrategy, mode: bool) -> None:
 
 @pytest.mark.parametrize(("strategy", "mode"), [(FULL_SHARD, False), (NO_SHARD, True)])
 def test_what_only_rank_0_has_is_handed_out(strategy: ShardingStrategy, mode: bool) -> None:
-    """T20, user-pain 16: unit by unit; and errors are those of rank 0."""
+    """Unit by unit; and errors are those of rank 0."""
     run_ranks(3, _from_first, strategy, mode)
 
 
@@ -550,8 +549,8 @@ def _live_and_copied(mode: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_r41_what_was_saved_stays_and_is_compact(mode: bool) -> None:
-    """R41, T6, T10-T12, AA22: copies of what is sharded; buffers, ignored parameters and shards are live."""
+def test_what_was_saved_stays_and_is_compact(mode: bool) -> None:
+    """Copies of what is sharded; buffers, ignored parameters and shards are live."""
     run_ranks(2, _live_and_copied, mode)
 
 
@@ -777,8 +776,8 @@ def _at_any_time(mode: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_r42_state_in_the_middle_of_a_step(mode: bool) -> None:
-    """R42, T18: refused inside of a forward, and exact everywhere else."""
+def test_state_in_the_middle_of_a_step(mode: bool) -> None:
+    """Refused inside of a forward, and exact everywhere else."""
     run_ranks(2, _at_any_time, mode)
 
 
@@ -807,7 +806,7 @@ def _inside(mode: bool) -> None:
 
 @pytest.mark.parametrize("mode", [False, True])
 def test_modules_inside_have_the_same_state(mode: bool) -> None:
-    """T17, M3: not bare shards."""
+    """Not bare shards."""
     run_ranks(2, _inside, mode)
 
 
@@ -866,7 +865,7 @@ def _options(strategy: ShardingStrategy, mode: bool) -> None:
 def test_options_count_under_every_strategy_and_for_roots_without_parameters(
     strategy: ShardingStrategy, mode: bool
 ) -> None:
-    """T7, T11, Y68, Y69, Y75: in the parameters' own dtype, and buffers in that which they had."""
+    """In the parameters' own dtype, and buffers in that which they had."""
     run_ranks(2, _options, strategy, mode)
 
 
@@ -899,7 +898,7 @@ def _meshed(folder: str) -> None:
 
 
 def test_with_a_device_mesh_sharded_values_are_dtensors(tmp_path: Path) -> None:
-    """T4, T9, AA22: they survive a weights-only load."""
+    """They survive a weights-only load."""
     run_ranks(2, _meshed, str(tmp_path))
 
 
@@ -918,7 +917,7 @@ def kinds(model: nn.Module) -> list[Any]:
 
 
 def test_the_default_is_full_and_setting_reaches_every_instance() -> None:
-    """T1, T3, B5: and no deprecation warning."""
+    """And no deprecation warning."""
     FSDP, model = FullyShardedDataParallel, nested()
     default = StateDictSettings(FULL, FullStateDictConfig(), FullOptimStateDictConfig())
     assert FSDP.get_state_dict_type(model) == default
@@ -931,7 +930,7 @@ def test_the_default_is_full_and_setting_reaches_every_instance() -> None:
 
 
 def test_the_context_sets_back_also_after_an_exception() -> None:
-    """T2, Y62: and says so where there is no instance."""
+    """And says so where there is no instance."""
     FSDP, model = FullyShardedDataParallel, nested()
     before = FSDP.get_state_dict_type(model)
     with FSDP.state_dict_type(model, LOCAL):
@@ -948,7 +947,7 @@ def test_the_context_sets_back_also_after_an_exception() -> None:
 
 
 def test_instances_that_differ_and_configs_of_another_kind_are_refused() -> None:
-    """Y40, Y41: and nothing was set."""
+    """And nothing was set."""
     FSDP, model = FullyShardedDataParallel, nested()
     with pytest.raises(RuntimeError, match="Expected state_dict_config of type"):
         FSDP.set_state_dict_type(model, SHARDED, FullStateDictConfig())

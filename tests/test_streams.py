@@ -540,7 +540,7 @@ def trace_wrapped_elsewhere(use_orig_params: bool) -> tuple[list[str], list[str]
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_no_race_wherever_the_model_was_wrapped(use_orig_params: bool) -> None:
-    """FD61: autograd runs a leaf's hook on the stream on which its accumulator was made, which is made anew."""
+    """Autograd runs a leaf's hook on the stream on which its accumulator was made, which is made anew."""
     ((races, found),) = run_ranks(1, trace_wrapped_elsewhere, use_orig_params)
     assert not races, "\n".join(races)
     assert not found
@@ -561,7 +561,7 @@ def trace_unshard_elsewhere() -> list[str]:
 
 
 def test_each_stream_waits_for_a_gather_before_it_reads() -> None:
-    """FD62: a side stream has waited for the gather, and the forward's has not."""
+    """A side stream has waited for the gather, and the forward's has not."""
     assert run_ranks(1, trace_unshard_elsewhere) == [[]]
 
 
@@ -777,7 +777,7 @@ def read_summoned(model: FSDP) -> None:
 
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [(FULL_SHARD, True), (SHARD_GRAD_OP, False)])
 def test_the_host_waits_before_it_touches_what_is_offloaded(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    """O1, Y66, R37, FD60: gradients have arrived before the optimizer reads them, shards are read before anybody writes
+    """Gradients have arrived before the optimizer reads them, shards are read before anybody writes
     them, also where no backward follows."""
     assert run_ranks(1, trace_offloaded, strategy, use_orig_params, None) == [[]]
     for broken in ("settle", "on_host"):

@@ -378,7 +378,7 @@ def _table() -> list[str]:
 
 
 def test_what_is_done_when() -> None:
-    """FD04-FD08, FD14: 17 actions at 10 moments, by turns in each strategy and mode, half of them fully sharded: every
+    """17 actions at 10 moments, by turns in each strategy and mode, half of them fully sharded: every
     action, and every moment, in each of them."""
     for rank, wrong in enumerate(run_ranks(2, _table, timeout=240)):
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
@@ -392,5 +392,5 @@ def _replaced_in_no_sync() -> None:
 
 
 def test_a_parameter_replaced_in_no_sync_is_gathered_again() -> None:
-    """FD33: though the version counters of the old one and of the new one make the same sum."""
+    """Though the version counters of the old one and of the new one make the same sum."""
     run_ranks(2, _replaced_in_no_sync)
