@@ -46,7 +46,7 @@ from tests.harness.oracle import (
     sgd,
 )
 from tests.harness.poison import poisoned_memory
-from tests.harness.pool import Died, RankFailure, run_fresh, run_ranks
+from tests.harness.pool import Died, RankFailure, on_ranks, run_fresh, run_ranks
 from tests.harness.process_groups import Collective, CollectiveLog, delay_collectives, record_collectives
 
 # -- pool --------------------------------------------------------------------------------------------------------
@@ -67,6 +67,24 @@ def test_pool_returns_results_by_rank_and_keeps_its_processes(world_size: int) -
     assert {total for _, _, total in first} == {world_size * (world_size + 1.0)}
     assert first == second
     assert os.getpid() not in {pid for pid, _, _ in first}
+
+
+@pytest.mark.parametrize("value", [3])
+@on_ranks(2)
+def test_the_body_of_a_decorated_test_runs_on_every_rank(tmp_path: Path, value: int) -> None:
+    (tmp_path / str(dist.get_rank())).touch()
+    dist.barrier()
+    assert value == 3 and sorted(os.listdir(tmp_path)) == ["0", "1"]
+
+
+@on_ranks(2)
+def fail_on_rank_one() -> None:
+    assert dist.get_rank() != 1
+
+
+def test_a_decorated_body_that_fails_on_one_rank_fails_the_test() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed:\nTraceback[^$]*in fail_on_rank_one"):
+        fail_on_rank_one()
 
 
 def fail_after(delays: list[float]) -> None:

@@ -7,13 +7,16 @@ anything went wrong is killed and replaced, so a failure never leaks into the ne
 left many threads. What a failing job shows is one message: the traceback of the rank that failed first in time, the
 exit code of a rank that died, or, at a timeout, the Python stack of every rank that is stuck.
 
-`run_fresh` runs one job in processes of its own, for tests that break the process group or kill a rank on purpose.
+`on_ranks(world_size)` decorates a test whose body runs on the ranks. `run_fresh` runs one job in processes of its own,
+for tests that break the process group or kill a rank on purpose.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import importlib
 import os
 import pickle
 import select
@@ -344,6 +347,34 @@ def run_fresh(
         return pool.run(job, timeout, may_die=True)
     finally:
         pool.close()
+
+
+def on_ranks(world_size: int, *, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test's body on `world_size` kept ranks, as `run_ranks` does, with the test's arguments.
+
+    The test is a function of its module's top level. Parameters and fixtures are pickled, so `tmp_path` can be used and
+    `monkeypatch` cannot. Marks stay above the decorator:
+
+        @pytest.mark.parametrize("strategy", STRATEGIES)
+        @on_ranks(2)
+        def test_training_equals_the_plain_model(strategy: ShardingStrategy) -> None: ...
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            where = body.__module__, body.__qualname__
+            run_ranks(world_size, _run_body, where, args, kwargs, timeout=timeout)
+
+        return test
+
+    return decorate
+
+
+def _run_body(where: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    module, name = where
+    getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
 
 
 def _job(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
