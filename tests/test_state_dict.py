@@ -354,7 +354,7 @@ def refused(model: nn.Module, state: dict[str, Any], kind: type[Exception] = Run
     with pytest.raises(kind) as caught:
         model.load_state_dict(state, **options)
     assert_bit_equal(full_state(model), before, str(caught.value))
-    assert not any(type(param).__name__ == "Recorder" for param in model.parameters())
+    assert not any(type(param).__name__ == "Target" for param in model.parameters())
     text = str(caught.value)
     assert "_fsdp_wrapped_module" not in text and "_checkpoint_wrapped_module" not in text, text
     return text

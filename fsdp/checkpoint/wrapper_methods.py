@@ -162,7 +162,7 @@ class StateDictMethods(LegacyOptimMethods, nn.Module):
             RuntimeError: the kind is ``LOCAL_STATE_DICT``, and the instances have a device mesh.
         """
         settings = _settings_in(module)
-        if settings is not None and settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        if settings is not None and Form.of(settings.state_dict_config).is_flat:
             for unit in units_of(module):
                 check_no_mesh(unit)
         return settings
